@@ -100,7 +100,8 @@ REJOIN_INLINE std::uint32_t code_block(float* values, int* codes, Width width) {
       width == Width::eight ? block_float::scale_byte<8>(bits) : block_float::scale_byte<4>(bits);
   if (byte == block_float::kNotFinite) [[unlikely]] {
     for (std::size_t i = 0; i < kElements<Element>; ++i) {
-      codes[i] = block_float::coded_not_finite(values[i]);
+      codes[i] = width == Width::eight ? block_float::coded_not_finite<8>(values[i])
+                                       : block_float::coded_not_finite<4>(values[i]);
       values[i] = block_float::decoded_not_finite(codes[i]);
     }
     return byte;

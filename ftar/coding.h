@@ -60,7 +60,7 @@ struct Pass {
   std::uint32_t divisor = 0;      // up to 1: no mean
   Width width = Width::plain;
   std::byte* coded = nullptr;  // unless the width is `plain`; may be nothing that is read
-  std::byte* out = nullptr;    // none: not wanted; elements as whoever decodes them has them. May be what arrived, plain
+  std::byte* out = nullptr;  // none: not wanted; elements as whoever decodes them has them. May be what arrived, plain
 };
 Loss run(const Pass& pass);
 void decode(DataType type, Width width, std::byte* out, const std::byte* coded, std::size_t count);

@@ -21,6 +21,7 @@ Communicator::~Communicator() {
     engine_.deregister(bucket.output);
   }
   engine_.deregister(staging_region_);
+  engine_.deregister(coded_region_);
 }
 
 Result<> check(const Options& options) {
@@ -30,6 +31,9 @@ Result<> check(const Options& options) {
   if (options.chunk_bytes < 64 || options.chunk_bytes % 64 != 0)
     return fail(ErrorCode::invalid_argument, "chunks of {} bytes; there must be 64 or a multiple of that",
                 options.chunk_bytes);
+  if (!(options.coding_error > 0 && options.coding_error <= 1))
+    return fail(ErrorCode::invalid_argument, "a coding error of {}; it must be above 0 and at most 1",
+                options.coding_error);
   return {};
 }
 
@@ -48,6 +52,7 @@ void Communicator::join(Member self, Group group) {
 Result<std::unique_ptr<Communicator>> Communicator::prepare(transport::Engine& engine, const Options& options,
                                                             std::vector<BucketSpec> buckets) {
   constexpr std::size_t max_buckets = 3500;  // their region keys fit one message
+  static_assert(max_buckets <= Tag::kMaxBuckets);
   if (buckets.empty() || buckets.size() > max_buckets)
     return fail(ErrorCode::invalid_argument, "{} buckets; there must be 1 to {}", buckets.size(), max_buckets);
   if (auto right = check(options); !right) return tl::unexpected(right.error());
@@ -91,6 +96,7 @@ Result<std::unique_ptr<Communicator>> Communicator::prepare(transport::Engine& e
   if (made->pulls_) made->pull_room_.resize(2 * kPullRoom);
   made->choose_direct();
   if (auto reserved = made->reserve_direct(); !reserved) return tl::unexpected(reserved.error());
+  if (auto reserved = made->reserve_coding(); !reserved) return tl::unexpected(reserved.error());
   const std::size_t staged = options.chunk_bytes * options.chunks_in_flight;
   // The host's lies in a file: shared memory needs no right to read this process for it.
   auto memory = (options.device ? options.device : device::make_host())->allocate(staged);
@@ -209,6 +215,7 @@ void Communicator::begin(Bucket& bucket) {
 
 void Communicator::finish(Bucket& bucket) {
   bucket.digest = bucket.running->digest();
+  adapt_coding(bucket);
   events::record(events::Kind::bucket_done, {.epoch = epoch_.value,
                                              .step = bucket.step.value,
                                              .replica = bucket.longest_from.value,
@@ -319,8 +326,14 @@ std::vector<Wait> Communicator::waits(TimePoint now) const {
 }
 
 Stats Communicator::stats() const {
-  Stats stats{.stale_dropped = stale_dropped_, .operations_done = operations_done_, .bytes_reduced = bytes_reduced_};
+  Stats stats{.stale_dropped = stale_dropped_,
+              .operations_done = operations_done_,
+              .bytes_reduced = bytes_reduced_,
+              .chunk_bytes_sent = chunk_bytes_sent_,
+              .coded_chunks_sent = coded_chunks_sent_};
   if (reducer_) stats.kernel_launches = reducer_->launches();
+  for (const auto& bucket : buckets_)
+    if (bucket.coding) stats.feedback_bytes += bucket.coding->feedback.bytes();
   for (const auto& [member, peer] : peers_) {
     stats.peers.push_back(peer->stats);
     stats.peers.back().member = member;

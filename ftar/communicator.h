@@ -14,10 +14,12 @@
 // The messages between two members, in order (operation.h): a hello when they connect, an introduction with the keys of
 // their memory; in each epoch `flushed`; for each bucket of each step `ready`, then chunks (writes) and credits for
 // them (where members look into each other's memory, chunks of sums alone), or for a small bucket `direct` parts of
-// what each contributes, or of sums; `surplus` where they need no connection any more.
+// what each contributes, or of sums; `surplus` where they need no connection any more; behind the introduction `coding`
+// of whoever takes coded chunks.
 //
 // connections.cc: connections. communicator.cc: epochs. flush.cc: what comes between two of them. messages.cc: what is
-// sent and comes in. ring.cc, pull.cc and direct.cc: the algorithms. results.cc: digests.
+// sent and comes in. ring.cc, pull.cc and direct.cc: the algorithms; coded_ring.cc: chunks that travel coded.
+// results.cc: digests.
 #pragma once
 
 #include <map>
@@ -30,6 +32,7 @@
 #include "base/ring_links.h"
 #include "base/types.h"
 #include "device/reducer.h"
+#include "ftar/coding.h"
 #include "ftar/results.h"
 #include "ftar/schedule.h"
 #include "transport/transport.h"
@@ -76,6 +79,11 @@ struct Options {
   std::shared_ptr<device::Device> device;
   device::ReducerOptions reducer;                   // of it
   std::shared_ptr<device::Reducer> shared_reducer;  // … or one that is there already
+  // How this member's chunks of floats travel: coded with a bounded error where that pays, or not. Each member may have
+  // its own setting; a hop is coded where both ends have one. Of the host's memory only.
+  Coding coding = Coding::off;
+  double coding_error = 0.2;  // automatic: the root mean square of what is lost at a hop, in relation to the values
+  double coding_rate = 0;     // … bytes a second that the CPU codes; 0: measured
 };
 
 // Whether these numbers are within their bounds.
@@ -119,7 +127,10 @@ struct Stats {
   std::uint64_t stale_dropped = 0;  // notifications and messages of other epochs or operations
   std::uint64_t operations_done = 0;
   std::uint64_t bytes_reduced = 0;
-  std::uint64_t kernel_launches = 0;  // on this member's GPU
+  std::uint64_t kernel_launches = 0;   // on this member's GPU
+  std::uint64_t chunk_bytes_sent = 0;  // as they travel
+  std::uint64_t coded_chunks_sent = 0;
+  std::uint64_t feedback_bytes = 0;  // memory that keeps what coding has lost
   std::vector<PeerStats> peers;
 };
 
@@ -238,9 +249,15 @@ class Communicator {
   std::vector<Wait> flush_waits(Duration since) const;
   void begin(Bucket& bucket);
   void finish(Bucket& bucket);
+  Result<> reserve_coding();
+  bool offer_coding(Peer& peer);  // false: it is lost
+  void on_coding(Peer& peer, std::uint64_t layout, BytesView rest);
+  bool codes_to(Peer* peer, const Bucket& bucket);
+  void adapt_coding(Bucket& bucket);
   Result<> send(Peer& peer, std::uint32_t kind, std::uint32_t bucket, std::uint64_t value, BytesView body = {});
   bool post(Peer& peer, std::uint32_t bucket, std::uint32_t kind, const transport::LocalRange& local,
-            const transport::RemoteRange& remote, std::size_t length, std::uint32_t slot, std::uint32_t chunk);
+            const transport::RemoteRange& remote, std::size_t length, std::uint32_t slot, std::uint32_t chunk,
+            std::uint32_t form);
   Peer* peer_of(transport::EndpointId endpoint);
   Peer* peer_of(Member member);
   std::uint64_t plan_hash() const;
@@ -269,6 +286,8 @@ class Communicator {
   Bytes pull_room_;
   bool pulls_ = false;  // peers can look at this member's inputs
   transport::RegionId staging_region_;
+  device::Memory coded_room_;  // of all buckets that may travel coded
+  transport::RegionId coded_region_;
   std::shared_ptr<device::Reducer> reducer_;                // of a device
   std::uint64_t given_to_device_ = 0, done_by_device_ = 0;  // the last of its works that was, resp. is known to be
   bool flushes_ = false;                                    // NICs' writes, before the device reads them
@@ -291,6 +310,7 @@ class Communicator {
   TimePoint last_progress_{};
   std::vector<Outcome> outcomes_, handed_out_;
   std::uint64_t stale_dropped_ = 0, operations_done_ = 0, bytes_reduced_ = 0;
+  std::uint64_t chunk_bytes_sent_ = 0, coded_chunks_sent_ = 0;
   std::uint64_t strangers_ = 0, misdirected_ = 0;  // connections that were refused
 };
 

@@ -132,7 +132,8 @@ void Communicator::introduce(Peer& peer) {
   append(engine_.remote(staging_region_));
   for (const auto& bucket : buckets_) append(engine_.remote(bucket.output));
   if (auto sent = send(peer, MessageHeader::introduction, 0, pulls_ ? kPulls : 0, body); !sent)
-    lose(peer, sent.error());
+    return lose(peer, sent.error());
+  (void)offer_coding(peer);
 }
 
 void Communicator::on_introduction(Peer& peer, std::uint64_t abilities, BytesView rest) {

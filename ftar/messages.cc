@@ -31,13 +31,14 @@ Result<> Communicator::send(Peer& peer, std::uint32_t kind, std::uint32_t bucket
 
 bool Communicator::post(Peer& peer, std::uint32_t bucket, std::uint32_t kind, const transport::LocalRange& local,
                         const transport::RemoteRange& remote, std::size_t length, std::uint32_t slot,
-                        std::uint32_t chunk) {
+                        std::uint32_t chunk, std::uint32_t form) {
   const Tag tag{static_cast<std::uint32_t>(epoch_.value),
                 static_cast<std::uint32_t>(buckets_[bucket].step.value),
                 bucket,
                 kind,
                 slot,
-                chunk};
+                chunk,
+                form};
   // Who takes a digest of what came reads it at once.
   const bool streamed = kind != Tag::kReduceScatter && !digesting_ && buckets_[bucket].bytes() >= kLeastStreamed;
   const transport::Write write{.context = context_of(epoch_, bucket, kind),
@@ -48,6 +49,9 @@ bool Communicator::post(Peer& peer, std::uint32_t bucket, std::uint32_t kind, co
                                .streamed = streamed};
   if (!engine_.write(peer.endpoint, {&write, 1})) return false;  // its `closed` event is on the way
   ++peer.writes_in_flight;
+  peer.rate.on_posted(length, now_);
+  chunk_bytes_sent_ += length;
+  coded_chunks_sent_ += form >= Tag::kEight ? 1 : 0;
   return true;
 }
 
@@ -58,6 +62,7 @@ void Communicator::on_message(Peer& peer, BytesView message) {
     return;
   }
   if (header.kind == MessageHeader::introduction) return on_introduction(peer, header.value, message);
+  if (header.kind == MessageHeader::coding) return on_coding(peer, header.value, message);
   if (header.kind == MessageHeader::surplus) return on_surplus(peer, Epoch(header.epoch));
   if (header.kind == MessageHeader::flushed) return on_flushed(peer, Epoch(header.epoch));
   if (header.epoch != epoch_.value || header.bucket >= buckets_.size() || !peer.up) {
@@ -118,6 +123,7 @@ void Communicator::on_completed(const transport::Event& event) {
   if (peer == nullptr) return;
   REJOIN_CHECK(peer->writes_in_flight > 0, "a completion that was not waited for");
   --peer->writes_in_flight;
+  peer->rate.on_completed(now_);
   if (event.error && event.error->code == ErrorCode::refused)
     spdlog::error("replica {} refused a chunk: {}", peer->member.replica, event.error->message);
   if ((event.value >> 16) != epoch_.value || !clean_) return try_flush();

@@ -4,7 +4,9 @@
 #include <deque>
 
 #include "base/recent_longest.h"
+#include "ftar/coded.h"
 #include "ftar/communicator.h"
+#include "ftar/link_rate.h"
 #include "ftar/schedule.h"
 
 namespace rejoin::ftar {
@@ -12,18 +14,22 @@ namespace rejoin::ftar {
 // What a write's notification carries. Fields that wrap (epoch, step) tell neighbours in time apart, which is all that
 // is needed: the flush of enter() lets nothing older through.
 struct Tag {
-  std::uint32_t epoch, step, bucket, kind, slot, chunk;
+  std::uint32_t epoch, step, bucket, kind, slot, chunk, form = kPlain;
   static constexpr std::uint32_t kReduceScatter = 0, kAllGather = 1;
-  static constexpr std::uint64_t kMaxBuckets = 1 << 14, kMaxChunks = 1 << 24, kMaxSlots = 1 << 6;
+  // How the chunk is coded. It may be plain and have come over a slow link before: whoever makes the result of it codes
+  // that. Only those that have said that they take coded chunks are sent other forms than `plain`.
+  static constexpr std::uint32_t kPlain = 0, kPlainAfterSlow = 1, kEight = 2, kFour = 3;
+  static constexpr std::uint64_t kMaxBuckets = 1 << 12, kMaxChunks = 1 << 24, kMaxSlots = 1 << 6;
 
   std::uint64_t packed() const {
-    return (std::uint64_t{epoch & 0xfff} << 52) | (std::uint64_t{step & 0x3f} << 46) | (std::uint64_t{bucket} << 32) |
-           (std::uint64_t{kind} << 30) | (std::uint64_t{slot} << 24) | chunk;
+    return (std::uint64_t{epoch & 0xfff} << 52) | (std::uint64_t{step & 0x3f} << 46) | (std::uint64_t{form} << 44) |
+           (std::uint64_t{bucket} << 32) | (std::uint64_t{kind} << 30) | (std::uint64_t{slot} << 24) | chunk;
   }
   static Tag unpack(std::uint64_t bits) {
-    return {static_cast<std::uint32_t>(bits >> 52) & 0xfff,  static_cast<std::uint32_t>(bits >> 46) & 0x3f,
-            static_cast<std::uint32_t>(bits >> 32) & 0x3fff, static_cast<std::uint32_t>(bits >> 30) & 0x3,
-            static_cast<std::uint32_t>(bits >> 24) & 0x3f,   static_cast<std::uint32_t>(bits) & 0xffffff};
+    return {static_cast<std::uint32_t>(bits >> 52) & 0xfff, static_cast<std::uint32_t>(bits >> 46) & 0x3f,
+            static_cast<std::uint32_t>(bits >> 32) & 0xfff, static_cast<std::uint32_t>(bits >> 30) & 0x3,
+            static_cast<std::uint32_t>(bits >> 24) & 0x3f,  static_cast<std::uint32_t>(bits) & 0xffffff,
+            static_cast<std::uint32_t>(bits >> 44) & 0x3};
   }
 };
 
@@ -33,11 +39,12 @@ constexpr std::uint64_t kPulls = 1;  // it lets others look at its inputs, and l
 // Messages between members: this header, then the kind's body. Of `ready` that is where its input lies
 // (ViewableRegion), where the others pull.
 struct MessageHeader {
-  enum Kind : std::uint32_t { introduction = 1, flushed, ready, credit, direct, surplus };
+  enum Kind : std::uint32_t { introduction = 1, flushed, ready, credit, direct, surplus, coding };
+  static constexpr std::uint64_t kCodingLayout = 1;  // of coded chunks, and of the room for them
   std::uint32_t kind;
   std::uint32_t bucket;
   std::uint64_t epoch;
-  std::uint64_t value;  // the step; of a credit, the slot
+  std::uint64_t value;  // the step; of a credit, the slot; of `coding`, the layout
 };
 
 // The body of `direct`: where the bytes that follow belong among what the receiver gets for this bucket. `place`: the
@@ -55,18 +62,21 @@ struct Peer {
   bool called = false;  // by this member
   TimePoint since{};    // when it was begun
   transport::RemoteRegion staging;
+  std::vector<transport::RemoteRegion> outputs;  // by bucket
   bool pulls = false;
-  std::vector<transport::RemoteRegion> outputs;   // by bucket
-  std::vector<transport::ViewableRegion> inputs;  // by bucket, of who pulls, from its `ready` on
-  bool partner = false;                           // in this epoch: the two send each other something
-  bool surplus = false;                           // … both are members, and not to be connected
-  Epoch offered, heard_surplus;                   // the last in which this member, resp. the peer, has said that it is
-  Epoch flushed;                                  // its writes of older epochs are over
-  Epoch met;                                      // the last epoch in which it may have written here
-  Epoch told;                                     // the last of our own flushes that it has been told of
-  std::size_t writes_in_flight = 0;               // ours, to it
-  std::vector<std::uint8_t> free_slots;           // of its staging, for us
-  std::vector<std::uint64_t> ready;               // by bucket: the step it has started, plus one
+  std::vector<transport::ViewableRegion> inputs;      // by bucket, of who pulls, from its `ready` on
+  std::optional<transport::RemoteRegion> coded_room;  // it takes coded chunks
+  LinkRate rate;                                      // of our writes to it
+  bool slow = false;                                  // … by which they are coded
+  bool partner = false;                               // in this epoch: the two send each other something
+  bool surplus = false;                               // … both are members, and not to be connected
+  Epoch offered, heard_surplus;          // the last in which this member, resp. the peer, has said that it is
+  Epoch flushed;                         // its writes of older epochs are over
+  Epoch met;                             // the last epoch in which it may have written here
+  Epoch told;                            // the last of our own flushes that it has been told of
+  std::size_t writes_in_flight = 0;      // ours, to it
+  std::vector<std::uint8_t> free_slots;  // of its staging, for us
+  std::vector<std::uint64_t> ready;      // by bucket: the step it has started, plus one
   PeerStats stats;
   TimePoint last_chunk{};
   RecentLongest gaps;  // between chunks of one all-reduce
@@ -116,8 +126,9 @@ struct Communicator::Bucket {
   Duration longest_gap{};
   ReplicaId longest_from;
   std::uint32_t came = 0;
-  std::vector<std::uint64_t> offered;   // by place: digests of the sums that this member sent in Doubling's rounds
-  std::optional<std::uint64_t> digest;  // of the last result
+  std::vector<std::uint64_t> offered;    // by place: digests of the sums that this member sent in Doubling's rounds
+  std::optional<std::uint64_t> digest;   // of the last result
+  std::unique_ptr<BucketCoding> coding;  // none: it goes as it is
   // Of a device, for a bucket small enough: pinned room for this member's own input, and for the result.
   std::span<std::byte> own, result;
 
@@ -186,6 +197,25 @@ class RingOperation final : public ChunkedOperation {
   void on_reduced(Peer& from, const Tag& tag);
   void make_all_final();
 
+  // coded_ring.cc
+  struct Source {
+    transport::LocalRange local;
+    std::size_t length = 0;
+    std::uint32_t form = Tag::kPlain;
+  };
+  void begin_coding();
+  bool takes_coded(const Gather& gather) const;
+  static std::uint32_t form_of(coding::Width width, bool slow);
+  static coding::Width width_of(std::uint32_t form);
+  std::size_t length_of(std::uint32_t chunk, std::uint32_t form) const;  // bytes, as it travels
+  std::byte* coded_place(std::uint32_t chunk) const;
+  Source source_of(std::uint32_t chunk, bool own, bool takes_coded) const;
+  void code_own(std::uint32_t chunk);
+  void combine(std::uint32_t chunk, const std::byte* arrived, std::uint32_t form, coding::Width width, bool last);
+  void code_alone();
+  void add_coded(const Tag& tag, const std::byte* arrived);
+  void decode(std::uint32_t chunk);
+
   struct OnDevice {
     std::uint64_t number = 0;  // of the work
     Peer* from = nullptr;      // none: the copy of all of a lone contributor
@@ -201,6 +231,10 @@ class RingOperation final : public ChunkedOperation {
   Gather right_, left_;
   std::size_t outstanding_ = 0;
   std::deque<OnDevice> on_device_;
+  BucketCoding* coding_ = nullptr;   // none: nothing is coded here
+  std::vector<std::uint8_t> forms_;  // by chunk: as it is sent from here
+  bool slow_ = false;                // a link from here is
+  coding::Width scatter_width_ = coding::Width::plain, final_width_ = coding::Width::plain;
 };
 
 // Where members can look into each other's memory: each contributor adds up its segment of all inputs in place, and

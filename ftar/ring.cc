@@ -69,6 +69,7 @@ RingOperation::RingOperation(Communicator& owner, Communicator::Bucket& bucket)
     left_.to = owner.ring_peers_[(p + members - 1) % members];
     left_.sends = schedule_.all_gather_sends(p, Schedule::Direction::left);
   }
+  begin_coding();
 }
 
 void RingOperation::start() {
@@ -87,7 +88,8 @@ void RingOperation::start() {
       if (owner_.reduced_on_device(work)) on_device_.push_back({*work});
       return;
     }
-    bucket_.take(in, out.data());
+    if (coding_ != nullptr) code_alone();
+    else bucket_.take(in, out.data());
     make_all_final();
   }
   pump();
@@ -110,11 +112,12 @@ void RingOperation::pump_reduce_scatter() {
     const std::uint32_t chunk = scatter_sends_[scatter_next_];
     const bool own = scatter_next_ < scatter_own_;
     if (!own && !partial_[chunk]) return;
-    const Range range = schedule_.chunk(chunk);
+    if (own && coding_ != nullptr) code_own(chunk);
+    const Source source = source_of(chunk, own, scatter_to_->coded_room.has_value());
     const std::uint8_t slot = scatter_to_->free_slots.back();
-    if (!owner_.post(*scatter_to_, bucket_.index, Tag::kReduceScatter,
-                     {own ? bucket_.input : bucket_.output, range.offset},
-                     {scatter_to_->staging, slot * owner_.options_.chunk_bytes}, range.length, slot, chunk))
+    if (!owner_.post(*scatter_to_, bucket_.index, Tag::kReduceScatter, source.local,
+                     {scatter_to_->staging, slot * owner_.options_.chunk_bytes}, source.length, slot, chunk,
+                     source.form))
       return;
     scatter_to_->free_slots.pop_back();
     ++outstanding_;
@@ -127,10 +130,13 @@ void RingOperation::pump_gather(Gather& gather) {
   while (gather.next < gather.sends.size() && gather.in_flight < owner_.options_.chunks_in_flight) {
     const std::uint32_t chunk = gather.sends[gather.next];
     if (!final_[chunk]) return;
-    const Range range = schedule_.chunk(chunk);
+    const Source source = source_of(chunk, false, gather.to->coded_room.has_value());
     const std::uint32_t direction = &gather == &right_ ? 0 : 1;
-    if (!owner_.post(*gather.to, bucket_.index, Tag::kAllGather + direction, {bucket_.output, range.offset},
-                     {gather.to->outputs[bucket_.index], range.offset}, range.length, 0, chunk))
+    // As it lies here: coded in the room for that, otherwise in the output.
+    const bool coded = width_of(source.form) != coding::Width::plain;
+    if (!owner_.post(*gather.to, bucket_.index, Tag::kAllGather + direction, source.local,
+                     {coded ? *gather.to->coded_room : gather.to->outputs[bucket_.index], source.local.offset},
+                     source.length, 0, chunk, source.form))
       return;
     ++gather.in_flight;
     ++outstanding_;
@@ -146,12 +152,22 @@ void RingOperation::make_all_final() {
 }
 
 bool RingOperation::on_chunk(Peer& from, const Tag& tag) {
-  if (!schedule_.valid(tag.chunk)) return false;
+  const bool coded = width_of(tag.form) != coding::Width::plain;
+  if (!schedule_.valid(tag.chunk) || (tag.form != Tag::kPlain && coding_ == nullptr)) return false;
   if (tag.kind == Tag::kReduceScatter) return on_reduce_scatter_chunk(from, tag);
   if (final_[tag.chunk]) return false;
-  take_final(from, tag.chunk);
+  const std::size_t length = length_of(tag.chunk, tag.form);
+  std::byte* arrived = coded ? coded_place(tag.chunk) : bucket_.spec.output.data() + schedule_.chunk(tag.chunk).offset;
+  from.stats.bytes_received += length;
+  owner_.damage_if_due(bucket_.step, {arrived, length});
+  if (coding_ != nullptr) forms_[tag.chunk] = static_cast<std::uint8_t>(tag.form);
+  // Who takes it as it has come need not wait until it is decoded.
+  const bool passed_on = coded && takes_coded(right_) && takes_coded(left_);
+  if (coded && !passed_on) decode(tag.chunk);
+  make_final(tag.chunk);
   pump_gather(right_);
   pump_gather(left_);
+  if (passed_on) decode(tag.chunk);
   take_digest(tag.chunk);
   return true;
 }
@@ -172,7 +188,7 @@ bool RingOperation::on_reduce_scatter_chunk(Peer& from, const Tag& tag) {
   const std::byte* arrived = owner_.staging_.bytes.data() + tag.slot * owner_.options_.chunk_bytes;
   const std::byte* own = bucket_.spec.input.data() + range.offset;
   const std::uint32_t divisor = is_last(tag.chunk) ? bucket_.divisor : 0;
-  from.stats.bytes_received += range.length;
+  from.stats.bytes_received += length_of(tag.chunk, tag.form);
   ++scatter_received_;
   if (owner_.reducer_) {
     auto work = owner_.flush().and_then(
@@ -180,7 +196,8 @@ bool RingOperation::on_reduce_scatter_chunk(Peer& from, const Tag& tag) {
     if (owner_.reduced_on_device(work)) on_device_.push_back({*work, &from, tag});
     return true;
   }
-  add(bucket_.spec.type, out, arrived, own, count, divisor);
+  if (coding_ != nullptr) add_coded(tag, arrived);
+  else add(bucket_.spec.type, out, arrived, own, count, divisor);
   on_reduced(from, tag);
   return true;
 }

@@ -1,0 +1,35 @@
+// What a communicator keeps of a bucket whose chunks may travel coded.
+#pragma once
+
+#include <optional>
+
+#include "ftar/coding.h"
+#include "ftar/feedback.h"
+
+namespace rejoin::ftar {
+
+struct BucketCoding {
+  DataType type = DataType::float32;
+  Feedback feedback;
+  std::size_t room = 0;  // offset of its part of the room for coded chunks, where each has a place of its own
+
+  // In how many bits, where nobody has said it: as few as lose less than the bound, by what the last steps have lost.
+  coding::Width width = coding::Width::eight;
+  std::uint32_t plain_for = 0;  // so many all-reduces, since even 8 bits have lost more
+  std::optional<double> error;  // root mean square of what is lost, in relation to the values: of the last steps
+  coding::Loss loss;            // of the all-reduce under way
+
+  // A block of the bucket has its place wherever the ring's chunks begin.
+  std::size_t place(const Range& range) const {
+    return room + range.offset / coding::kPlainBlock * coding::bytes_of_block(type, coding::Width::eight);
+  }
+  static std::size_t room_for(DataType type, std::size_t bytes) {
+    return round_up(coding::coded_bytes(type, bytes, coding::Width::eight), 64);
+  }
+  void adapt(double bound);
+};
+
+// Whether a link that takes so many bytes a second takes less time with coding, clearly. `rate`: of the coder.
+bool is_slow(double link, double rate, DataType type, coding::Width width);
+
+}  // namespace rejoin::ftar

@@ -1,0 +1,219 @@
+// Chunks that travel coded, where the link is slower than the coder: who codes what, and when it is decoded. See "Coded
+// gradients" in docs/design-notes.md.
+#include <cmath>
+
+#include "base/fail.h"
+#include "base/log.h"
+#include "ftar/operation.h"
+#include "ftar/reduce.h"
+
+namespace rejoin::ftar {
+
+using coding::Width;
+
+namespace {
+
+constexpr double kGain = 1.5;         // a hop must take so many times as long without coding
+constexpr double kFewer = 16;         // times as much is lost in 4 bits as in 8
+constexpr double kClear = 0.8;        // of the bound: only what loses less is coded in fewer bits
+constexpr double kWeight = 0.25;      // of the last step
+constexpr std::uint32_t kPause = 64;  // all-reduces
+
+}  // namespace
+
+bool is_slow(double link, double rate, DataType type, Width width) {
+  const double ratio =
+      static_cast<double>(coding::kPlainBlock) / static_cast<double>(coding::bytes_of_block(type, width));
+  return 1 / link > kGain * (1 / (ratio * link) + 1 / rate);
+}
+
+void BucketCoding::adapt(double bound) {
+  if (plain_for > 0) {
+    --plain_for;
+    return;
+  }
+  const double now = std::sqrt(loss.lost / loss.of);
+  if (!std::isfinite(now)) return;  // nothing was coded, or nothing is known
+  error = error ? *error + (now - *error) * kWeight : now;
+  if (width == Width::eight && *error > bound) {
+    plain_for = kPause;
+    error.reset();
+  } else if (width == Width::eight && *error * kFewer < bound * kClear) {
+    width = Width::four;
+    *error *= kFewer;
+  } else if (width == Width::four && *error > bound) {
+    width = Width::eight;
+    *error /= kFewer;
+  }
+}
+
+// ---- room, and who has it
+
+Result<> Communicator::reserve_coding() {
+  if (options_.coding == Coding::off) return {};
+  if (options_.device)
+    return fail(ErrorCode::invalid_argument,
+                "coding '{}' of gradients that are in a GPU's memory: only the host's are coded; turn it off",
+                to_string(options_.coding));
+  std::size_t total = 0;
+  for (auto& bucket : buckets_) {
+    if (bucket.small || !coding::codes(bucket.spec.type)) continue;
+    auto feedback = Feedback::make(bucket.bytes());
+    if (!feedback) return tl::unexpected(feedback.error());
+    bucket.coding = std::make_unique<BucketCoding>();
+    bucket.coding->type = bucket.spec.type;
+    bucket.coding->feedback = std::move(*feedback);
+    bucket.coding->room = total;
+    if (options_.coding == Coding::four) bucket.coding->width = Width::four;
+    total += BucketCoding::room_for(bucket.spec.type, bucket.bytes());
+  }
+  if (total == 0) return {};
+  auto memory = device::make_host()->allocate(total);
+  if (!memory) return tl::unexpected(memory.error());
+  coded_room_ = std::move(*memory);
+  auto region =
+      engine_.register_region(coded_room_.bytes, transport::MemoryKind::host, transport::Access::remote_write);
+  if (!region) return tl::unexpected(region.error());
+  coded_region_ = *region;
+  if (options_.coding == Coding::automatic && options_.coding_rate <= 0) options_.coding_rate = coding::rate();
+  return {};
+}
+
+// Behind the introduction. Who knows of no coding drops it.
+bool Communicator::offer_coding(Peer& peer) {
+  if (coded_room_.bytes.empty()) return true;
+  const auto region = engine_.remote(coded_region_);
+  const auto sent = send(peer, MessageHeader::coding, 0, MessageHeader::kCodingLayout, bytes_of(region));
+  if (!sent) lose(peer, sent.error());
+  return sent.has_value();
+}
+
+void Communicator::on_coding(Peer& peer, std::uint64_t layout, BytesView rest) {
+  transport::RemoteRegion region;
+  if (coded_room_.bytes.empty() || layout != MessageHeader::kCodingLayout || !take(rest, region)) return;
+  if (region.length == coded_room_.bytes.size()) peer.coded_room = region;
+}
+
+bool Communicator::codes_to(Peer* peer, const Bucket& bucket) {
+  if (peer == nullptr || !peer->coded_room || bucket.coding == nullptr) return false;
+  if (options_.coding != Coding::automatic) return true;
+  const auto rate = peer->rate.bytes_per_second();
+  const bool slow = rate && is_slow(*rate, options_.coding_rate, bucket.spec.type, Width::eight);
+  if (slow != std::exchange(peer->slow, slow))
+    spdlog::info("the link to replica {} takes {:.0f} MB/s: what goes over it is {} coded", peer->member.replica,
+                 *rate * 1e-6, slow ? "now" : "no longer");
+  return slow;
+}
+
+void Communicator::adapt_coding(Bucket& bucket) {
+  if (bucket.coding == nullptr) return;
+  bucket.coding->feedback.on_done();
+  if (options_.coding == Coding::automatic) bucket.coding->adapt(options_.coding_error);
+}
+
+// ---- one all-reduce
+
+void RingOperation::begin_coding() {
+  coding_ = bucket_.coding.get();
+  if (coding_ == nullptr) return;
+  forms_.resize(partial_.size(), Tag::kPlain);
+  coding_->loss = {};
+  if (contributes_) coding_->feedback.begin(bucket_.step, bucket_.divisor);
+  else coding_->feedback.forget();
+  const Width width = coding_->plain_for > 0 ? Width::plain : coding_->width;
+  const bool right = owner_.codes_to(right_.to, bucket_), left = owner_.codes_to(left_.to, bucket_);
+  const bool scatter = owner_.codes_to(scatter_to_, bucket_);
+  slow_ = right || left || scatter;
+  scatter_width_ = scatter ? width : Width::plain;
+  final_width_ = width;
+}
+
+bool RingOperation::takes_coded(const Gather& gather) const { return gather.to == nullptr || gather.to->coded_room; }
+
+std::uint32_t RingOperation::form_of(Width width, bool slow) {
+  if (width == Width::eight) return Tag::kEight;
+  if (width == Width::four) return Tag::kFour;
+  return slow ? Tag::kPlainAfterSlow : Tag::kPlain;
+}
+
+Width RingOperation::width_of(std::uint32_t form) {
+  return form == Tag::kEight ? Width::eight : form == Tag::kFour ? Width::four : Width::plain;
+}
+
+std::size_t RingOperation::length_of(std::uint32_t chunk, std::uint32_t form) const {
+  return coding::coded_bytes(bucket_.spec.type, schedule_.chunk(chunk).length, width_of(form));
+}
+
+std::byte* RingOperation::coded_place(std::uint32_t chunk) const {
+  return owner_.coded_room_.bytes.data() + coding_->place(schedule_.chunk(chunk));
+}
+
+// Where what is sent of a chunk is.
+RingOperation::Source RingOperation::source_of(std::uint32_t chunk, bool own, bool takes_coded) const {
+  const Range range = schedule_.chunk(chunk);
+  const std::uint32_t form = coding_ == nullptr || !takes_coded ? Tag::kPlain : forms_[chunk];
+  if (width_of(form) != Width::plain)
+    return {{owner_.coded_region_, coding_->place(range)}, length_of(chunk, form), form};
+  return {{own && !partial_[chunk] ? bucket_.input : bucket_.output, range.offset}, range.length, form};
+}
+
+// A chunk of this member's own, which nobody has added to yet.
+void RingOperation::code_own(std::uint32_t chunk) {
+  if (partial_[chunk]) return;  // it was done before
+  const bool as_it_is = scatter_width_ == Width::plain && coding_->feedback.before({}) == nullptr;
+  forms_[chunk] = form_of(scatter_width_, slow_);
+  if (as_it_is) return coding_->feedback.lose_nothing(schedule_.chunk(chunk));
+  combine(chunk, nullptr, Tag::kPlain, scatter_width_, false);
+  partial_[chunk] = true;
+}
+
+// The fused pass of a hop: what arrived, plus our own input and what was lost of it before, goes coded to its place in
+// the room, or as it is to the output. Of the result, the output gets what all others will decode.
+void RingOperation::combine(std::uint32_t chunk, const std::byte* arrived, std::uint32_t form, Width width, bool last) {
+  const Range range = schedule_.chunk(chunk);
+  const auto& spec = bucket_.spec;
+  Feedback& feedback = coding_->feedback;
+  const bool plain = width == Width::plain;
+  const std::uint32_t divisor = last ? bucket_.divisor : 0;
+  const std::byte* before = feedback.before(range);
+  coding::Pass pass{.type = spec.type,
+                    .count = range.length / size_of(spec.type),
+                    .own = spec.input.data() + range.offset,
+                    .arrived = arrived,
+                    .arrived_width = width_of(form),
+                    .feedback = before,
+                    .times = feedback.times(),
+                    .divisor = divisor,
+                    .width = width};
+  if (plain) feedback.lose_nothing(range);
+  else pass.residual = feedback.after(range), pass.coded = coded_place(chunk);
+  if (plain || last) pass.out = spec.output.data() + range.offset;
+  if (plain && before == nullptr && arrived != nullptr && pass.arrived_width == Width::plain)
+    return add(spec.type, pass.out, arrived, pass.own, pass.count, divisor);
+  coding_->loss += coding::run(pass);
+}
+
+// What a lone contributor has is the result.
+void RingOperation::code_alone() {
+  for (std::uint32_t i = 0; i < schedule_.chunks_of(0); ++i) {
+    const std::uint32_t chunk = schedule_.chunk_id(0, i);
+    const Width width = slow_ ? final_width_ : Width::plain;
+    combine(chunk, nullptr, Tag::kPlain, width, true);
+    forms_[chunk] = form_of(width, false);
+  }
+}
+
+void RingOperation::add_coded(const Tag& tag, const std::byte* arrived) {
+  const bool slow = slow_ || tag.form != Tag::kPlain, last = is_last(tag.chunk);
+  const Width width = !last ? scatter_width_ : slow ? final_width_ : Width::plain;
+  combine(tag.chunk, arrived, tag.form, width, last);
+  forms_[tag.chunk] = form_of(width, slow && !last);
+}
+
+void RingOperation::decode(std::uint32_t chunk) {
+  const Range range = schedule_.chunk(chunk);
+  coding::decode(bucket_.spec.type, width_of(forms_[chunk]), bucket_.spec.output.data() + range.offset,
+                 coded_place(chunk), range.length / size_of(bucket_.spec.type));
+}
+
+}  // namespace rejoin::ftar

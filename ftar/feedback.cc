@@ -1,0 +1,50 @@
+#include "ftar/feedback.h"
+
+#include <cstring>
+
+namespace rejoin::ftar {
+
+Result<Feedback> Feedback::make(std::size_t bytes) {
+  Feedback made;
+  for (auto& kept : made.kept_) {
+    auto memory = Mapping::anonymous(bytes);
+    if (!memory) return tl::unexpected(memory.error());
+    kept.memory = std::move(*memory);
+  }
+  return made;
+}
+
+void Feedback::begin(Step step, std::uint32_t divisor) {
+  if (step_ && step != *step_) {
+    // Of a step that this member has not ended, or that was rolled back, nobody knows what has been lost.
+    if (step < *step_ || !whole_) forget();
+    else now_ = 1 - now_;
+  }
+  step_ = step;
+  whole_ = false;
+  next().any = false;
+  next().divisor = divisor > 1 ? divisor : 1;
+  times_ = static_cast<float>(next().divisor) / static_cast<float>(kept_[now_].divisor);
+}
+
+void Feedback::forget() {
+  for (auto& kept : kept_) kept.any = false;
+  step_.reset();
+}
+
+std::byte* Feedback::after(const Range& range) {
+  next().any = next().touched = true;
+  return next().memory.data() + range.offset;
+}
+
+void Feedback::lose_nothing(const Range& range) {
+  if (next().touched) std::memset(next().memory.data() + range.offset, 0, range.length);
+}
+
+std::size_t Feedback::bytes() const {
+  std::size_t all = 0;
+  for (const auto& kept : kept_) all += kept.touched ? kept.memory.size() : 0;
+  return all;
+}
+
+}  // namespace rejoin::ftar
