@@ -22,6 +22,8 @@ struct AllReduceSettings {
   std::optional<int> cuda;  // on this device
   ftar::Options ftar;
   std::optional<std::uint64_t> direct;
+  std::string coding = "off";
+  std::vector<std::string> hosts;  // where each rank runs: network namespaces
 };
 
 // Operations come in turns, one after the other, with the measurements of the limit between them. Two figures of each:
@@ -36,10 +38,11 @@ struct Row {
   Times times;  // of an operation, of the slowest rank; the best: over the operations of one turn
   std::uint64_t wrong = 0;
   std::optional<Times> limit;
-  std::vector<Rate> rates;                           // that it comes of, where it is the memory's
-  std::size_t ring_chunk_bytes = 0;                  // of the ring of sockets that it comes of
-  double cpu_seconds_per_gib = 0;                    // of all ranks together, of the buffer reduced
-  std::optional<double> system_calls_per_operation;  // of one rank
+  std::vector<Rate> rates;                                       // that it comes of, where it is the memory's
+  std::size_t ring_chunk_bytes = 0;                              // of the ring of sockets that it comes of
+  double cpu_seconds_per_gib = 0;                                // of all ranks together, of the buffer reduced
+  std::optional<double> system_calls_per_operation;              // of one rank
+  double bytes_sent_per_operation = 0, coded_per_operation = 0;  // chunks of one rank, as they travel
 };
 
 struct AllReduceResults {

@@ -52,6 +52,15 @@ int main(int argc, char** argv) {
   line.add("--direct", s.direct, "largest size that skips the ring; else 32K, or 256K with --use_cuda").sized();
   line.add("--both-ways", s.ftar.both_ways, "all-gather in both directions").show_default();
   line.add("--pull", s.ftar.pull, "with shm, look into the other ranks' memory; else a ring").show_default();
+  line.add("--coding", s.coding, "chunks of floats travel coded: by what is measured, or in so many bits")
+      .one_of({"off", "auto", "8", "4"})
+      .show_default();
+  line.add("--coding-error", s.ftar.coding_error, "auto: 4 bits where they lose no more than this, otherwise 8")
+      .show_default();
+  line.add("--hosts", s.hosts,
+           "network namespaces, one for each rank, which has the first address there that is none of "
+           "loopback's; for tcp")
+      .separated_by(',');
   line.add("--limits", s.limits, "measure this machine's limit beside").show_default();
   line.add("--use_cuda", s.cuda, "buffers in this CUDA device's memory, which all ranks share");
   line.add("--reduce-blocks", s.ftar.reducer.blocks, "… added by so many blocks").show_default();
@@ -63,7 +72,14 @@ int main(int argc, char** argv) {
                  s.most);
     return 2;
   }
-  if (s.cuda) s.limits = false;  // they are the host's
+  if (!s.hosts.empty() && (s.hosts.size() != s.ranks || !s.transport.starts_with("tcp"))) {
+    std::fprintf(stderr,
+                 "rejoin_allreduce_perf: --hosts has %zu for %u ranks over %s; there must be one each, and tcp\n",
+                 s.hosts.size(), s.ranks, s.transport.c_str());
+    return 2;
+  }
+  s.ftar.coding = *ftar::coding_named(s.coding);
+  if (s.cuda || !s.hosts.empty()) s.limits = false;  // they are the host's
   init_logging("allreduce_perf", "warn");
   return bench::run(s);
 }

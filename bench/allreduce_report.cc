@@ -43,6 +43,9 @@ void print(const AllReduceSettings& s, const AllReduceResults& results) {
   std::printf("# chunks of at most %s, %u in flight; vector instructions: %s\n",
               human_bytes(s.ftar.chunk_bytes).c_str(), s.ftar.chunks_in_flight,
               std::string(ftar::instruction_set()).c_str());
+  if (s.coding != "off")
+    std::printf("# coding %s: chunks travel with a bounded error, by which #wrong counts; see docs/design-notes.md\n",
+                s.coding.c_str());
   if (s.cuda)
     std::printf("# in the memory of CUDA device %d, added by %u blocks of %u threads\n", *s.cuda, s.ftar.reducer.blocks,
                 s.ftar.reducer.threads);
@@ -74,6 +77,10 @@ void print(const AllReduceSettings& s, const AllReduceResults& results) {
         row.system_calls_per_operation ? fmt::format("{:.1f}", *row.system_calls_per_operation).c_str() : "n/a");
   }
   for (const auto& row : results.rows)
+    if (s.coding != "off")
+      std::printf("# sent, %s: %.0f bytes of chunks a rank and operation, %.1f chunks coded\n",
+                  human_bytes(row.bytes).c_str(), row.bytes_sent_per_operation, row.coded_per_operation);
+  for (const auto& row : results.rows)
     if (!row.rates.empty()) {
       const Rate& rate = fastest(row.rates);
       std::printf("# memory, %s: %.1f GB/s in the mean: %s by %u at once\n", human_bytes(row.bytes).c_str(),
@@ -85,23 +92,27 @@ void print(const AllReduceSettings& s, const AllReduceResults& results) {
 }
 
 Result<> write_json(const AllReduceSettings& s, const AllReduceResults& results) {
-  nlohmann::json json{{"ranks", s.ranks}, {"transport", s.transport}, {"type", s.type}, {"op", s.op}};
+  nlohmann::json json{
+      {"ranks", s.ranks}, {"transport", s.transport}, {"type", s.type}, {"op", s.op}, {"coding", s.coding}};
   if (s.limits) json["limit"] = limit_of(s);
   if (!results.system_calls_not_counted.empty()) json["system_calls_not_counted"] = results.system_calls_not_counted;
   for (const auto& row : results.rows) {
     const Times limit = row.limit.value_or(Times{});
-    auto& out = json["rows"].emplace_back(nlohmann::json{{"bytes", row.bytes},
-                                                         {"turns", row.turns},
-                                                         {"operations_per_turn", row.operations},
-                                                         {"seconds", row.times.mean},
-                                                         {"best_seconds", row.times.best},
-                                                         {"wrong", row.wrong},
-                                                         {"limit_seconds", limit.mean},
-                                                         {"limit_best_seconds", limit.best},
-                                                         {"ratio", row.limit ? row.times.mean / limit.mean : 0},
-                                                         {"ratio_best", row.limit ? row.times.best / limit.best : 0},
-                                                         {"cpu_seconds_per_gib", row.cpu_seconds_per_gib},
-                                                         {"system_calls_per_operation", nullptr}});
+    auto& out =
+        json["rows"].emplace_back(nlohmann::json{{"bytes", row.bytes},
+                                                 {"turns", row.turns},
+                                                 {"operations_per_turn", row.operations},
+                                                 {"seconds", row.times.mean},
+                                                 {"best_seconds", row.times.best},
+                                                 {"wrong", row.wrong},
+                                                 {"limit_seconds", limit.mean},
+                                                 {"limit_best_seconds", limit.best},
+                                                 {"ratio", row.limit ? row.times.mean / limit.mean : 0},
+                                                 {"ratio_best", row.limit ? row.times.best / limit.best : 0},
+                                                 {"cpu_seconds_per_gib", row.cpu_seconds_per_gib},
+                                                 {"chunk_bytes_sent_per_operation", row.bytes_sent_per_operation},
+                                                 {"coded_chunks_per_operation", row.coded_per_operation},
+                                                 {"system_calls_per_operation", nullptr}});
     if (row.system_calls_per_operation) out["system_calls_per_operation"] = *row.system_calls_per_operation;
     for (const auto& rate : row.rates)
       out["memory"].push_back({{"what", to_string(rate.kernel)},

@@ -102,7 +102,9 @@ Result<> ProgressThread::join(const Position& from, std::uint64_t digest, Durati
                             .chunks_in_flight = config_.chunks_in_flight,
                             .flip_bit_at = Step(config_.flip_bit_at),
                             .device = on_gpu ? device : nullptr,
-                            .shared_reducer = reducer_},
+                            .shared_reducer = reducer_,
+                            .coding = *ftar::coding_named(config_.coding),  // as check() has found
+                            .coding_error = config_.coding_error},
                    .patience = config_.patience,
                    .between_steps = config_.between_steps,
                    .aside = std::move(aside)},

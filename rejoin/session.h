@@ -68,6 +68,14 @@ struct SessionConfig {
   // A drill: in this step one bit of what the all-reduce brings here is flipped, as if on its way; 0: never. Of the
   // host's memory only.
   std::uint64_t flip_bit_at = 0;
+  // Whether gradients of floats in the host's memory travel with a bounded error: "off", "auto" (where the link is
+  // slower than the coder), "8" or "4" (always, in so many bits a value). Each replica may have its own: a hop is coded
+  // where both ends have other than "off". All replicas have the same bits in any case. See "Coded gradients" in
+  // docs/design-notes.md.
+  std::string coding = "off";
+  // "auto": 4 bits where they lose no more, otherwise 8. The root mean square of what a hop loses, in relation to the
+  // values; above 0, at most 1.
+  double coding_error = 0.2;
   // A trainer may evaluate, or write a checkpoint, for so long between commit() and the next begin_step() while the
   // others wait for it. One that takes longer is taken for one that hangs. Session::busy() says more, and elsewhere.
   std::chrono::milliseconds between_steps{std::chrono::minutes(10)};

@@ -44,6 +44,12 @@ void SessionConfig::bind(CommandLine& line) {
   line.setting("--chunk-bytes", chunk_bytes, "REJOIN_CHUNK_BYTES", "all-reduce: largest chunk");
   line.setting("--chunks-in-flight", chunks_in_flight, "REJOIN_CHUNKS_IN_FLIGHT",
                "all-reduce: chunks in flight per neighbour");
+  line.setting("--coding", coding, "REJOIN_CODING",
+               "gradients in the host's memory travel with a bounded error: auto (over links slower than the coder), 8 "
+               "or 4 (always, in so many bits); off: as they are");
+  line.setting("--coding-error", coding_error, "REJOIN_CODING_ERROR",
+               "--coding auto: 4 bits where a hop loses at most this (root mean square, in relation to the values), "
+               "otherwise 8");
   line.setting("--reduce-blocks", reduce_blocks, "REJOIN_REDUCE_BLOCKS", "all-reduce on a GPU: blocks of its kernel");
   line.setting("--reduce-threads", reduce_threads, "REJOIN_REDUCE_THREADS", "… and threads of each");
   line.setting("--numa", numa, "REJOIN_NUMA",
@@ -85,7 +91,13 @@ Result<> SessionConfig::check() const {
     return fail(ErrorCode::invalid_argument, "--data-listen (REJOIN_DATA_LISTEN): {}", right.error().message);
   if (auto right = advertise.empty() ? Result<>() : transport::check_advertised(advertise); !right)
     return fail(ErrorCode::invalid_argument, "--advertise {}", right.error().message);
-  return ftar::check({.chunk_bytes = chunk_bytes, .chunks_in_flight = chunks_in_flight});
+  if (auto known = ftar::coding_named(coding); !known)
+    return fail(ErrorCode::invalid_argument, "--coding (REJOIN_CODING): {}", known.error().message);
+  if (coding != "off" && device != "host")
+    return fail(ErrorCode::invalid_argument,
+                "--coding (REJOIN_CODING) {} with state and gradients on {}: only the host's are coded; set it to off",
+                coding, device);
+  return ftar::check({.chunk_bytes = chunk_bytes, .chunks_in_flight = chunks_in_flight, .coding_error = coding_error});
 }
 
 }  // namespace rejoin

@@ -97,6 +97,15 @@ TEST_F(Trained, EachIsToldAtTheEarliestCallWithItsRange) {
   wrong.chunks_in_flight = 0;
   EXPECT_REFUSED(Session::open(wrong), ErrorCode::invalid_argument, "0 chunks in flight; there must be 1 to 64");
   wrong = config(0);
+  wrong.coding = "16";
+  EXPECT_REFUSED(Session::open(wrong), ErrorCode::invalid_argument, "--coding (REJOIN_CODING)", "off, auto, 8 and 4");
+  wrong = config(0);
+  wrong.coding_error = 2;
+  EXPECT_REFUSED(Session::open(wrong), ErrorCode::invalid_argument, "a coding error of 2; it must be above 0");
+  wrong = config(0);
+  wrong.coding = "8", wrong.device = "cuda:0";
+  EXPECT_REFUSED(Session::open(wrong), ErrorCode::invalid_argument, "on cuda:0: only the host's are coded");
+  wrong = config(0);
   wrong.socket = std::string(200, 's');
   EXPECT_REFUSED(Session::open(wrong), ErrorCode::invalid_argument, "must have 1 to 107 characters");
 
