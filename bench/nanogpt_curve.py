@@ -1,7 +1,9 @@
 #!/usr/bin/env python3
-"""The loss of python/examples/nanogpt.py, three replicas, with and without kill -9: docs/nanogpt.svg.
+"""The loss of python/examples/nanogpt.py, three replicas, with and without kill -9: docs/nanogpt.svg. Or with gradients
+that travel coded, beside those that do not: docs/coded.svg.
 
 usage: nanogpt_curve.py [--steps 1000] [--kill 150,400,650] [--output docs/nanogpt.svg]
+       nanogpt_curve.py --coding off,8,4 [--steps 1000] [--output docs/coded.svg]
 
 Needs the package (build/python-venv after ./run test or ./run demo --torch). Replica 1 is killed when replica 0 has come
 to each of those steps, and rejoin-run starts it again.
@@ -33,14 +35,14 @@ def victim(job: int) -> int:
     raise SystemExit("replica 1's trainer is not among the processes of rejoin-run")
 
 
-def run(steps, kills):
+def run(steps, kills, coding="off"):
     """Every step's loss."""
     with tempfile.TemporaryDirectory() as directory:
         job = subprocess.Popen(
             [sys.executable, "-m", "rejoin.run", "--replicas=3", "--batch=8", f"--steps={steps}", f"--directory={directory}/job",
              "--", sys.executable, str(ROOT / "python/examples/nanogpt.py"), str(ROOT / "data/shakespeare.txt"),
              f"--steps={steps}", "--each-step", "--evaluate-every=1000000"],
-            env={**os.environ, "OMP_NUM_THREADS": "1"})  # fmt: skip
+            env={**os.environ, "OMP_NUM_THREADS": "1", "REJOIN_CODING": coding})  # fmt: skip
         log = Path(directory) / "job" / "replica0.log"
         left = list(kills)
         while job.poll() is None:
@@ -75,12 +77,30 @@ def smooth(points, over=20):
             for i in range(len(points))]
 
 
+def compare_codings(steps, codings, output):
+    chart = plot.Chart("nanogpt.py on Shakespeare, mean of 20 steps", "step", "loss")
+    last = {}
+    for coding in codings:
+        points = run(steps, [], coding)
+        chart.line(f"coding {coding}", smooth(points))
+        last[coding] = sum(loss for _, loss in points[-100:]) / len(points[-100:])
+        against = [f"{one}: {last[one]:.4f} ({(last[one] / last[codings[0]] - 1) * 100:+.2f} %)" for one in last]
+        note = "Three replicas of 8 samples a step. The mean loss of the last 100 steps: " + ", ".join(against) + "."
+        page = plot.page("The loss of a small GPT with coded gradients", [chart], columns=1, width=640, height=320, notes=[note])
+        output.write_text(page)
+        print(f"{output}: {', '.join(against)}", flush=True)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--kill", default="150,400,650", help="steps (default: %(default)s)")
-    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "nanogpt.svg")
+    parser.add_argument("--coding", help="settings, the first of which the others are compared with; no kills then")
+    parser.add_argument("--output", type=Path)
     given = parser.parse_args()
+    given.output = given.output or ROOT / "docs" / ("coded.svg" if given.coding else "nanogpt.svg")
+    if given.coding:
+        return compare_codings(given.steps, given.coding.split(","), given.output)
     kills = [int(step) for step in given.kill.split(",")]
     undisturbed, disturbed = run(given.steps, []), run(given.steps, kills)
     chart = plot.Chart("nanogpt.py on Shakespeare, mean of 20 steps", "step", "loss", marks=kills)
