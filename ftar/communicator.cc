@@ -90,9 +90,10 @@ Result<std::unique_ptr<Communicator>> Communicator::prepare(transport::Engine& e
     if (!output) return tl::unexpected(output.error());
     bucket.output = *output;
   }
-  made->pulls_ = options.pull && !options.device && std::ranges::all_of(made->buckets_, [](const Bucket& bucket) {
-                   return bucket.viewable.length == bucket.bytes();
-                 });
+  const bool coded = options.coding == Coding::eight || options.coding == Coding::four;  // whatever the link
+  made->pulls_ =
+      options.pull && !coded && !options.device &&
+      std::ranges::all_of(made->buckets_, [](const Bucket& one) { return one.viewable.length == one.bytes(); });
   if (made->pulls_) made->pull_room_.resize(2 * kPullRoom);
   made->choose_direct();
   if (auto reserved = made->reserve_direct(); !reserved) return tl::unexpected(reserved.error());

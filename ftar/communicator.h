@@ -72,7 +72,8 @@ struct Options {
   std::uint32_t direct_members = 8;
   std::size_t direct_memory = 256 * MiB;  // all that is kept for them takes no more; the smallest come first
   bool both_ways = true;                  // all-gather in both directions at once
-  bool pull = true;  // where all members can look into each other's memory, they do (PullOperation)
+  bool pull = true;  // where all members can look into each other's memory, they do (PullOperation), unless chunks must
+                     // be coded
   Step flip_bit_at;  // a drill: what arrives first in this step is damaged; 0: never
   // The GPU whose memory all buckets are in; none: the host's. The engine must take such memory. All members must have
   // GPUs, or none.
