@@ -77,7 +77,7 @@ void PullOperation::pump(std::uint32_t to) {
     const std::uint32_t chunk = schedule_.chunk_id(owner_.position_, sent.next);
     const Range range = schedule_.chunk(chunk);
     if (!owner_.post(*peer, bucket_.index, Tag::kAllGather, {bucket_.output, range.offset},
-                     {peer->outputs[bucket_.index], range.offset}, range.length, 0, chunk))
+                     {peer->outputs[bucket_.index], range.offset}, range.length, 0, chunk, Tag::kPlain))
       return;
   }
 }

@@ -287,7 +287,7 @@ TEST(FtarCoded, FewBitsAreTakenWhereTheyLoseLittle) {
 }
 
 TEST(FtarCoded, WhatCanNotBeCodedIsRefusedOrGoesAsItIs) {
-  Cluster on_gpu(1, {1000}, true);
+  Cluster on_gpu(1, {1000}, Over::gpu);
   on_gpu.options.coding = Coding::eight;
   EXPECT_THROW(on_gpu.add(), std::runtime_error);
   EXPECT_FALSE(check({.coding_error = 0}));
