@@ -89,8 +89,9 @@ std::map<std::string, std::string> Shape::values() const {
 }
 
 std::size_t pairs_of_values() {
-  constexpr std::array<std::size_t, 22> sizes{kReplicas.size(),
+  constexpr std::array<std::size_t, 23> sizes{kReplicas.size(),
                                               kRanks.size(),
+                                              2,
                                               2,
                                               kSlowest.size(),
                                               kDetection.size(),
