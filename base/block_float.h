@@ -1,12 +1,13 @@
 // Block floating point, number by number: the same code, and the same bits, on every CPU and GPU. A block is 64 bytes
-// of elements (16 of float32, 32 of the 16-bit types). It is coded as whole numbers of 8 or 4 bits and one byte that
-// says by which power of two they are to be multiplied: the smallest with which the largest element fits. So an
-// element's error is at most half that power of two, which is at most 1/127.5 (8 bits) or 1/7.5 (4 bits) of the block's
-// largest. What is decoded fits every type exactly. (OCP's Microscaling formats have such scales, too.)
+// of elements (16 of float32, 32 of the 16-bit types). It is coded as whole numbers of 8 or 4 bits and a scale, by
+// which they are to be multiplied: about the smallest with which the largest element fits. An element's error is at
+// most half the scale. Scales have so few digits that what is decoded fits every type exactly:
+//  - of 8 bits, a power of two, in a byte (OCP's Microscaling formats have such, too): at most 1/63.75 of the largest;
+//  - of 4 bits, a number of five binary digits, in two bytes: at most 1/7 of the largest.
 //
-// Infinities and NaNs stay what they are, but the other elements of their block become NaNs. So do those beside an
-// element of so large a magnitude (above 1.875 × 2¹²⁷ at least) that it would be rounded up to an infinity: it becomes
-// that. Below 2⁻¹²⁶ the power of two grows no smaller, so that the error is at most 2⁻¹²⁷ there.
+// Infinities and NaNs stay what they are, but the other elements of their block become NaNs. So do, in 8 bits, those
+// beside an element of so large a magnitude (255/128 × 2¹²⁷) that it would be rounded up to an infinity: it becomes
+// that. Scales are not below 2⁻¹²⁶, so that the error is at most 2⁻¹²⁷ there.
 #pragma once
 
 #include <algorithm>
@@ -16,23 +17,36 @@
 namespace rejoin::block_float {
 
 constexpr std::size_t kBlock = 64;  // bytes of elements
-constexpr std::uint32_t kNotFinite = 255;
 constexpr float kMagic =
     0x1.8p23f;  // what is added to it is rounded to a whole number, to the nearest and then to even
 
-// By the bits of the largest magnitude: the scale's byte, which is its exponent as float32 has it.
+// A scale as it is stored, by the bits of the largest magnitude.
 template <unsigned kBits>
-REJOIN_INLINE std::uint32_t scale_byte(std::uint32_t largest) {
-  constexpr std::uint32_t smaller = kBits == 8 ? 6 : 2;  // of the largest: a power of two of the largest whole number
-  // From 127.5, resp. 7.5, times the scale on the next one is needed: rounding up this far carries into the exponent.
-  constexpr std::uint32_t carry = std::uint32_t{1} << (kBits == 8 ? 16 : 20);
-  const std::uint32_t exponent = (largest + carry) >> 23;
-  const std::uint32_t byte = exponent > smaller ? exponent - smaller : 1;
-  return exponent >= 255 ? kNotFinite : byte;
+REJOIN_INLINE std::uint32_t scale_word(std::uint32_t largest) {
+  if constexpr (kBits == 8) {  // its exponent as float32 has it
+    // From 127.5 times the scale on the next one is needed: rounding up this far carries into the exponent.
+    const std::uint32_t exponent = (largest + (1u << 16)) >> 23;
+    const std::uint32_t word = exponent > 6 ? exponent - 6 : 1;
+    return exponent >= 255 ? 0xff : word;
+  } else {  // the upper half of it as float32, rounded up to four digits behind the point
+    // The largest is at most 7.45 times as large, which is rounded to 7 whatever the last bits of the reciprocal are.
+    const auto bits = std::bit_cast<std::uint32_t>(std::bit_cast<float>(largest) * (1 / 7.45f));
+    const std::uint32_t rounded = (bits + 0x7ffff) >> 19 << 3;
+    return largest >= 0x7f800000 ? 0x7f80 : std::max(rounded, 0x80u);
+  }
 }
+template <unsigned kBits>
+constexpr std::uint32_t kNotFinite = kBits == 8 ? 0xff : 0x7f80;
 
-REJOIN_INLINE float scale(std::uint32_t byte) { return std::bit_cast<float>(byte << 23); }
-REJOIN_INLINE float inverse(std::uint32_t byte) { return std::bit_cast<float>((254 - byte) << 23); }
+template <unsigned kBits>
+REJOIN_INLINE float scale(std::uint32_t word) {
+  return std::bit_cast<float>(word << (kBits == 8 ? 23 : 16));
+}
+template <unsigned kBits>
+REJOIN_INLINE float inverse(std::uint32_t word) {
+  if constexpr (kBits == 8) return std::bit_cast<float>((254 - word) << 23);
+  else return 1.0f / scale<4>(word);
+}
 
 REJOIN_INLINE std::uint32_t magnitude(float value) { return std::bit_cast<std::uint32_t>(value) & 0x7fffffff; }
 
@@ -43,7 +57,7 @@ REJOIN_INLINE float decoded(float coded, float scale) { return (coded - kMagic) 
 // Of one that is not.
 template <unsigned kBits>
 REJOIN_INLINE int coded_not_finite(float value) {
-  if (magnitude(value) > 0x7f800000 || scale_byte<kBits>(magnitude(value)) != kNotFinite) return 0;
+  if (magnitude(value) > 0x7f800000 || scale_word<kBits>(magnitude(value)) != kNotFinite<kBits>) return 0;
   return value > 0 ? 1 : -1;
 }
 REJOIN_INLINE float decoded_not_finite(int code) {

@@ -14,7 +14,7 @@ using coding::Width;
 namespace {
 
 constexpr double kGain = 1.5;         // a hop must take so many times as long without coding
-constexpr double kFewer = 16;         // times as much is lost in 4 bits as in 8
+constexpr double kFewer = 12;         // times as much is lost in 4 bits as in 8
 constexpr double kClear = 0.8;        // of the bound: only what loses less is coded in fewer bits
 constexpr double kWeight = 0.25;      // of the last step
 constexpr std::uint32_t kPause = 64;  // all-reduces

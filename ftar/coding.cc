@@ -47,10 +47,12 @@ REJOIN_INLINE void store(std::byte* to, const float* values) {
   std::memcpy(to, stored, sizeof stored);
 }
 
-template <typename Element>
-REJOIN_INLINE void numbers_of(int* codes, const std::byte* from, Width width) {
+constexpr unsigned bits_of(Width width) { return static_cast<unsigned>(width); }
+
+template <typename Element, Width kWidth>
+REJOIN_INLINE void numbers_of(int* codes, const std::byte* from) {
   constexpr std::size_t n = kElements<Element>;
-  if (width == Width::eight) {
+  if constexpr (kWidth == Width::eight) {
     std::int8_t bytes[n];
     std::memcpy(bytes, from, n);
     for (std::size_t i = 0; i < n; ++i) codes[i] = bytes[i];
@@ -64,55 +66,55 @@ REJOIN_INLINE void numbers_of(int* codes, const std::byte* from, Width width) {
   }
 }
 
-template <typename Element>
-REJOIN_INLINE void put_numbers(std::byte* to, const int* codes, Width width) {
-  constexpr std::size_t n = kElements<Element>;
-  std::uint8_t bytes[n];
-  if (width == Width::eight)
+template <typename Element, Width kWidth>
+REJOIN_INLINE void put_numbers(std::byte* to, const int* codes) {
+  constexpr std::size_t n = kElements<Element>, size = kWidth == Width::eight ? n : n / 2;
+  std::uint8_t bytes[size];
+  if constexpr (kWidth == Width::eight)
     for (std::size_t i = 0; i < n; ++i) bytes[i] = static_cast<std::uint8_t>(codes[i]);
   else
     for (std::size_t i = 0; i < n / 2; ++i)
       bytes[i] = static_cast<std::uint8_t>((codes[i] & 15) | (codes[i + n / 2] << 4));
-  std::memcpy(to, bytes, width == Width::eight ? n : n / 2);
+  std::memcpy(to, bytes, size);
 }
 
-template <typename Element>
-REJOIN_INLINE void decode_block(float* values, std::byte scale_byte, const std::byte* numbers, Width width) {
+template <typename Element, Width kWidth>
+REJOIN_INLINE void decode_block(float* values, const std::byte* scale_at, const std::byte* numbers) {
+  constexpr unsigned bits = bits_of(kWidth);
   int codes[kElements<Element>];
-  numbers_of<Element>(codes, numbers, width);
-  const auto byte = static_cast<std::uint32_t>(scale_byte);
-  if (byte == block_float::kNotFinite) [[unlikely]] {
+  numbers_of<Element, kWidth>(codes, numbers);
+  std::uint16_t word = 0;
+  std::memcpy(&word, scale_at, bytes_of_scale(kWidth));
+  if (word == block_float::kNotFinite<bits>) [[unlikely]] {
     for (std::size_t i = 0; i < kElements<Element>; ++i) values[i] = block_float::decoded_not_finite(codes[i]);
     return;
   }
-  const float scale = block_float::scale(byte);
+  const float scale = block_float::scale<bits>(word);
   for (std::size_t i = 0; i < kElements<Element>; ++i) values[i] = static_cast<float>(codes[i]) * scale;
 }
 
-// Codes `values`, which become what is decoded of them; `codes` their numbers. Returns the scale's byte.
-template <typename Element>
-REJOIN_INLINE std::uint32_t code_block(float* values, int* codes, Width width) {
+// Codes `values`, which become what is decoded of them; `codes` their numbers. Returns the scale as it is stored.
+template <typename Element, Width kWidth>
+REJOIN_INLINE std::uint32_t code_block(float* values, int* codes) {
+  constexpr unsigned bits = bits_of(kWidth);
   std::int32_t largest = 0;
   for (std::size_t i = 0; i < kElements<Element>; ++i)
     largest = std::max(largest, static_cast<std::int32_t>(block_float::magnitude(values[i])));
-  const auto bits = static_cast<std::uint32_t>(largest);
-  const std::uint32_t byte =
-      width == Width::eight ? block_float::scale_byte<8>(bits) : block_float::scale_byte<4>(bits);
-  if (byte == block_float::kNotFinite) [[unlikely]] {
+  const std::uint32_t word = block_float::scale_word<bits>(static_cast<std::uint32_t>(largest));
+  if (word == block_float::kNotFinite<bits>) [[unlikely]] {
     for (std::size_t i = 0; i < kElements<Element>; ++i) {
-      codes[i] = width == Width::eight ? block_float::coded_not_finite<8>(values[i])
-                                       : block_float::coded_not_finite<4>(values[i]);
+      codes[i] = block_float::coded_not_finite<bits>(values[i]);
       values[i] = block_float::decoded_not_finite(codes[i]);
     }
-    return byte;
+    return word;
   }
-  const float scale = block_float::scale(byte), inverse = block_float::inverse(byte);
+  const float scale = block_float::scale<bits>(word), inverse = block_float::inverse<bits>(word);
   for (std::size_t i = 0; i < kElements<Element>; ++i) {
     const float coded = block_float::coded(values[i], inverse);
     codes[i] = std::bit_cast<int>(coded);  // its low bits are those of the number
     values[i] = block_float::decoded(coded, scale);
   }
-  return byte;
+  return word;
 }
 
 struct Sums {
@@ -137,8 +139,8 @@ REJOIN_INLINE void block(const Pass& pass, const Places& at, float reciprocal, S
   load<Element>(values, at.own);
   if (at.arrived != nullptr) {
     float arrived[n];
-    if (kArrived == Width::plain) load<Element>(arrived, at.arrived);
-    else decode_block<Element>(arrived, *at.arrived_scale, at.arrived, kArrived);
+    if constexpr (kArrived == Width::plain) load<Element>(arrived, at.arrived);
+    else decode_block<Element, kArrived>(arrived, at.arrived_scale, at.arrived);
     for (std::size_t i = 0; i < n; ++i) values[i] = arrived[i] + values[i];
   }
   if (at.feedback != nullptr) {
@@ -148,32 +150,29 @@ REJOIN_INLINE void block(const Pass& pass, const Places& at, float reciprocal, S
   }
   if (pass.divisor > 1)
     for (std::size_t i = 0; i < n; ++i) values[i] *= reciprocal;
-  if (kWidth == Width::plain) {
+  if constexpr (kWidth == Width::plain) {
     store<Element>(at.out, values);
     if (at.residual != nullptr) std::memset(at.residual, 0, kPlainBlock);
-    return;
-  }
-  float given[n];
-  int codes[n];
-  for (std::size_t i = 0; i < n; ++i) given[i] = values[i];
-  const std::uint32_t byte = code_block<Element>(values, codes, kWidth);
-  *at.scale = static_cast<std::byte>(byte);
-  put_numbers<Element>(at.coded, codes, kWidth);
-  if (at.out != nullptr) store<Element>(at.out, values);
-  if (byte == block_float::kNotFinite) [[unlikely]] {  // nothing of it can be added later
+  } else {
+    float lost[n];
+    int codes[n];
+    for (std::size_t i = 0; i < n; ++i) lost[i] = values[i];
+    const auto word = static_cast<std::uint16_t>(code_block<Element, kWidth>(values, codes));
+    std::memcpy(at.scale, &word, bytes_of_scale(kWidth));
+    put_numbers<Element, kWidth>(at.coded, codes);
+    if (at.out != nullptr) store<Element>(at.out, values);
+    if (word == block_float::kNotFinite<bits_of(kWidth)>) [[unlikely]] {  // nothing of it can be added later
+      if (at.residual != nullptr) store<Element>(at.residual, before);
+      return;
+    }
+    for (std::size_t i = 0; i < n; ++i) sums.of[i] += lost[i] * lost[i];
+    for (std::size_t i = 0; i < n; ++i) lost[i] -= values[i];
+    for (std::size_t i = 0; i < n; ++i) sums.lost[i] += lost[i] * lost[i];
     if (at.residual == nullptr) return;
-    if (at.feedback == nullptr) std::memset(at.residual, 0, kPlainBlock);
-    else store<Element>(at.residual, before);
-    return;
+    if (pass.divisor > 1)
+      for (std::size_t i = 0; i < n; ++i) lost[i] *= static_cast<float>(pass.divisor);
+    store<Element>(at.residual, lost);
   }
-  float lost[n];
-  for (std::size_t i = 0; i < n; ++i) lost[i] = given[i] - values[i];
-  for (std::size_t i = 0; i < n; ++i) sums.lost[i] += lost[i] * lost[i];
-  for (std::size_t i = 0; i < n; ++i) sums.of[i] += given[i] * given[i];
-  if (at.residual == nullptr) return;
-  if (pass.divisor > 1)
-    for (std::size_t i = 0; i < n; ++i) lost[i] *= static_cast<float>(pass.divisor);
-  store<Element>(at.residual, lost);
 }
 
 // A part of a block, in memory of its own that is filled up with zeros.
@@ -210,17 +209,17 @@ REJOIN_INLINE Loss whole(const Pass& pass) {
   const std::size_t full = bytes / kPlainBlock, all = (bytes + kPlainBlock - 1) / kPlainBlock;
   const float reciprocal = pass.divisor > 1 ? 1.0f / static_cast<float>(pass.divisor) : 1.0f;
   const std::byte* arrived = pass.arrived;
-  if (arrived != nullptr && kArrived != Width::plain) arrived += all;
-  std::byte* coded = kWidth == Width::plain ? nullptr : pass.coded + all;
+  if (arrived != nullptr && kArrived != Width::plain) arrived += all * bytes_of_scale(kArrived);
+  std::byte* coded = kWidth == Width::plain ? nullptr : pass.coded + all * bytes_of_scale(kWidth);
   const auto places = [&](std::size_t i) __attribute__((always_inline)) {
     const std::size_t at = i * kPlainBlock;
     return Places{.own = pass.own + at,
                   .arrived = arrived == nullptr ? nullptr : arrived + i * kNumbers<Element, kArrived>,
-                  .arrived_scale = pass.arrived == nullptr ? nullptr : pass.arrived + i,
+                  .arrived_scale = pass.arrived == nullptr ? nullptr : pass.arrived + i * bytes_of_scale(kArrived),
                   .feedback = pass.feedback == nullptr ? nullptr : pass.feedback + at,
                   .residual = pass.residual == nullptr ? nullptr : pass.residual + at,
                   .coded = coded == nullptr ? nullptr : coded + i * kNumbers<Element, kWidth>,
-                  .scale = pass.coded == nullptr ? nullptr : pass.coded + i,
+                  .scale = pass.coded == nullptr ? nullptr : pass.coded + i * bytes_of_scale(kWidth),
                   .out = pass.out == nullptr ? nullptr : pass.out + at};
   };
   Sums sums;
@@ -254,15 +253,16 @@ template <typename Element, Width kWidth>
 REJOIN_INLINE void decode_whole(std::byte* out, const std::byte* coded, std::size_t count) {
   const std::size_t bytes = count * sizeof(typename Element::Storage);
   const std::size_t full = bytes / kPlainBlock, all = (bytes + kPlainBlock - 1) / kPlainBlock;
-  const std::byte* numbers = coded + all;
+  constexpr std::size_t of_scale = bytes_of_scale(kWidth);
+  const std::byte* numbers = coded + all * of_scale;
   float values[kElements<Element>];
   for (std::size_t i = 0; i < full; ++i) {
-    decode_block<Element>(values, coded[i], numbers + i * kNumbers<Element, kWidth>, kWidth);
+    decode_block<Element, kWidth>(values, coded + i * of_scale, numbers + i * kNumbers<Element, kWidth>);
     store<Element>(out + i * kPlainBlock, values);
   }
   if (full == all) return;
   std::byte last[kPlainBlock];
-  decode_block<Element>(values, coded[full], numbers + full * kNumbers<Element, kWidth>, kWidth);
+  decode_block<Element, kWidth>(values, coded + full * of_scale, numbers + full * kNumbers<Element, kWidth>);
   store<Element>(last, values);
   std::memcpy(out + full * kPlainBlock, last, bytes - full * kPlainBlock);
 }

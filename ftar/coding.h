@@ -1,8 +1,9 @@
 // Chunks coded with a bounded error, for links that are slower than the coder: block floating point
 // (base/block_float.h) of 8 or 4 bits. See "Coded gradients" in docs/design-notes.md.
 //
-// A coded chunk is the scales of its blocks, a byte each, then their numbers: of 8 bits in order, of 4 bits the block's
-// first half in the low halves of its bytes, the second half in the high ones. The last block is filled up with zeros.
+// A coded chunk is the scales of its blocks, of 8 bits a byte each, of 4 bits two, then their numbers: of 8 bits in
+// order, of 4 bits the block's first half in the low halves of its bytes, the second half in the high ones. The last
+// block is filled up with zeros.
 #pragma once
 
 #include <cstddef>
@@ -28,8 +29,9 @@ constexpr bool codes(DataType type) {
   return type == DataType::float32 || type == DataType::bfloat16 || type == DataType::float16;
 }
 constexpr std::size_t kPlainBlock = 64;  // bytes
+constexpr std::size_t bytes_of_scale(Width width) { return width == Width::eight ? 1 : 2; }
 constexpr std::size_t bytes_of_block(DataType type, Width width) {
-  return 1 + kPlainBlock / size_of(type) * static_cast<std::size_t>(width) / 8;
+  return bytes_of_scale(width) + kPlainBlock / size_of(type) * static_cast<std::size_t>(width) / 8;
 }
 // Of so many bytes of elements. Never more than the next multiple of a block's bytes.
 constexpr std::size_t coded_bytes(DataType type, std::size_t bytes, Width width) {

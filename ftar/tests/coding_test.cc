@@ -96,7 +96,7 @@ std::vector<std::vector<float>> kinds(std::size_t count) {
 double bound(std::span<const float> block, Width width) {
   double largest = 0;
   for (const float value : block) largest = std::max(largest, std::abs(static_cast<double>(value)));
-  return std::max(largest / (width == Width::eight ? 127.5 : 7.5), std::ldexp(1, -127));
+  return std::max(largest / (width == Width::eight ? 127.5 : 14.0), std::ldexp(1, -127));
 }
 
 TEST(Coding, EveryElementIsWithinTheBoundOfItsBlock) {
@@ -123,7 +123,7 @@ TEST(Coding, EveryElementIsWithinTheBoundOfItsBlock) {
               const std::span<const float> its(given.begin() + static_cast<std::ptrdiff_t>(first),
                                                given.begin() + static_cast<std::ptrdiff_t>(end));
               // What would be rounded up to an infinity becomes one.
-              const double least = std::ldexp(width == Width::eight ? 255.0 / 128 : 15.0 / 8, 127);
+              const double least = width == Width::eight ? std::ldexp(255.0 / 128, 127) : kInfinity;
               const auto too_large = [&](float value) { return std::abs(value) >= least; };
               if (std::ranges::any_of(its, too_large)) {
                 for (std::size_t i = first; i < end; ++i)
@@ -204,7 +204,7 @@ TEST(Coding, InfinitiesAndNansStayAndTheOthersOfTheirBlockBecomeNans) {
       const auto got = loaded(type, made->out), lost = loaded(type, made->residual);
       for (std::size_t i = 0; i < count; ++i) {
         if (i / block != 1) {
-          EXPECT_NEAR(got[i], 2.5, 2.5 / 7.5) << i;
+          EXPECT_NEAR(got[i], 2.5, 2.5 / 14) << i;
           EXPECT_EQ(got[i] + lost[i], 2.5f) << i;
           continue;
         }
