@@ -160,6 +160,7 @@ class RankProcess {
   Result<> reduce(std::uint32_t bucket) {
     const Step step(++step_);
     const auto op = s_.op == "mean" ? ReduceOp::mean : ReduceOp::sum;
+    communicator_->notice(clock_.now());
     if (auto started = communicator_->all_reduce(bucket, step, op); !started) return started;
     for (bool done = false; !done;) {
       bool idle = true;

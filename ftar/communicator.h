@@ -22,6 +22,7 @@
 // results.cc: digests.
 #pragma once
 
+#include <algorithm>
 #include <map>
 #include <memory>
 #include <string>
@@ -201,6 +202,8 @@ class Communicator {
   // bytes are halved sums of them with themselves: twice a value must fit the type.)
   Result<> all_reduce(std::uint32_t bucket, Step step, ReduceOp op, std::uint64_t weights = 0);
 
+  // What is started from now on, and before the next poll(), starts now.
+  void notice(TimePoint now) { now_ = std::max(now_, now); }
   // Drives everything. The outcomes are valid until the next call.
   std::span<const Outcome> poll(TimePoint now);
   bool busy() const;  // operations or a flush under way: worth spinning for

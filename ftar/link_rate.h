@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <optional>
+#include <utility>
 
 #include "base/bytes.h"
 #include "base/clock.h"
@@ -12,13 +13,16 @@ namespace rejoin::ftar {
 class LinkRate {
  public:
   void on_posted(std::size_t bytes, TimePoint now) {
-    if (under_way_++ == 0) since_ = now, bytes_ = 0;
+    if (under_way_++ == 0) since_ = now;
     bytes_ += bytes;
   }
-  // Of a time without a pause, when it ends. One with few bytes says more of delays than of the link.
+  // Of the times in which any were under way, as soon as there are bytes enough: few say more of delays than of the
+  // link.
   void on_completed(TimePoint now) {
-    if (--under_way_ > 0 || bytes_ < kLeast || now <= since_) return;
-    const double here = static_cast<double>(bytes_) / seconds(now - since_);
+    if (--under_way_ > 0) return;
+    took_ += now - since_;
+    if (bytes_ < kLeast || took_ <= Duration::zero()) return;
+    const double here = static_cast<double>(std::exchange(bytes_, 0)) / seconds(std::exchange(took_, {}));
     rate_ = rate_ ? *rate_ + (here - *rate_) * kWeight : here;
   }
   std::optional<double> bytes_per_second() const { return rate_; }
@@ -28,6 +32,7 @@ class LinkRate {
   static constexpr double kWeight = 0.25;  // of the last time
   std::size_t under_way_ = 0, bytes_ = 0;
   TimePoint since_{};
+  Duration took_{};  // before that, for the bytes of which nothing is known yet
   std::optional<double> rate_;
 };
 

@@ -18,6 +18,9 @@ PullOperation::PullOperation(Communicator& owner, Communicator::Bucket& bucket)
       contributes_(owner.position_ < owner.contributors_),
       own_chunks_(contributes_ ? schedule_.chunks_of(owner.position_) : 0) {
   to_.resize(owner.ring_.size());
+  if (bucket.coding == nullptr) return;  // nothing is coded here: what was lost before is of another step
+  bucket.coding->feedback.forget();
+  bucket.coding->loss = {};
 }
 
 void PullOperation::start() {
@@ -42,6 +45,7 @@ void PullOperation::work() {
   for (std::size_t at = 0; at < whole.length; at += Communicator::kPullRoom)
     if (!reduce({whole.offset + at, std::min(Communicator::kPullRoom, whole.length - at)})) return;
   ++reduced_;
+  owner_.last_progress_ = owner_.now_;
   make_final(chunk);
   for (std::uint32_t to = 0; to < to_.size(); ++to) pump(to);
   take_digest(chunk);
@@ -70,7 +74,7 @@ bool PullOperation::reduce(const Range& range) {
 
 // What is there for this member goes to it.
 void PullOperation::pump(std::uint32_t to) {
-  Peer* peer = owner_.ring_peers_[to];
+  Peer* peer = to < to_.size() ? owner_.ring_peers_[to] : nullptr;  // somebody connected may have no place in this ring
   if (peer == nullptr || !peer_ready(*peer)) return;
   Sent& sent = to_[to];
   for (; sent.next < reduced_ && sent.in_flight < kMostInFlight; ++sent.next, ++sent.in_flight, ++outstanding_) {
@@ -111,6 +115,7 @@ bool PullOperation::done() const {
 }
 
 std::optional<Wait> PullOperation::wait() const {
+  if (has_work()) return std::nullopt;  // for nobody
   const auto on = [&](std::uint32_t position, std::string what) {
     return Wait{.on = owner_.ring_[position].member, .what = std::move(what)};
   };

@@ -71,7 +71,7 @@ Duration Driver::busy_in_step(TimePoint now) const {
 void Driver::poll(TimePoint now) {
   if (!ring_ || failure_) return;
   take_details();
-  submit_wanted();
+  submit_wanted(now);
   poll_ring(now);
   if (!pause_detector_.settling(now)) look_for_stalls(now);
   if (now >= measure_at_) {
@@ -214,13 +214,14 @@ void Driver::poll_ring(TimePoint now) {
 }
 
 // Hands over what the trainer has asked for, or, while catching up, everything.
-void Driver::submit_wanted() {
+void Driver::submit_wanted(TimePoint now) {
   if (!machine_.member() || !machine_.has_contributors() || ring_->epoch() != machine_.epoch() || machine_.reduced())
     return;
   if (!current_ || current_->step != machine_.step().value) return;
   if (inspection_) return;  // outputs and state stay as they are until it has ended
   // A joiner's outputs hold the gradients of the step before until the trainer is done with them.
   if (!machine_.contributes() && taken_ != machine_.step().value) return;
+  ring_->notice(now);
   for (std::uint32_t b = 0; b < buckets_.size(); ++b) {
     if ((machine_.contributes() && !wanted_[b]) || submitted_[b]) continue;
     submitted_[b] = true;

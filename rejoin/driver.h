@@ -148,7 +148,7 @@ class Driver {
   void enter_epoch();
   void record_epoch() const;
   std::vector<std::pair<ReplicaId, std::string>> cards() const;
-  void submit_wanted();
+  void submit_wanted(TimePoint now);
   void report_reduced();
   template <typename T>
   struct Aside;

@@ -92,5 +92,21 @@ TEST_F(Pull, WhoPointsAtWhatIsNotItsOwnIsLost) {
   cluster.expect_result(cluster.live());
 }
 
+// A member of the job that is connected and not in this epoch's ring, and says that it runs an operation of it.
+TEST_F(Pull, WhoHasNoPlaceInTheRingIsNotWrittenTo) {
+  for (int i = 0; i < 3; ++i) cluster.add();
+  ASSERT_TRUE(cluster.until([&] { return cluster.ranks[0]->communicator->connected(cluster.ranks[2]->self); }));
+  auto ring = cluster.ring_members();
+  ring.pop_back();
+  for (int i = 0; i < 2; ++i) cluster.ranks[i]->communicator->enter(Epoch(1), ring);
+  ASSERT_TRUE(cluster.until([&] { return !cluster.ranks[0]->communicator->busy(); }));
+  for (int i = 0; i < 2; ++i) ASSERT_TRUE(cluster.ranks[i]->communicator->all_reduce(0, Step(1), ReduceOp::sum));
+  const MessageHeader ready{MessageHeader::ready, 0, 1, 1};
+  ASSERT_TRUE(engines[2]->send(engines[2]->last_sent_to, bytes_of(ready)));
+  ASSERT_TRUE(
+      cluster.until([&] { return cluster.ranks[0]->done(Step(1)) == 1 && cluster.ranks[1]->done(Step(1)) == 1; }));
+  EXPECT_EQ(writes, chunks(2));
+}
+
 }  // namespace
 }  // namespace rejoin::ftar

@@ -22,7 +22,7 @@ constexpr std::size_t kRecordsPerTurn = 32;        // of one endpoint in a poll(
 constexpr std::uint64_t kBytesPerCall = 16 * MiB;  // of one process_vm call
 // A poll() ends when it has moved this much: whoever is told of the bytes then finds them in the cache.
 constexpr std::uint64_t kBytesPerPoll = 256 * KiB;
-constexpr std::size_t kPeerFiles = 32;  // of one peer, mapped at a time
+constexpr std::size_t kPeerFiles = 512;  // of one peer, mapped at a time
 
 }  // namespace
 
