@@ -50,9 +50,16 @@ REJOIN_INLINE float inverse(std::uint32_t word) {
 
 REJOIN_INLINE std::uint32_t magnitude(float value) { return std::bit_cast<std::uint32_t>(value) & 0x7fffffff; }
 
-// Of a block that is finite: kMagic and the whole number, which the sum's low bits hold.
-REJOIN_INLINE float coded(float value, float inverse) { return value * inverse + kMagic; }
-REJOIN_INLINE float decoded(float coded, float scale) { return (coded - kMagic) * scale; }
+// Of a block that is finite: kMagic and the whole number, which the sum's low bits hold. Of a float, or a vector of
+// them.
+template <typename Values>
+REJOIN_INLINE void code(Values& values, float inverse) {
+  values = values * inverse + kMagic;
+}
+template <typename Values>
+REJOIN_INLINE void decode(Values& coded, float scale) {
+  coded = (coded - kMagic) * scale;
+}
 
 // Of one that is not.
 template <unsigned kBits>

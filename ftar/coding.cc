@@ -93,13 +93,45 @@ REJOIN_INLINE void decode_block(float* values, const std::byte* scale_at, const 
   for (std::size_t i = 0; i < kElements<Element>; ++i) values[i] = static_cast<float>(codes[i]) * scale;
 }
 
+// As many as are in a block of float32: compilers do not see by themselves that a block's loops are a few instructions.
+constexpr std::size_t kLanes = 16;
+using Floats [[gnu::vector_size(64)]] = float;
+template <std::size_t kCount>
+struct Integers {
+  using Type [[gnu::vector_size(4 * kCount)]] = std::int32_t;
+};
+
+// The upper half against the lower one.
+template <std::size_t kCount>
+REJOIN_INLINE void halve(std::int32_t* values) {
+  typename Integers<kCount>::Type low, high;
+  std::memcpy(&low, values, sizeof low);
+  std::memcpy(&high, values + kCount, sizeof high);
+  low = low > high ? low : high;
+  std::memcpy(values, &low, sizeof low);
+}
+
+// The bits of the largest magnitude.
+template <typename Element>
+REJOIN_INLINE std::int32_t largest_magnitude(const float* values) {
+  std::int32_t magnitudes[kElements<Element>];
+  for (std::size_t i = 0; i < kElements<Element>; i += kLanes) {
+    typename Integers<kLanes>::Type bits;
+    std::memcpy(&bits, values + i, sizeof bits);
+    bits &= 0x7fffffff;
+    std::memcpy(magnitudes + i, &bits, sizeof bits);
+  }
+  if constexpr (kElements<Element> == 32) halve<16>(magnitudes);
+  halve<8>(magnitudes);
+  halve<4>(magnitudes);
+  return std::max(std::max(magnitudes[0], magnitudes[1]), std::max(magnitudes[2], magnitudes[3]));
+}
+
 // Codes `values`, which become what is decoded of them; `codes` their numbers. Returns the scale as it is stored.
 template <typename Element, Width kWidth>
 REJOIN_INLINE std::uint32_t code_block(float* values, int* codes) {
   constexpr unsigned bits = bits_of(kWidth);
-  std::int32_t largest = 0;
-  for (std::size_t i = 0; i < kElements<Element>; ++i)
-    largest = std::max(largest, static_cast<std::int32_t>(block_float::magnitude(values[i])));
+  const std::int32_t largest = largest_magnitude<Element>(values);
   const std::uint32_t word = block_float::scale_word<bits>(static_cast<std::uint32_t>(largest));
   if (word == block_float::kNotFinite<bits>) [[unlikely]] {
     for (std::size_t i = 0; i < kElements<Element>; ++i) {
@@ -109,19 +141,22 @@ REJOIN_INLINE std::uint32_t code_block(float* values, int* codes) {
     return word;
   }
   const float scale = block_float::scale<bits>(word), inverse = block_float::inverse<bits>(word);
-  for (std::size_t i = 0; i < kElements<Element>; ++i) {
-    const float coded = block_float::coded(values[i], inverse);
-    codes[i] = std::bit_cast<int>(coded);  // its low bits are those of the number
-    values[i] = block_float::decoded(coded, scale);
+  for (std::size_t i = 0; i < kElements<Element>; i += kLanes) {
+    Floats lanes;
+    std::memcpy(&lanes, values + i, sizeof lanes);
+    block_float::code(lanes, inverse);
+    std::memcpy(codes + i, &lanes, sizeof lanes);  // their low bits are those of the numbers
+    block_float::decode(lanes, scale);
+    std::memcpy(values + i, &lanes, sizeof lanes);
   }
   return word;
 }
 
 struct Sums {
-  float lost[32] = {}, of[32] = {};
+  Floats lost[2] = {}, of[2] = {};
   REJOIN_INLINE Loss all() const {
     Loss loss;
-    for (std::size_t i = 0; i < 32; ++i) loss += {lost[i], of[i]};
+    for (std::size_t i = 0; i < 2 * kLanes; ++i) loss += {lost[i / kLanes][i % kLanes], of[i / kLanes][i % kLanes]};
     return loss;
   }
 };
@@ -165,12 +200,17 @@ REJOIN_INLINE void block(const Pass& pass, const Places& at, float reciprocal, S
       if (at.residual != nullptr) store<Element>(at.residual, before);
       return;
     }
-    for (std::size_t i = 0; i < n; ++i) sums.of[i] += lost[i] * lost[i];
-    for (std::size_t i = 0; i < n; ++i) lost[i] -= values[i];
-    for (std::size_t i = 0; i < n; ++i) sums.lost[i] += lost[i] * lost[i];
+    for (std::size_t i = 0; i < n; i += kLanes) {
+      Floats given, got;
+      std::memcpy(&given, lost + i, sizeof given);
+      std::memcpy(&got, values + i, sizeof got);
+      sums.of[i / kLanes] += given * given;
+      given -= got;
+      sums.lost[i / kLanes] += given * given;
+      if (pass.divisor > 1) given *= static_cast<float>(pass.divisor);
+      std::memcpy(lost + i, &given, sizeof given);
+    }
     if (at.residual == nullptr) return;
-    if (pass.divisor > 1)
-      for (std::size_t i = 0; i < n; ++i) lost[i] *= static_cast<float>(pass.divisor);
     store<Element>(at.residual, lost);
   }
 }
