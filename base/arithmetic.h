@@ -5,6 +5,7 @@
 
 #include <bit>
 #include <cstdint>
+#include <limits>
 #include <type_traits>
 
 #include "base/types.h"
@@ -54,18 +55,21 @@ template <typename T>
 struct Plain {
   using Storage = T;
   using Value = T;
+  static constexpr Value kMost = std::numeric_limits<T>::max();  // that is finite
   REJOIN_INLINE static Value load(Storage s) { return s; }
   REJOIN_INLINE static Storage store(Value v) { return v; }
 };
 struct Bfloat16 {
   using Storage = std::uint16_t;
   using Value = float;
+  static constexpr Value kMost = 0x1.fep127f;
   REJOIN_INLINE static Value load(Storage s) { return from_bfloat16(s); }
   REJOIN_INLINE static Storage store(Value v) { return to_bfloat16(v); }
 };
 struct Float16 {
   using Storage = std::uint16_t;
   using Value = float;
+  static constexpr Value kMost = 65504;
   REJOIN_INLINE static Value load(Storage s) { return from_float16(s); }
   REJOIN_INLINE static Storage store(Value v) { return to_float16(v); }
 };

@@ -133,17 +133,17 @@ class RankProcess {
 
  private:
   Result<> make_buffers() {
-    auto input = device_->allocate(round_up(s_.most + 64, 2 * MiB)),
-         output = device_->allocate(round_up(s_.most + 64, 2 * MiB));
+    const std::size_t element = size_of(type_), most = std::max<std::size_t>(s_.most, element);
+    auto input = device_->allocate(round_up(most + 64, 2 * MiB)),
+         output = device_->allocate(round_up(most + 64, 2 * MiB));
     if (!input) return tl::unexpected(input.error());
     if (!output) return tl::unexpected(output.error());
     input_ = std::move(*input);
     output_ = std::move(*output);
-    const std::size_t element = size_of(type_);
-    Bytes values(s_.most);
-    for (std::size_t i = 0; i < s_.most / element; ++i) put(type_, values.data() + i * element, value_at(rank_, i));
+    Bytes values(most);
+    for (std::size_t i = 0; i < most / element; ++i) put(type_, values.data() + i * element, value_at(rank_, i));
     if (auto done = access_->write(input_.bytes.data(), values); !done) return done;
-    if (auto done = access_->write(output_.bytes.data(), Bytes(s_.most, std::byte{0xee})); !done) return done;
+    if (auto done = access_->write(output_.bytes.data(), Bytes(most, std::byte{0xee})); !done) return done;
     std::vector<ftar::BucketSpec> buckets;
     for (auto size : sizes_of(s_, element))
       buckets.push_back({type_, size / element, input_.bytes.first(size), output_.bytes.first(size)});
@@ -172,6 +172,7 @@ class RankProcess {
         if (outcome.kind == ftar::Outcome::Kind::failed) return tl::unexpected(*outcome.error);
       }
       if (communicator_->working()) continue;
+      if (idle && !done && meeting_.failed.load() != 0) return another_failed();
       if (idle && !done) idle_->wait(true, std::chrono::milliseconds(100));
       if (!idle) idle_->reset();
     }
@@ -354,7 +355,7 @@ Result<AllReduceResults> run_all_reduce(const AllReduceSettings& settings) {
     if (pid == 0) {
       ::prctl(PR_SET_PDEATHSIG, SIGKILL);
       auto done = RankProcess(settings, meeting, rank, *pairs).run();
-      if (!done) std::fprintf(stderr, "rank %u: %s\n", rank, done.error().message.c_str());
+      if (!done) meeting.failed.store(1), std::fprintf(stderr, "rank %u: %s\n", rank, done.error().message.c_str());
       ::_exit(done ? 0 : 1);
     }
     if (pid < 0) {

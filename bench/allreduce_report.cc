@@ -44,8 +44,9 @@ void print(const AllReduceSettings& s, const AllReduceResults& results) {
               human_bytes(s.ftar.chunk_bytes).c_str(), s.ftar.chunks_in_flight,
               std::string(ftar::instruction_set()).c_str());
   if (s.coding != "off")
-    std::printf("# coding %s: chunks travel with a bounded error, by which #wrong counts; see docs/design-notes.md\n",
-                s.coding.c_str());
+    std::printf(
+        "# coding %s: chunks of floats travel with a bounded error, by which #wrong counts; see docs/design-notes.md\n",
+        s.coding.c_str());
   if (s.cuda)
     std::printf("# in the memory of CUDA device %d, added by %u blocks of %u threads\n", *s.cuda, s.ftar.reducer.blocks,
                 s.ftar.reducer.threads);

@@ -98,7 +98,8 @@ bool Communicator::codes_to(Peer* peer, const Bucket& bucket) {
   if (peer == nullptr || !peer->coded_room || bucket.coding == nullptr) return false;
   if (options_.coding != Coding::automatic) return true;
   const auto rate = peer->rate.bytes_per_second();
-  const bool slow = rate && is_slow(*rate, options_.coding_rate, bucket.spec.type, Width::eight);
+  // By one type, whatever the bucket's: a link is slow or it is not.
+  const bool slow = rate && is_slow(*rate, options_.coding_rate, DataType::float32, Width::eight);
   if (slow != std::exchange(peer->slow, slow))
     spdlog::info("the link to replica {} takes {:.0f} MB/s: what goes over it is {} coded", peer->member.replica,
                  *rate * 1e-6, slow ? "now" : "no longer");

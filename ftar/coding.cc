@@ -1,8 +1,7 @@
 #include "ftar/coding.h"
 
-#include <chrono>
+#include <algorithm>
 #include <cstring>
-#include <vector>
 
 #include "base/block_float.h"
 #include "ftar/reduce.h"
@@ -150,6 +149,13 @@ struct Places {
   std::byte *residual, *coded, *scale, *out;
 };
 
+// Finite, also where a sum's or a mean times its divisor is more than the type holds.
+template <typename Element>
+REJOIN_INLINE void keep(std::byte* residual, float* lost) {
+  for (std::size_t i = 0; i < kElements<Element>; ++i) lost[i] = std::clamp(lost[i], -Element::kMost, Element::kMost);
+  store<Element>(residual, lost);
+}
+
 template <typename Element, Width kArrived, Width kWidth>
 REJOIN_INLINE void block(const Pass& pass, const Places& at, float reciprocal, Sums& sums) {
   constexpr std::size_t n = kElements<Element>;
@@ -180,7 +186,7 @@ REJOIN_INLINE void block(const Pass& pass, const Places& at, float reciprocal, S
     put_numbers<Element, kWidth>(at.coded, codes);
     if (at.out != nullptr) store<Element>(at.out, values);
     if (word == block_float::kNotFinite<bits_of(kWidth)>) [[unlikely]] {  // nothing of it can be added later
-      if (at.residual != nullptr) store<Element>(at.residual, before);
+      if (at.residual != nullptr) keep<Element>(at.residual, before);
       return;
     }
     for (std::size_t i = 0; i < n; i += kLanes) {
@@ -193,8 +199,7 @@ REJOIN_INLINE void block(const Pass& pass, const Places& at, float reciprocal, S
       if (pass.divisor > 1) given *= static_cast<float>(pass.divisor);
       std::memcpy(lost + i, &given, sizeof given);
     }
-    if (at.residual == nullptr) return;
-    store<Element>(at.residual, lost);
+    if (at.residual != nullptr) keep<Element>(at.residual, lost);
   }
 }
 
@@ -363,31 +368,6 @@ bool decode_with(std::string_view name, DataType type, Width width, std::byte* o
   if (set.decode == nullptr) return false;
   set.decode(type, width, out, coded, count);
   return true;
-}
-
-double rate() {
-  static const double measured = [] {
-    constexpr std::size_t count = 64 * 1024, bytes = count * sizeof(float);
-    std::vector<std::byte> own(bytes), feedback(bytes), coded(bytes);
-    std::vector<float> values(count);
-    for (std::size_t i = 0; i < count; ++i) values[i] = static_cast<float>(i % 1009) - 504.0f;
-    std::memcpy(own.data(), values.data(), bytes);
-    double best = 0;
-    for (int turn = 0; turn < 5; ++turn) {
-      const auto before = std::chrono::steady_clock::now();
-      run({.count = count,
-           .own = own.data(),
-           .feedback = feedback.data(),
-           .residual = feedback.data(),
-           .width = Width::eight,
-           .coded = coded.data()});
-      decode(DataType::float32, Width::eight, own.data(), coded.data(), count);
-      const std::chrono::duration<double> took = std::chrono::steady_clock::now() - before;
-      best = std::max(best, static_cast<double>(bytes) / took.count());
-    }
-    return best;
-  }();
-  return measured;
 }
 
 }  // namespace coding

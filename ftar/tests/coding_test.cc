@@ -217,6 +217,19 @@ TEST(Coding, InfinitiesAndNansStayAndTheOthersOfTheirBlockBecomeNans) {
     }
 }
 
+TEST(Coding, WhatIsKeptIsFiniteHoweverManyTimesItCounts) {
+  const auto type = DataType::float16;
+  const std::size_t count = kPlainBlock / size_of(type);
+  std::vector<float> values(count, 1.0f), before(count, -60000.0f);
+  values[3] = kInfinity;
+  const Bytes own = stored(type, values), feedback = stored(type, before);
+  for (const auto width : kWidths) {
+    const Pass pass{
+        .type = type, .count = count, .own = own.data(), .feedback = feedback.data(), .times = 2, .width = width};
+    for (const float lost : loaded(type, code("generic", pass)->residual)) EXPECT_EQ(lost, -65504.0f);
+  }
+}
+
 // Not a bit of difference to ftar::add(), where nothing is coded.
 TEST(Coding, APassWithoutCodingAdds) {
   std::vector<float> values(1003), more(values.size()), sum(values.size());
