@@ -236,12 +236,14 @@ void Communicator::finish(Bucket& bucket) {
 }
 
 bool Communicator::working() const {
-  return device_works() ||
+  if (device_works()) return true;
+  return pulls_ &&
          std::ranges::any_of(buckets_, [](const Bucket& one) { return one.running && one.running->has_work(); });
 }
 
 // A turn of one operation that has something to do by itself.
 void Communicator::work() {
+  if (!pulls_) return;
   for (auto& bucket : buckets_) {
     if (!bucket.running || !bucket.running->has_work()) continue;
     bucket.running->work();

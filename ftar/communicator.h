@@ -264,6 +264,8 @@ class Communicator {
             std::uint32_t form);
   Peer* peer_of(transport::EndpointId endpoint);
   Peer* peer_of(Member member);
+  // In this epoch's ring; as many as there are members: it has none there.
+  std::uint32_t position_of(const Peer& peer) const;
   std::uint64_t plan_hash() const;
   void damage_if_due(Step step, std::span<std::byte> arrived);
   bool device_works() const { return done_by_device_ < given_to_device_; }

@@ -35,6 +35,10 @@ Peer* Communicator::peer_of(Member member) {
   return found == peers_.end() ? nullptr : found->second.get();
 }
 
+std::uint32_t Communicator::position_of(const Peer& peer) const {
+  return static_cast<std::uint32_t>(std::ranges::find(ring_peers_, &peer) - ring_peers_.begin());
+}
+
 std::vector<Member> Communicator::peers() const {
   std::vector<Member> all;
   for (const auto& [member, peer] : peers_) all.push_back(member);

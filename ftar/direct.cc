@@ -76,8 +76,7 @@ std::uint32_t Communicator::places(const Bucket& bucket) const {
 // ---- what comes in
 
 bool Communicator::on_direct_part(Peer& peer, Bucket& bucket, Step step, BytesView message) {
-  const auto from = std::find(ring_peers_.begin(), ring_peers_.end(), &peer);
-  const auto position = static_cast<std::uint64_t>(from - ring_peers_.begin());
+  const std::uint32_t position = position_of(peer);
   auto& inbox = bucket.inbox[step.value % 2];
   DirectPart part{};
   if (!take(message, part) || message.empty() || part.place >= inbox.arrived.size()) return false;

@@ -155,12 +155,13 @@ class ChunkedOperation : public Operation {
  protected:
   bool peer_ready(const Peer& peer) const;
   void make_final(std::uint32_t chunk);
-  void take_final(Peer& from, std::uint32_t chunk);  // as it came from there
+  void take_final(Peer& from, std::uint32_t chunk, std::span<std::byte> arrived);
   void take_digest(std::uint32_t chunk);
 
   Communicator& owner_;
   Communicator::Bucket& bucket_;
   const Schedule schedule_;
+  const bool contributes_;
   std::vector<bool> final_;  // by chunk: the output holds the result
   std::uint32_t final_count_ = 0, chunks_ = 0;
 
@@ -221,7 +222,6 @@ class RingOperation final : public ChunkedOperation {
     Peer* from = nullptr;      // none: the copy of all of a lone contributor
     Tag tag{};
   };
-  const bool contributes_;
   Peer* scatter_from_ = nullptr;  // the contributor before this one
   Peer* scatter_to_ = nullptr;
   std::vector<std::uint32_t> scatter_sends_;
@@ -259,9 +259,7 @@ class PullOperation final : public ChunkedOperation {
   std::optional<std::uint32_t> waits_to_start() const;  // for whom
   bool reduce(const Range& range);
   void pump(std::uint32_t to);
-  std::uint32_t position_of(const Peer& peer) const;
 
-  const bool contributes_;
   const std::uint32_t own_chunks_;
   std::uint32_t reduced_ = 0;  // of them
   std::vector<Sent> to_;       // by position

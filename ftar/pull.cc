@@ -14,9 +14,7 @@
 namespace rejoin::ftar {
 
 PullOperation::PullOperation(Communicator& owner, Communicator::Bucket& bucket)
-    : ChunkedOperation(owner, bucket),
-      contributes_(owner.position_ < owner.contributors_),
-      own_chunks_(contributes_ ? schedule_.chunks_of(owner.position_) : 0) {
+    : ChunkedOperation(owner, bucket), own_chunks_(contributes_ ? schedule_.chunks_of(owner.position_) : 0) {
   to_.resize(owner.ring_.size());
   if (bucket.coding == nullptr) return;  // nothing is coded here: what was lost before is of another step
   bucket.coding->feedback.forget();
@@ -86,23 +84,20 @@ void PullOperation::pump(std::uint32_t to) {
   }
 }
 
-void PullOperation::on_ready(Peer& from) { pump(position_of(from)); }
+void PullOperation::on_ready(Peer& from) { pump(owner_.position_of(from)); }
 
 void PullOperation::on_write_completed(Peer& to, std::uint32_t) {
-  const std::uint32_t position = position_of(to);
+  const std::uint32_t position = owner_.position_of(to);
   --outstanding_;
   --to_[position].in_flight;
   pump(position);
 }
 
-std::uint32_t PullOperation::position_of(const Peer& peer) const {
-  return static_cast<std::uint32_t>(std::ranges::find(owner_.ring_peers_, &peer) - owner_.ring_peers_.begin());
-}
-
 bool PullOperation::on_chunk(Peer& from, const Tag& tag) {
   if (!schedule_.valid(tag.chunk) || tag.kind != Tag::kAllGather || final_[tag.chunk]) return false;
-  if (schedule_.segment_of(tag.chunk) != position_of(from)) return false;
-  take_final(from, tag.chunk);
+  if (schedule_.segment_of(tag.chunk) != owner_.position_of(from)) return false;
+  const Range range = schedule_.chunk(tag.chunk);
+  take_final(from, tag.chunk, bucket_.spec.output.subspan(range.offset, range.length));
   take_digest(tag.chunk);
   return true;
 }

@@ -13,6 +13,7 @@ ChunkedOperation::ChunkedOperation(Communicator& owner, Communicator::Bucket& bu
     : owner_(owner),
       bucket_(bucket),
       schedule_(owner.shape_of(bucket)),
+      contributes_(owner.position_ < owner.contributors_),
       chunks_(schedule_.all_chunks()),
       digesting_(owner.digesting_ && !owner.reducer_) {
   final_.resize(std::size_t{owner.contributors_} * schedule_.stride());
@@ -29,10 +30,9 @@ void ChunkedOperation::make_final(std::uint32_t chunk) {
   ++final_count_;
 }
 
-void ChunkedOperation::take_final(Peer& from, std::uint32_t chunk) {
-  const Range range = schedule_.chunk(chunk);
-  from.stats.bytes_received += range.length;
-  owner_.damage_if_due(bucket_.step, bucket_.spec.output.subspan(range.offset, range.length));
+void ChunkedOperation::take_final(Peer& from, std::uint32_t chunk, std::span<std::byte> arrived) {
+  from.stats.bytes_received += arrived.size();
+  owner_.damage_if_due(bucket_.step, arrived);
   make_final(chunk);
 }
 
@@ -51,8 +51,7 @@ std::optional<std::uint64_t> ChunkedOperation::digest() const {
   return all;
 }
 
-RingOperation::RingOperation(Communicator& owner, Communicator::Bucket& bucket)
-    : ChunkedOperation(owner, bucket), contributes_(owner.position_ < owner.contributors_) {
+RingOperation::RingOperation(Communicator& owner, Communicator::Bucket& bucket) : ChunkedOperation(owner, bucket) {
   const std::uint32_t p = owner.position_, n = owner.contributors_;
   const auto members = static_cast<std::uint32_t>(owner.ring_.size());
   partial_.resize(final_.size());
@@ -158,13 +157,11 @@ bool RingOperation::on_chunk(Peer& from, const Tag& tag) {
   if (final_[tag.chunk]) return false;
   const std::size_t length = length_of(tag.chunk, tag.form);
   std::byte* arrived = coded ? coded_place(tag.chunk) : bucket_.spec.output.data() + schedule_.chunk(tag.chunk).offset;
-  from.stats.bytes_received += length;
-  owner_.damage_if_due(bucket_.step, {arrived, length});
+  take_final(from, tag.chunk, {arrived, length});
   if (coding_ != nullptr) forms_[tag.chunk] = static_cast<std::uint8_t>(tag.form);
   // Who takes it as it has come need not wait until it is decoded.
   const bool passed_on = coded && takes_coded(right_) && takes_coded(left_);
   if (coded && !passed_on) decode(tag.chunk);
-  make_final(tag.chunk);
   pump_gather(right_);
   pump_gather(left_);
   if (passed_on) decode(tag.chunk);

@@ -4,6 +4,8 @@
 #include <numeric>
 #include <tuple>
 
+#include "base/mix.h"
+
 namespace rejoin::membership {
 
 RoundTrips::RoundTrips(const Told& told) {
@@ -64,10 +66,8 @@ std::uint64_t RoundTrips::size() const {
 // average, so that nobody has more.
 bool is_told(std::uint64_t one, std::uint64_t other, std::size_t connections) {
   if (connections <= kMostMeasured) return true;
-  std::uint64_t mixed = std::min(one, other) * 0x9e3779b97f4a7c15 + std::max(one, other);
-  mixed = (mixed ^ (mixed >> 30)) * 0xbf58476d1ce4e5b9;
-  mixed = (mixed ^ (mixed >> 27)) * 0x94d049bb133111eb;
-  return (mixed ^ (mixed >> 31)) < ~std::uint64_t{0} / connections * (kMostMeasured / 2);
+  const std::uint64_t both = std::min(one, other) * 0x9e3779b97f4a7c15 + std::max(one, other);
+  return mixed(both) < ~std::uint64_t{0} / connections * (kMostMeasured / 2);
 }
 
 std::vector<Way> ways_between(const std::vector<Measured>& members) {

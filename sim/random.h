@@ -8,6 +8,7 @@
 
 #include "base/clock.h"
 #include "base/digest.h"
+#include "base/mix.h"
 
 namespace rejoin::sim {
 
@@ -19,10 +20,8 @@ class Random {
 
   // splitmix64 (Steele, Lea, Flood 2014)
   std::uint64_t next() {
-    std::uint64_t x = state_ += 0x9e3779b97f4a7c15;
-    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9;
-    x = (x ^ (x >> 27)) * 0x94d049bb133111eb;
-    return x ^ (x >> 31);
+    state_ += 0x9e3779b97f4a7c15;
+    return mixed(state_);
   }
   std::uint64_t pick(std::uint64_t n) { return n == 0 ? 0 : next() % n; }
   bool one_in(std::uint64_t n) { return pick(n) == 0; }

@@ -6,20 +6,10 @@
 #include "base/entropy.h"
 #include "base/fail.h"
 #include "base/log.h"
+#include "base/mix.h"
 #include "base/refusals.h"
 
 namespace rejoin::transport {
-
-namespace {
-
-// A bijective mix (splitmix64).
-std::uint64_t mixed(std::uint64_t x) {
-  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9;
-  x = (x ^ (x >> 27)) * 0x94d049bb133111eb;
-  return x ^ (x >> 31);
-}
-
-}  // namespace
 
 std::uint64_t Unguessable::next() {
   constexpr std::uint64_t apart = 0x9e3779b97f4a7c15;

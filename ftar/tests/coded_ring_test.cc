@@ -35,28 +35,17 @@ struct Coded : Cluster {
   // All have the same bits, and each element differs from the sum by no more than what all codings of its block may
   // lose: one of each contributor. `more`: what they had lost before, and added.
   void expect_near(const std::vector<const Rank*>& contributors, unsigned bits, double divisor = 1, double more = 1) {
-    const Rank* first = nullptr;
-    for (auto& rank : ranks) {
-      if (!rank->alive) continue;
-      if (first == nullptr) first = rank.get();
-      for (std::size_t b = 0; b < sizes.size(); ++b) {
-        ASSERT_EQ(std::memcmp(rank->output[b].data(), first->output[b].data(), sizes[b] * 4), 0)
-            << "bucket " << b << " differs on replica " << rank->self.replica.value;
-        for (std::size_t i = 0; i < sizes[b]; ++i) {
-          double sum = 0, largest = 0;
-          for (auto* c : contributors) sum += c->input[b][i];
-          const std::size_t from = i / 16 * 16, to = std::min(sizes[b], from + 16);
-          for (std::size_t j = from; j < to; ++j) {
-            double all = 0;
-            for (auto* c : contributors) all += std::abs(static_cast<double>(c->input[b][j]));
-            largest = std::max(largest, all);
-          }
-          const double each = largest / (bits == 8 ? 127.5 : 14.0) * (bits == 8 ? 1.1 : 1.7);  // with what was lost
-          const double most = each * static_cast<double>(contributors.size()) * more + 1e-4;
-          ASSERT_NEAR(rank->output[b][i], sum / divisor, most / divisor) << "bucket " << b << " element " << i;
-        }
+    expect_within(contributors, divisor, [&](std::size_t b, std::size_t i) {
+      double largest = 0;
+      const std::size_t from = i / 16 * 16, to = std::min(sizes[b], from + 16);
+      for (std::size_t j = from; j < to; ++j) {
+        double all = 0;
+        for (auto* c : contributors) all += std::abs(static_cast<double>(c->input[b][j]));
+        largest = std::max(largest, all);
       }
-    }
+      const double each = largest / (bits == 8 ? 127.5 : 14.0) * (bits == 8 ? 1.1 : 1.7);  // with what was lost
+      return (each * static_cast<double>(contributors.size()) * more + 1e-4) / divisor;
+    });
   }
 };
 

@@ -200,6 +200,11 @@ struct Cluster {
 
   // Every live rank has the same bits, and they are the sum over `contributors` within float rounding.
   void expect_result(const std::vector<const Rank*>& contributors, double divisor = 1) {
+    expect_within(contributors, divisor, [](std::size_t, std::size_t) { return 1e-4; });
+  }
+  // … within `most` of a bucket and element.
+  void expect_within(const std::vector<const Rank*>& contributors, double divisor,
+                     const std::function<double(std::size_t, std::size_t)>& most) {
     look();
     const Rank* first = nullptr;
     for (auto& rank : ranks) {
@@ -211,7 +216,7 @@ struct Cluster {
         for (std::size_t i = 0; i < sizes[b]; ++i) {
           double sum = 0;
           for (auto* c : contributors) sum += c->input[b][i];
-          ASSERT_NEAR(rank->output[b][i], sum / divisor, 1e-4) << "bucket " << b << " element " << i;
+          ASSERT_NEAR(rank->output[b][i], sum / divisor, most(b, i)) << "bucket " << b << " element " << i;
         }
       }
     }

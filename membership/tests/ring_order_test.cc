@@ -5,7 +5,7 @@
 #include <set>
 
 #include "base/location.h"
-#include "membership/tests/coordinator_bench.h"
+#include "membership/tests/order_bench.h"
 
 namespace rejoin::membership {
 namespace {
@@ -137,47 +137,12 @@ TEST(RingOrder, IsAFunctionOfWhoIsWhereAndLeavesTheOthersAsTheyStandWhenMembersG
   }
 }
 
-// Replicas that say where they are: one node each.
-struct Spread : Bench {
-  std::vector<std::string> places;
-  explicit Spread(std::vector<std::string> told, const std::vector<proto::LogRecord>& earlier = {}, Told job = {})
-      : Bench(earlier, with(job, told.size())), places(std::move(told)) {}
-  static Told with(Told job, std::size_t replicas) {
-    job.replicas = static_cast<std::uint32_t>(replicas);
-    return job;
-  }
-  void come(std::uint32_t replica, std::uint64_t instance = 1, bool again = false) {
-    for (std::uint32_t rank = 0; rank < config.ranks; ++rank) {
-      auto message = introduction(replica, rank, instance);
-      if (again) message.mutable_rank_up()->set_incarnation(incarnations[replica]);
-      message.mutable_rank_up()->set_location(places[replica]);
-      message.mutable_rank_up()->set_node("n" + std::to_string(replica));
-      send(replica, message);
-    }
-  }
+struct Spread : OrderBench {
+  using OrderBench::OrderBench;
   void come_all() {
     for (std::uint32_t replica = 0; replica < places.size(); ++replica) come(replica);
     link_all();
     ASSERT_TRUE(coordinator.started());
-  }
-  void step() {
-    for (const auto& m : std::vector(coordinator.members())) reduced(m.replica.value);
-  }
-  std::string order() const { return order_of(coordinator); }
-  static std::string order_of(const Coordinator& of) {
-    std::string text;
-    for (const auto& m : of.members()) text += fmt::format("{}{} ", m.replica, m.catching_up ? "c" : "");
-    return text;
-  }
-  std::string planned() const {  // as the last plan says it
-    std::string text;
-    for (const auto& message : inbox.at(0)) {
-      if (!message.has_plan()) continue;
-      text.clear();
-      for (const auto& m : message.plan().members())
-        text += fmt::format("{}{} ", m.replica(), m.catching_up() ? "c" : "");
-    }
-    return text;
   }
 };
 

@@ -1,5 +1,5 @@
 // The ring's order by round trips, as the coordinator decides it.
-#include "membership/tests/coordinator_bench.h"
+#include "membership/tests/order_bench.h"
 
 namespace rejoin::membership {
 namespace {
@@ -7,26 +7,13 @@ namespace {
 constexpr RoundTripLength kFar = 11;
 
 // Replicas in rooms, of which nobody tells, with what they measure.
-struct Apart : Bench {
+struct Apart : OrderBench {
   std::vector<std::uint32_t> rooms;
-  std::vector<std::string> places;  // that are told
-  RoundTripLength far = kFar;       // from room to room
-  std::set<std::uint32_t> silent;   // they tell no round trips
+  RoundTripLength far = kFar;      // from room to room
+  std::set<std::uint32_t> silent;  // they tell no round trips
 
   explicit Apart(std::vector<std::uint32_t> where, const std::vector<proto::LogRecord>& earlier = {}, Told job = {})
-      : Bench(earlier, with(job, where.size())), rooms(std::move(where)), places(rooms.size()) {}
-  static Told with(Told job, std::size_t replicas) {
-    job.replicas = static_cast<std::uint32_t>(replicas);
-    return job;
-  }
-  void come(std::uint32_t replica, std::uint64_t instance = 1, bool again = false) {
-    for (std::uint32_t rank = 0; rank < config.ranks; ++rank) {
-      auto message = introduction(replica, rank, instance);
-      if (again) message.mutable_rank_up()->set_incarnation(incarnations[replica]);
-      message.mutable_rank_up()->set_location(places[replica]);
-      send(replica, message);
-    }
-  }
+      : OrderBench(std::vector<std::string>(where.size()), earlier, job), rooms(std::move(where)) {}
   void link(std::uint32_t replica, bool catches_up = false) {
     proto::FromNode message;
     auto& status = *message.mutable_replica_status();
@@ -54,26 +41,6 @@ struct Apart : Bench {
     for (std::uint32_t replica = 0; replica < rooms.size(); ++replica) come(replica);
     link_all();
     ASSERT_TRUE(coordinator.started());
-  }
-  void step() {
-    for (const auto& m : std::vector(coordinator.members())) reduced(m.replica.value);
-  }
-  static std::string text_of(const auto& members) {
-    std::string text;
-    for (const auto& m : members) text += fmt::format("{}{} ", m.replica(), m.catching_up() ? "c" : "");
-    return text;
-  }
-  static std::string order_of(const Coordinator& of) {
-    std::string text;
-    for (const auto& m : of.members()) text += fmt::format("{}{} ", m.replica, m.catching_up ? "c" : "");
-    return text;
-  }
-  std::string order() const { return order_of(coordinator); }
-  std::string planned() const {
-    std::string text;
-    for (const auto& message : inbox.at(0))
-      if (message.has_plan()) text = text_of(message.plan().members());
-    return text;
   }
   // What replica 0 was told of who will stand where, in turn.
   std::vector<std::string> prospects() const {

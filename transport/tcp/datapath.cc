@@ -22,11 +22,7 @@ constexpr std::uint64_t kTogether = 1 * MiB, kWorthWaiting = 64 * KiB;  // bytes
 
 std::span<const Event> TcpEngine::poll() {
   // Everything posted since the last poll() leaves in one system call an endpoint.
-  for (auto id : std::exchange(unflushed_, {}))
-    if (Endpoint* endpoint = find(id)) {
-      endpoint->dirty = false;
-      if (endpoint->stage != Stage::failed) flush(*endpoint);
-    }
+  flush_posted();
   look_after_strangers();
   for (auto id : std::exchange(unread_, {})) {
     Endpoint* endpoint = find(id);
@@ -52,15 +48,19 @@ std::span<const Event> TcpEngine::poll() {
       receive(*endpoint);
   }
   if (polled_on_ && !events_.empty()) return events_.take();  // what is left goes out in the next poll()
+  flush_posted();
+  return events_.take();
+}
+
+// ---- out
+
+void TcpEngine::flush_posted() {
   for (auto id : std::exchange(unflushed_, {}))
     if (Endpoint* endpoint = find(id)) {
       endpoint->dirty = false;
       if (endpoint->stage != Stage::failed) flush(*endpoint);
     }
-  return events_.take();
 }
-
-// ---- out
 
 void TcpEngine::add(Endpoint& endpoint, Frame frame) {
   if (!endpoint.out.empty() && endpoint.out.back().sent == 0) endpoint.out.back().header.more = 1;

@@ -152,6 +152,7 @@ class TcpEngine final : public Engine {
   void queue(Endpoint& endpoint, const wire::Header& header, BytesView copied);
   void queue_region(Endpoint& endpoint, const wire::Header& header, BytesView body, RegionId region);
   void flush(Endpoint& endpoint);
+  void flush_posted();  // of all endpoints
   ssize_t send_some(Endpoint& endpoint, const msghdr& message);
   void receive(Endpoint& endpoint);
   void await_more(Endpoint& endpoint);
