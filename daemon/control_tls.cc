@@ -146,7 +146,7 @@ struct JobKeys::ControlTls::Key {
     if (::SSL_client_hello_get0_ext(ssl, TLSEXT_TYPE_application_layer_protocol_negotiation, &offered, &bytes) != 1)
       return SSL_CLIENT_HELLO_SUCCESS;
     const std::string_view names(reinterpret_cast<const char*>(offered), bytes);
-    const auto has = [&](std::string_view name) { return names.find(name) != names.npos; };
+    const auto has = [&](std::string_view kind) { return names.find(kind) != names.npos; };
     if (has(by_certificates ? kByCertificates : kByKey) || !has(by_certificates ? kByKey : kByCertificates))
       return SSL_CLIENT_HELLO_SUCCESS;
     *alert = by_certificates ? SSL_AD_CERTIFICATE_UNKNOWN : SSL_AD_ACCESS_DENIED;
