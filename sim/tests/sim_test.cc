@@ -49,7 +49,7 @@ void operator delete(void* gone, std::size_t) noexcept { operator delete(gone); 
 namespace rejoin::sim {
 namespace {
 
-constexpr std::uint64_t kSeeds = kSanitized ? 20 : 140, kOften = kSanitized ? 10 : 40, kAFew = kSanitized ? 1 : 3;
+constexpr std::uint64_t kSeeds = kSanitized ? 12 : 140, kOften = kSanitized ? 5 : 40, kAFew = kSanitized ? 1 : 3;
 
 struct Simulated : testing::Test {
   void SetUp() override { spdlog::set_level(spdlog::level::off); }
