@@ -11,7 +11,7 @@ namespace rejoin::membership {
 
 namespace {
 
-std::string states_differ(ReplicaId replica, Step low, Step high) {
+std::string text_of_mixed(ReplicaId replica, Step low, Step high) {
   return fmt::format(
       "replica {}: its ranks came with the states of steps {} to {}; all ranks of a replica must start from one "
       "checkpoint",
@@ -188,7 +188,7 @@ bool Coordinator::send_back_mixed(const std::vector<ReplicaId>& replicas, std::o
     if (low == high || foreign(low) || (newest && low <= *newest)) continue;
     auto [before, first] = sent_back_.try_emplace(id, came);
     if (!first && std::exchange(before->second, came) == came) continue;
-    const std::string what = states_differ(id, low, high);
+    const std::string what = text_of_mixed(id, low, high);
     warn("{}; it starts once more", what);
     drop_registration(id, what);
     any = true;
@@ -200,7 +200,7 @@ bool Coordinator::send_back_mixed(const std::vector<ReplicaId>& replicas, std::o
 std::vector<std::string> Coordinator::unfit(const std::vector<ReplicaId>& replicas) const {
   std::vector<std::string> all;
   for (auto id : replicas)
-    if (const auto [low, high] = versions(replicas_.at(id)); low != high) all.push_back(states_differ(id, low, high));
+    if (const auto [low, high] = versions(replicas_.at(id)); low != high) all.push_back(text_of_mixed(id, low, high));
     else if (foreign(low))
       all.push_back(
           fmt::format("replica {}: it has come with the state of step {}, and step {} is the last that is committed: "

@@ -235,7 +235,7 @@ inline const std::vector<std::size_t> kSizes{1, 5, 60, 200, 3000, 40001};
 struct FtarRing : testing::TestWithParam<Over> {
   const Over over = GetParam();
   const bool on_gpu = over == Over::gpu;
-  // A GPU made of software is slower than memory.
+  // A GPU made of software is slower than memory, and sanitizers make both slower.
   std::uint64_t seeds(std::uint64_t of_host) const {
     constexpr std::uint64_t fewer = kSanitized ? 3 : 1;
     const std::uint64_t by = fewer * (on_gpu ? 8 : 1);
