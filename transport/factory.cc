@@ -3,42 +3,62 @@
 #include <algorithm>
 
 #include "base/fail.h"
+#include "base/number.h"
 #include "transport/ibverbs/factory.h"
 #include "transport/placement.h"
 #include "transport/shm/factory.h"
 #include "transport/staged/factory.h"
 #include "transport/striped/factory.h"
 #include "transport/tcp/factory.h"
+#include "transport/threaded/factory.h"
 #include "transport/ucx/factory.h"
 
 namespace rejoin::transport {
 
 namespace {
 
-constexpr std::string_view kTcp = "tcp", kEncrypted = "tcp+aes";
+constexpr std::string_view kTcp = "tcp", kEncrypted = "tcp+aes", kThreads = "threads=";
+constexpr std::size_t kMostRails = 16;  // of a striped engine
 
-// "tcp…" without its settings, which are behind it.
-std::string plain(const std::string& name) { return name.substr(0, name.find(';')); }
-std::string kind_of(const std::string& name) { return plain(name).substr(0, name.find(':')); }
+std::string kind_of(const std::string& name) { return name.substr(0, name.find_first_of(":;")); }
 bool is_tcp(const std::string& name) { return kind_of(name) == kTcp || kind_of(name) == kEncrypted; }
 
-Result<> check_tcp(const std::string& name) {
-  const std::string kind = kind_of(name), whole = plain(name), settings = name.substr(whole.size());
-  const bool known = settings == ";ktls=0" || settings == ";ktls=1";
-  if (!settings.empty() && (kind != kEncrypted || !known))
+// "tcp", "tcp+aes": with ":ADDRESS,ADDRESS…" and ";setting=value;…" behind it.
+struct Tcp {
+  std::string kind;
+  std::vector<std::string> locals{""};
+  bool by_kernel = false;
+  std::size_t threads = 0;
+  std::size_t rails() const { return locals.size() * (1 + threads); }
+};
+
+Result<Tcp> parse_tcp(const std::string& name) {
+  const auto parts = split(name, ';');
+  Tcp tcp{.kind = kind_of(name)};
+  if (parts[0] != tcp.kind) tcp.locals = split(parts[0].substr(tcp.kind.size() + 1), ',');
+  if (parts[0] != tcp.kind && std::ranges::count(tcp.locals, "") > 0)
     return fail(ErrorCode::invalid_argument,
-                "transport '{}': '{}' is no setting of {}; the only one is ktls, of {}: {};ktls=1 or {};ktls=0", name,
-                settings, kind, kEncrypted, kEncrypted, kEncrypted);
-  if (whole == kind) return {};
-  for (const auto& local : split(whole.substr(kind.size() + 1), ','))
-    if (local.empty())
+                "transport '{}': an address is missing; use {}:ADDRESS,ADDRESS…, or {} for any", name, tcp.kind,
+                tcp.kind);
+  for (const auto& setting : std::span(parts).subspan(1)) {
+    const auto threads = std::string_view(setting).substr(std::min<std::size_t>(setting.size(), kThreads.size()));
+    if (tcp.kind == kEncrypted && (setting == "ktls=0" || setting == "ktls=1")) tcp.by_kernel = setting == "ktls=1";
+    else if (!setting.starts_with(kThreads) || !parse_number(threads, tcp.threads))
       return fail(ErrorCode::invalid_argument,
-                  "transport '{}': an address is missing; use {}:ADDRESS,ADDRESS…, or {} for any", name, kind, kind);
-  return {};
+                  "transport '{}': '{}' is no setting of {}; there are threads=N, and of {} ktls=1 or ktls=0", name,
+                  setting, tcp.kind, kEncrypted);
+  }
+  if (tcp.threads > kMostRails || tcp.rails() > kMostRails)
+    return fail(ErrorCode::invalid_argument,
+                "transport '{}': each address has one connection, and one more for each thread; they must not be more "
+                "than {}",
+                name, kMostRails);
+  return tcp;
 }
 
 template <typename MakeRail>
-Result<std::unique_ptr<Engine>> over_rails(const std::vector<std::string>& names, MakeRail make_rail) {
+Result<std::unique_ptr<Engine>> over_rails(const std::vector<std::string>& names, MakeRail make_rail,
+                                           const striped::Options& options = {}) {
   static const SteadyClock clock;
   std::vector<std::unique_ptr<Engine>> rails;
   for (const auto& name : names) {
@@ -47,7 +67,19 @@ Result<std::unique_ptr<Engine>> over_rails(const std::vector<std::string>& names
     rails.push_back(std::move(*rail));
   }
   if (rails.size() == 1) return std::move(rails[0]);
-  return striped::make_engine(std::move(rails), {}, clock);
+  return striped::make_engine(std::move(rails), options, clock);
+}
+
+// Of each address one connection is the caller's thread's, for messages, for what is small, and for its share of bulk.
+Result<std::unique_ptr<Engine>> tcp_over_rails(const Tcp& tcp) {
+  std::vector<std::string> locals;
+  for (std::size_t i = 0; i < tcp.rails(); ++i) locals.push_back(tcp.locals[i % tcp.locals.size()]);
+  std::size_t made = 0;
+  const auto rail = [&](const std::string& local) -> Result<std::unique_ptr<Engine>> {
+    auto engine = tcp::make_engine({.local = local, .encrypt = tcp.kind == kEncrypted, .kernel = tcp.by_kernel});
+    return engine && ++made > tcp.locals.size() ? threaded::make_engine(std::move(*engine)) : std::move(engine);
+  };
+  return over_rails(locals, rail, {.first_bulk_rail = tcp.locals.size()});
 }
 
 // `device`: for whose memory, where that is known.
@@ -70,12 +102,15 @@ Result<std::unique_ptr<Engine>> ibverbs_over_rails(const std::string& list, cons
 
 std::string family_of(const std::string& name) {
   if (!is_tcp(name)) return name.substr(0, name.find(':'));
-  const auto rails = 1 + std::count(name.begin(), name.end(), ',');
-  return rails > 1 ? fmt::format("{} over {} rails", kind_of(name), rails) : kind_of(name);
+  const auto tcp = parse_tcp(name);
+  return tcp && tcp->rails() > 1 ? fmt::format("{} over {} rails", tcp->kind, tcp->rails()) : kind_of(name);
 }
 
 Result<> check_name(const std::string& name) {
-  if (is_tcp(name)) return check_tcp(name);
+  if (is_tcp(name)) {
+    const auto tcp = parse_tcp(name);
+    return tcp ? Result<>() : tl::unexpected(tcp.error());
+  }
   if (name == "ibverbs" || name.starts_with("ibverbs:") || name == "shm" || name.starts_with("ucx:")) return {};
   return fail(ErrorCode::invalid_argument,
               "no transport '{}': use shm, tcp, tcp:ADDRESS,ADDRESS…, tcp+aes (encrypted, with or without addresses), "
@@ -87,13 +122,7 @@ namespace {
 
 Result<std::unique_ptr<Engine>> make_rails(const std::string& name, const std::string& device) {
   if (auto right = check_name(name); !right) return tl::unexpected(right.error());
-  if (is_tcp(name)) {
-    const std::string kind = kind_of(name), whole = plain(name);
-    const auto rail = [&](const std::string& local) {
-      return tcp::make_engine({.local = local, .encrypt = kind == kEncrypted, .kernel = name.ends_with(";ktls=1")});
-    };
-    return whole == kind ? rail("") : over_rails(split(whole.substr(kind.size() + 1), ','), rail);
-  }
+  if (is_tcp(name)) return tcp_over_rails(*parse_tcp(name));
   if (name == "ibverbs") return ibverbs_over_rails("", device);
   if (name.starts_with("ibverbs:")) return ibverbs_over_rails(name.substr(8), device);
   if (name == "shm") return shm::make_engine();

@@ -225,6 +225,7 @@ class StripedEngine final : public Engine {
     RemoteRegion remote;
   };
   Choice choose_link(Endpoint& endpoint, const Operation& operation, std::uint32_t piece, std::uint64_t length);
+  bool is_for_bulk(std::uint32_t rail) const { return rail >= options_.first_bulk_rail; }
   void touch(Endpoint& endpoint);
   static std::uint64_t length_of(const Operation& operation, std::uint32_t piece);
 

@@ -1,5 +1,6 @@
 // Links: how they come up, are watched, fenced and swept away.
 #include <algorithm>
+#include <ranges>
 
 #include "base/fail.h"
 #include "base/log.h"
@@ -83,7 +84,8 @@ void StripedEngine::on_accepted(std::uint32_t rail, const Event& event) {
 void StripedEngine::on_link_open(Endpoint& endpoint, Link& link) {
   link.open = true;
   if (link.generation > 0) spdlog::info("rail {} to the peer is up again", link.rail);
-  if (endpoint.primary == kNoRail) {
+  // The peer takes each message once, whichever rail brings it first.
+  if (endpoint.primary == kNoRail || (is_for_bulk(endpoint.primary) && !is_for_bulk(link.rail))) {
     endpoint.primary = link.rail;
     repeat_messages(endpoint);
   }
@@ -111,8 +113,8 @@ void StripedEngine::end_link(Endpoint& endpoint, Link& link, const std::string& 
   if (!was_open) return;
   state.down = why;
   if (endpoint.primary == link.rail) {
-    endpoint.primary = kNoRail;  // until one is up, messages are kept
-    for (const auto& rail : endpoint.rails)
+    endpoint.primary = kNoRail;                                    // until one is up, messages are kept
+    for (const auto& rail : endpoint.rails | std::views::reverse)  // those for bulk are the last
       if (rail.link != nullptr && rail.link->open) endpoint.primary = rail.link->rail;
     if (any_open) repeat_messages(endpoint);
   }

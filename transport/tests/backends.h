@@ -39,6 +39,7 @@ inline std::vector<std::string> with_kernel(std::vector<std::string> names) {
 // A test's name of it: "tcp", "tcp_rails", "ucx".
 inline std::string name_of(const std::string& transport) {
   const bool rails = transport.find(',') != std::string::npos && !transport.starts_with("ucx");
+  const bool threads = transport.find("threads=") != std::string::npos;
   const bool settings = transport.find(';') != std::string::npos, manager = transport.find("cm=") != std::string::npos;
   const bool kernel = transport.find("ktls=1") != std::string::npos;
   const bool out_of_order = transport.find("ooo=1") != std::string::npos;
@@ -48,6 +49,7 @@ inline std::string name_of(const std::string& transport) {
          (manager        ? "_rdma_cm"
           : kernel       ? "_by_the_kernel"
           : out_of_order ? "_out_of_order"
+          : threads      ? "_threads"
           : settings     ? "_settings"
                          : "");
 }

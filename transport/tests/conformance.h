@@ -19,6 +19,7 @@
 #include "transport/staged/factory.h"
 #include "transport/striped/factory.h"
 #include "transport/tests/any_access.h"
+#include "transport/threaded/factory.h"
 
 namespace rejoin::transport {
 
@@ -66,6 +67,12 @@ struct RealBench : Bench {
   }
 };
 
+// Each engine on a thread of its own.
+struct ThreadedBench : RealBench {
+  using RealBench::RealBench;
+  std::unique_ptr<Engine> engine() override { return *threaded::make_engine(RealBench::engine()); }
+};
+
 // An engine with what has happened to it, counted.
 struct Node {
   std::unique_ptr<Engine> engine;
@@ -108,6 +115,7 @@ struct Conformance : testing::TestWithParam<std::string> {
 
   static std::unique_ptr<Bench> bench_of(const std::string& backend) {
     if (backend.starts_with("staged_")) return std::make_unique<StagedBench>(bench_of(backend.substr(7)));
+    if (backend.starts_with("threaded_")) return std::make_unique<ThreadedBench>(backend.substr(9));
     if (backend == "sim") return std::make_unique<SimBench>();
     if (backend == "striped_sim") return std::make_unique<StripedSimBench>();
     return std::make_unique<RealBench>(backend);
