@@ -310,6 +310,8 @@ def parse():
     parser.add_argument("--seed", default=None, help="of the faults (default: any)")
     parser.add_argument("--transport", choices=(*TRANSPORTS, "all"), default="all",
                         help="shm: all replicas on one host; tcp; rails: TCP over two; all: one after the other")
+    parser.add_argument("--threads", type=int, default=0,
+                        help="TCP: so many for bulk; it takes --elements 2000000 for chunks that are bulk (default 0)")
     parser.add_argument("--store", choices=("file", "etcd"), default="file",
                         help="file: one coordinator; etcd: three, with three members of etcd, and faults of them all")
     parser.add_argument("--replicas", type=int, default=3)

@@ -113,9 +113,8 @@ class Wiring:
     def transport(self, host):
         if self.shared:
             return "shm"
-        if self.rails == 1:
-            return "tcp"
-        return "tcp:" + ",".join(host.address(rail) for rail in range(self.rails))
+        addresses = ":" + ",".join(host.address(rail) for rail in range(self.rails)) if self.rails > 1 else ""
+        return f"tcp{addresses};threads={self.settings.threads}"
 
     def has(self, need):
         """Whether a fault that needs this can strike here."""

@@ -108,7 +108,7 @@ void examine_limits(const DoctorSettings& s, const Probes& probes, Findings& fin
 void examine_encryption(const DoctorSettings& s, const Probes& probes, Findings& findings) {
   if (!s.transport.starts_with("tcp+aes")) return;
   const auto kernel = probes.kernel_tls();
-  const bool asked = s.transport.ends_with(";ktls=1");
+  const bool asked = s.transport.find(";ktls=1") != std::string::npos;
   if (asked && !kernel)
     return findings.push_back({Verdict::warn, "encryption",
                                fmt::format("processes encrypt here, not the kernel: {}", kernel.error().message),

@@ -162,8 +162,8 @@ void StripedEngine::touch(Endpoint& endpoint) {
   if (!std::exchange(endpoint.dirty, true)) dirty_.push_back(endpoint.id);
 }
 
-// The rail with the least under way among those that reach both ends of the operation and have room, those for bulk
-// last where it is none; of a piece that is one rail's, that one.
+// The rail with the least under way among those that reach both ends of the operation and have room, and are for what
+// is of its size; of a piece that is one rail's, that one.
 StripedEngine::Choice StripedEngine::choose_link(Endpoint& endpoint, const Operation& operation, std::uint32_t piece,
                                                  std::uint64_t length) {
   Choice choice;
@@ -178,11 +178,11 @@ StripedEngine::Choice StripedEngine::choose_link(Endpoint& endpoint, const Opera
     if (!endpoint.blind.empty() &&
         endpoint.blind.contains({link->rail, operation.local.region.value, operation.remote.region.key}))
       continue;
+    if (choice.reachable && operation.length < options_.least_bulk && is_for_bulk(link->rail)) continue;
     choice.reachable = true;
     if (link->bytes > 0 && link->bytes + length > options_.bytes_in_flight) continue;
     if (link->in_flight.size() >= wire::kMaxUnderWay) continue;
-    const bool for_others = operation.length < options_.least_bulk && is_for_bulk(link->rail);
-    if (choice.link != nullptr && (for_others || link->bytes >= choice.link->bytes)) continue;
+    if (choice.link != nullptr && link->bytes >= choice.link->bytes) continue;
     choice.link = link;
     choice.local = *local->second[link->rail];
     const wire::RailKey& key = remote->second.rails[link->rail];

@@ -63,7 +63,7 @@ struct Cluster {
   std::mt19937_64 random{1};
 
   // The first rail is slow to come up by `slow`.
-  explicit Cluster(std::uint64_t seed, int rails = 2, Duration slow = {})
+  explicit Cluster(std::uint64_t seed, int rails = 2, Duration slow = {}, const Options& options = kOptions)
       : fabric({.seed = seed, .detection = std::chrono::microseconds(500), .late_writes = true}, clock) {
     for (Side* side : {&a, &b}) {
       std::vector<std::unique_ptr<Engine>> engines;
@@ -71,7 +71,7 @@ struct Cluster {
         engines.push_back(fabric.make_engine());
         side->rails.push_back(engines.back().get());
       }
-      side->engine = *make_engine(std::move(engines), kOptions, clock);
+      side->engine = *make_engine(std::move(engines), options, clock);
     }
     if (slow > Duration{}) fabric.slow(*b.rails[0], slow, slow, clock.now() + std::chrono::seconds(1));
     const Address address = *b.engine->listen({"sim"});

@@ -165,6 +165,68 @@ TEST(Striped, AReadOnEachRailWaitsForEachThatIsUp) {
   EXPECT_FALSE(c.a.completed[last]) << "who is down writes nothing";
 }
 
+constexpr Options with_bulk_rail() {
+  Options options = kOptions;
+  options.first_bulk_rail = 1;
+  options.least_bulk = 8 * KiB;
+  return options;
+}
+
+// A rail for bulk that hangs holds up no message and nothing small, and bulk until it is taken out.
+TEST(Striped, WhatIsSmallKeepsAwayFromRailsForBulk) {
+  Cluster c(9, 2, {}, with_bulk_rail());
+  ASSERT_TRUE(c.until([&] { return c.a.up && c.b.up; }));
+  for (int i = 0; i < 1000; ++i) c.turn();
+  std::vector<std::byte> from(64 * KiB, std::byte{9}), to(64 * KiB);
+  const RegionId source = *c.a.engine->register_region(from, MemoryKind::host, kAnyAccess);
+  const RegionId target = *c.b.engine->register_region(to, MemoryKind::host, kAnyAccess);
+  const auto write = [&](std::uint64_t context, std::size_t length) {
+    const Write one{
+        .context = context, .local = {source, 0}, .remote = {c.b.engine->remote(target), 0}, .length = length};
+    ASSERT_TRUE(c.a.engine->write(c.a.endpoint, {&one, 1}));
+  };
+  c.fabric.stop(*c.b.rails[1]);
+  const TimePoint before = c.clock.now();
+  for (std::uint64_t i = 0; i < 20; ++i) {
+    write(i, 8 * KiB - 1);
+    ASSERT_TRUE(c.a.engine->send(c.a.endpoint, as_bytes(std::to_string(i))));
+  }
+  write(100, 64 * KiB);
+  ASSERT_TRUE(c.until([&] { return c.a.completed.size() == 20 && c.b.messages.size() == 20; }));
+  EXPECT_LT(c.clock.now() - before, kOptions.stall / 2);
+  EXPECT_FALSE(c.a.completed.contains(100));
+  ASSERT_TRUE(c.until([&] { return c.a.completed.contains(100); }));
+  EXPECT_FALSE(c.a.completed[100]);
+  EXPECT_EQ(from, to);
+}
+
+// Messages change over to a rail that comes up later than the one for bulk, and are heard once and in order.
+TEST(Striped, MessagesLeaveARailForBulkAsSoonAsTheyCan) {
+  for (std::uint64_t seed = 0; seed < 50; ++seed) {
+    SCOPED_TRACE(seed);
+    Cluster c(seed, 2, std::chrono::milliseconds(1), with_bulk_rail());
+    ASSERT_TRUE(c.until([&] { return c.a.up && c.b.up; }));
+    EXPECT_EQ(told(*c.a.engine), "0/1 1/1 ");
+    std::vector<std::string> sent;
+    const auto send = [&] {
+      sent.push_back(std::to_string(sent.size()));
+      for (const Side* side : {&c.a, &c.b}) ASSERT_TRUE(side->engine->send(side->endpoint, as_bytes(sent.back())));
+    };
+    while (told(*c.a.engine) != "1/1 1/1 " || told(*c.b.engine) != "1/1 1/1 ") {
+      send();
+      for (int i = 0; i < 20; ++i) c.turn();
+      ASSERT_LT(sent.size(), 1000u);
+    }
+    for (auto* side : {&c.a, &c.b}) c.fabric.stop(*side->rails[1]);
+    const TimePoint before = c.clock.now();
+    for (int i = 0; i < 20; ++i) send();
+    ASSERT_TRUE(c.until([&] { return c.a.messages.size() >= sent.size() && c.b.messages.size() >= sent.size(); }));
+    EXPECT_LT(c.clock.now() - before, kOptions.stall * 3 / 4);
+    EXPECT_EQ(c.a.messages, sent);
+    EXPECT_EQ(c.b.messages, sent);
+  }
+}
+
 TEST(Striped, OtherCountsOfRailsUseWhatBothHave) {
   VirtualClock clock;
   sim::Fabric fabric({}, clock);
