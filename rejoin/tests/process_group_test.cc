@@ -108,9 +108,12 @@ TEST_P(ProcessGroups, TwoThreadsShutOneDownAtOnce) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Over, ProcessGroups, testing::Values("tcp", "tcp+aes", "shm", "tcp:127.0.0.1,127.0.0.1"),
-                         [](const auto& over) {
-                           return over.param == "tcp+aes" ? "encrypted" : over.param.size() > 3 ? "rails" : over.param;
+INSTANTIATE_TEST_SUITE_P(Over, ProcessGroups,
+                         testing::Values("tcp", "tcp+aes", "shm", "tcp:127.0.0.1,127.0.0.1", "tcp;threads=2"),
+                         [](const auto& over) -> std::string {
+                           if (over.param.find("threads") != std::string::npos) return "threads";
+                           if (over.param.find(',') != std::string::npos) return "rails";
+                           return over.param == "tcp+aes" ? "encrypted" : over.param;
                          });
 
 TEST(ProcessGroup, WhatCanNotBeIsRefusedByName) {

@@ -89,7 +89,7 @@ void Worker::loop() {
     for (auto& task : tasks) run(task);
     const bool happened = poll();
     if (!tasks.empty() || happened) continue;
-    if (const bool full = is_full(); full || engine_->arm()) sleep(full);
+    if (const bool full = is_full(); full || engine_->arm()) wait(full);
   }
 }
 
@@ -133,7 +133,7 @@ void Worker::post_now(const Post& post) {
 }
 
 // With `full` until the owner has taken something.
-void Worker::sleep(bool full) {
+void Worker::wait(bool full) {
   thread_sleeps_ = true;
   if (tasks_.empty() && (!full || is_full())) {
     std::array<pollfd, 2> any{pollfd{.fd = posted_.get(), .events = POLLIN, .revents = 0},

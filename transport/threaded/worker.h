@@ -62,7 +62,7 @@ class Worker {
   bool poll();  // whether anything has happened
   void run(Task& task);
   void post_now(const Post& post);
-  void sleep(bool full);
+  void wait(bool full);
   bool is_full() const { return untaken_ > kMostUntaken; }
 
   // The thread's.
