@@ -19,7 +19,11 @@ Result<std::unique_ptr<StreamThread>> StreamThread::start(const std::string& tra
   std::unique_ptr<StreamThread> stream(new StreamThread());
   if (near) stream->numa_node_ = transport::numa_node_for(transport, device->address());
   const transport::RunNear running_near(stream->numa_node_);  // what it allocates is there
-  auto engine = transport::make_engine(transport, device);
+  Result<std::unique_ptr<transport::Engine>> engine;
+  std::thread([&] {
+    let_training_go_first();  // threads that the engine starts have the priority of this one
+    engine = transport::make_engine(transport, device);
+  }).join();
   if (!engine) return tl::unexpected(engine.error());
   (*engine)->set_secrets(secrets);
   (*engine)->set_silence(options.silence);

@@ -1,7 +1,5 @@
 #include "rejoin/progress_thread.h"
 
-#include <signal.h>
-
 #include <algorithm>
 
 #include "base/deadlines.h"
@@ -10,6 +8,7 @@
 #include "base/fail.h"
 #include "base/flight.h"
 #include "base/log.h"
+#include "base/no_signals.h"
 #include "base/refusals.h"
 #include "membership/node.h"
 #include "transport/advertise.h"
@@ -19,22 +18,6 @@
 namespace rejoin {
 
 namespace {
-
-// Signals are for the trainer's threads: those that begin while this lives take none, but for errors of their own.
-class NoSignals {
- public:
-  NoSignals() {
-    sigset_t none;
-    ::sigfillset(&none);
-    for (const int own : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT, SIGTRAP, SIGSYS, SIGPROF}) ::sigdelset(&none, own);
-    ::pthread_sigmask(SIG_BLOCK, &none, &before_);
-  }
-  ~NoSignals() { ::pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
-  NoSignals(const NoSignals&) = delete;
-
- private:
-  sigset_t before_;
-};
 
 // Between two looks at flags that streams write, which wakes nobody: a hundredth of a core, and no time beside a step.
 constexpr Duration kStreams = std::chrono::microseconds(100);

@@ -5,8 +5,10 @@
 
 #include <array>
 #include <cerrno>
+#include <system_error>
 
 #include "base/fail.h"
+#include "base/no_signals.h"
 
 namespace rejoin::transport::threaded {
 
@@ -29,11 +31,17 @@ Result<std::unique_ptr<Worker>> Worker::make(std::unique_ptr<Engine> engine) {
   if (!happened) return tl::unexpected(happened.error());
   engine->set_polled_on();
   std::unique_ptr<Worker> worker(new Worker(std::move(engine), std::move(*posted), std::move(*happened)));
-  worker->thread_ = std::thread([w = worker.get()] { w->loop(); });
+  const NoSignals no_signals;
+  try {
+    worker->thread_ = std::thread([w = worker.get()] { w->loop(); });
+  } catch (const std::system_error& error) {
+    return fail(ErrorCode::exhausted, "a thread for a connection's bulk: {}; ask for fewer by ;threads=", error.what());
+  }
   return worker;
 }
 
 Worker::~Worker() {
+  if (!thread_.joinable()) return;  // it could not be had
   call([this](Engine&) { stop_ = true; });
   thread_.join();
 }
