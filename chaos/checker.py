@@ -98,7 +98,7 @@ class Checker:
 
     def on_commit(self, event):
         step = event["step"]
-        self.went_back(step - 1, "step {} was committed again")
+        self.went_back(step - 1, f"step {step} was committed again")
         self.committed = step
         self.commits.append(event["t"] * 1e-9)
         self.contributors = self.epochs.get(event["epoch"], set())
@@ -116,7 +116,7 @@ class Checker:
         self.members = {int(m.rstrip("c")): not m.endswith("c") for m in members}
         self.epochs[event["epoch"]] = {r for r, contributes in self.members.items() if contributes}
         self.epochs.pop(event["epoch"] - 200, None)
-        self.went_back(event["step"] - 1, "an epoch began at step {}: " + event.get("reason", ""))
+        self.went_back(event["step"] - 1, f"an epoch began after step {event['step'] - 1}: {event.get('reason', '')}")
 
     def went_back(self, before, what):
         """The job goes on after step `before`."""
@@ -128,8 +128,8 @@ class Checker:
         self.steps_rolled_back += lost
         if self.true_loss is None:
             self.steps_lost += lost
-            self.violate("state-survives", f"{lost} committed steps are gone: {what.format(before + 1)} after step "
-                         f"{self.committed}; replicas that hold it: {self.holders() or 'none by now'}")
+            self.violate("state-survives", f"{lost} committed steps, up to {self.committed}, are gone: {what}; "
+                         f"replicas that hold them: {self.holders() or 'none by now'}")
         self.generation += 1
         self.committed, self.contributors = before, set()
         self.by_step.clear()

@@ -77,7 +77,7 @@ class Run:
                     self.checker.on_started(process.replica, process.rank, process.pid)
         for event in self.events.read():
             if event["kind"] == "epoch" and event["who"] == "coordinator":
-                self.log(f"    epoch {event['epoch']} at step {event['step']}: {event['members'] or 'nobody'} "
+                self.log(f"    epoch {event['epoch']} after step {event['step'] - 1}: {event['members'] or 'nobody'} "
                          f"({event.get('reason', '')})")
             elif event["kind"] == "leader":
                 self.log(f"    {self.name_of(event['pid'])} leads in term {event['term']}")

@@ -69,7 +69,9 @@ static rejoin_code train(rejoin_session* session) {
   return code;
 }
 
-int main(void) {
+int main(int argc, char** argv) {
+  (void)argv;
+  if (argc > 1) return fprintf(stderr, "no arguments are taken: settings come from REJOIN_* variables\n"), 2;
   rejoin_session* session = NULL;
   if (rejoin_open(NULL, 0, &session) != REJOIN_OK) return fprintf(stderr, "%s\n", rejoin_error()), 2;
   running = session;

@@ -63,7 +63,8 @@ rejoin::Result<> train(rejoin::Session& session) {
 
 }  // namespace
 
-int main() {
+int main(int argc, char**) {
+  if (argc > 1) return std::fprintf(stderr, "no arguments are taken: settings come from REJOIN_* variables\n"), 2;
   auto config = rejoin::SessionConfig::from_environment();
   if (!config) return std::fprintf(stderr, "%s\n", config.error().message.c_str()), 2;
   auto opened = rejoin::Session::open(*config);

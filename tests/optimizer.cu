@@ -1,5 +1,9 @@
 // A trainer's optimizer on a GPU, as nvcc compiles it with the library's headers; nothing runs it.
 #include "base/command_line.h"
+#include "rejoin/c.h"
+#include "rejoin/checkpoint_transfer.h"
+#include "rejoin/log.h"
+#include "rejoin/process_group.h"
 #include "rejoin/session.h"
 #include "transport/factory.h"
 #include "transport/idle.h"

@@ -72,6 +72,14 @@ TEST_F(Trained, ExamplesOfTwoLanguagesHaveTheSameBits) {
   EXPECT_EQ(first->output().substr(first->output().find("w = ")), again->output().substr(again->output().find("w = ")));
 }
 
+TEST(MinimalExamples, RefuseArguments) {
+  for (const char* program : {"/rejoin-minimal", "/rejoin-minimal-c"}) {
+    const auto refused = run({binaries() + program, "--version"});
+    EXPECT_EQ(refused.status, 2) << program;
+    EXPECT_NE(refused.output.find("no arguments are taken"), std::string::npos) << refused.output;
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Of, Examples,
                          testing::Values(Example{"rejoin-minimal", nullptr}, Example{"rejoin-minimal-c", nullptr},
                                          Example{"rejoin-demo-trainer", "host"},

@@ -195,8 +195,17 @@ def base_image():
     return image_of_kernel, image
 
 
+def hidden_by_init():
+    """What init.sh mounts over the image. Nothing else may be: a program's libraries lie there where they lie here, those
+    of a clone under /tmp, too."""
+    mounted = set(re.findall(r"^mount .* (/\S+)$", (ROOT / "vm" / "init.sh").read_text(), re.MULTILINE))
+    return sorted(mounted - {"/proc", "/sys", "/dev", "/dev/shm"})
+
+
 def prepare(job, programs, *, node=None, network=(), memory=2048, shell=False, files=()):
     """The QEMU command of a VM that runs the shell script `job`, and its image, to be removed afterwards."""
+    if hidden := hidden_by_init():
+        raise SystemExit(f"vm: init.sh mounts something over {', '.join(hidden)}, where the image may have files")
     vmlinux, base = base_image()
     with tempfile.TemporaryDirectory() as scratch:
         tree = Tree(scratch)

@@ -20,6 +20,8 @@ KINDS = [
     (torch.optim.Adagrad, {}, ("sum",)),
     (torch.optim.SGD, {"lr": 0.1}, ()),
     (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}, ("momentum_buffer",)),
+    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "foreach": True}, ("momentum_buffer",)),
+    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "fused": True}, ("momentum_buffer",)),
 ]
 
 
@@ -32,6 +34,10 @@ def parameter(dtype=torch.float32):
 def test_parts_get_the_bits_of_the_whole(kind, settings, moments, dtype):
     p = parameter(dtype)
     optimizer = kind([p], **settings)
+    if kind is torch.optim.SGD and settings.get("fused") and not _optimizer._fused_sgd_updates(p):
+        with pytest.raises(InvalidArgument, match="the fused SGD of torch .* does not update .*bfloat16"):
+            _optimizer.kept_by(optimizer, optimizer.param_groups[0], p)
+        return
     before = len(optimizer.state)
     kept, _ = _optimizer.kept_by(optimizer, optimizer.param_groups[0], p)
     assert sorted(kept.moments) == sorted(moments)
@@ -94,6 +100,10 @@ def test_what_can_not_be_given_to_parts_is_refused_by_name():
     damped = torch.optim.SGD([p], lr=0.1, momentum=0.9, dampening=0.1)
     with pytest.raises(InvalidArgument, match="dampening 0.1"):
         _optimizer.kept_by(damped, damped.param_groups[0], p)
+    # torch adds the momentum to the gradient in place.
+    nesterov = torch.optim.SGD([p], lr=0.1, momentum=0.9, nesterov=True, foreach=True)
+    with pytest.raises(InvalidArgument, match="SGD changes the gradients that it is given.*foreach=False"):
+        _optimizer.self_check(nesterov, nesterov.param_groups[0], p)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
