@@ -84,7 +84,8 @@ Result<> Coordinator::replay(const proto::LogRecord& record) {
     case proto::LogRecord::kEpoch: {
       const auto& begun = record.epoch();
       if (begun.epoch() <= epoch_.value || begun.step() != committed_.value + 1)
-        return fail(ErrorCode::corrupt, "the log's epoch {}, which begins with step {}, does not follow epoch {} after step {}",
+        return fail(ErrorCode::corrupt,
+                    "the log's epoch {}, which begins with step {}, does not follow epoch {} after step {}",
                     begun.epoch(), begun.step(), epoch_.value, committed_.value);
       // Shared with those who were there when it began.
       if (ledger_.shares() && !begun.fresh()) plan_step();
