@@ -20,7 +20,7 @@ std::uint64_t digest_of_block(BytesView block);
 constexpr std::size_t kDigestRun = 1024;
 std::uint64_t digest_of_hashes(std::uint64_t bytes, std::span<const std::uint64_t> hashes);
 
-// The digest of several pieces, each digested by itself, order mattering.
+// The digest of several ranges, each digested by itself, order mattering.
 std::uint64_t combine_digests(std::uint64_t so_far, std::uint64_t next);
 
 }  // namespace rejoin

@@ -1,4 +1,4 @@
-// Strong numeric types: an epoch can't be passed where a step is meant.
+// Strong numeric types, so that an epoch can't be passed where a step is meant, and ranges of samples.
 #pragma once
 
 #include <compare>
@@ -25,6 +25,12 @@ using Epoch = Id<struct EpochTag>;                       // numbered membership;
 using Step = Id<struct StepTag>;  // optimizer step; the version of a tensor is the last step in it
 constexpr std::uint64_t kMostSteps = std::uint64_t{1} << 48;  // pages and tags have room for so many
 using Incarnation = Id<struct IncarnationTag>;                // one registration of a replica; never reused in a job
+
+struct SampleRange {
+  std::uint64_t begin = 0, end = 0;  // of the endless sample stream: sample k is number k mod N of the data
+  constexpr std::uint64_t size() const { return end - begin; }
+  bool operator==(const SampleRange&) const = default;
+};
 
 }  // namespace rejoin
 

@@ -213,7 +213,7 @@ class RankProcess {
     row.times = {.mean = std::accumulate(turns.begin(), turns.end(), 0.0) / row.turns,
                  .best = *std::min_element(turns.begin(), turns.end())};
     limit.tell(row);
-    if (auto told = tell_usage(row, used, sent); !told) return tl::unexpected(told.error());
+    if (auto sent_usage = tell_usage(row, used, sent); !sent_usage) return tl::unexpected(sent_usage.error());
     if (s_.check) {
       const auto found = count_wrong(bytes);
       if (!found) return tl::unexpected(found.error());

@@ -65,7 +65,7 @@ class Replica {
     owner_ = std::make_unique<local::Owner>(std::move(*owner));
     if (auto cleared = clear(); !cleared) return tl::unexpected(cleared.error());
     if (!joiner()) {
-      const auto filled = by_pieces([this](std::uint64_t column, std::uint64_t first, std::span<float> values) {
+      const auto filled = by_blocks([this](std::uint64_t column, std::uint64_t first, std::span<float> values) {
         for (std::uint64_t i = 0; i < values.size(); ++i) values[i] = value(column, first + i);
         return access_->write(place(column, first, values.size()).data(), std::as_bytes(values));
       });
@@ -99,14 +99,14 @@ class Replica {
   std::span<std::byte> place(std::uint64_t column, std::uint64_t first, std::uint64_t count) const {
     return owner_->column(0, static_cast<std::uint32_t>(column)).subspan(first * 4, count * 4);
   }
-  // Calls `what` for all of the state, with room for a piece of it at the host.
+  // Calls `what` for all of the state, with room for a block of it at the host.
   template <typename What>
-  Result<> by_pieces(What what) {
-    constexpr std::uint64_t piece = 1 << 18;
-    std::vector<float> values(piece);
+  Result<> by_blocks(What what) {
+    constexpr std::uint64_t block = 1 << 18;
+    std::vector<float> values(block);
     for (std::uint64_t column = 0; column < 3; ++column)
-      for (std::uint64_t first = 0; first < s_.bytes / 12; first += piece)
-        if (auto done = what(column, first, std::span(values).first(std::min(piece, s_.bytes / 12 - first))); !done)
+      for (std::uint64_t first = 0; first < s_.bytes / 12; first += block)
+        if (auto done = what(column, first, std::span(values).first(std::min(block, s_.bytes / 12 - first))); !done)
           return done;
     return {};
   }
@@ -241,7 +241,7 @@ class Replica {
       if (const auto again = service.progress(key, clock_.now())->refetched; again > 0)
         return fail(ErrorCode::corrupt, "{} slices had to be fetched again", again);
       const auto checked =
-          by_pieces([this](std::uint64_t column, std::uint64_t first, std::span<float> values) -> Result<> {
+          by_blocks([this](std::uint64_t column, std::uint64_t first, std::span<float> values) -> Result<> {
             const BytesView there = place(column, first, values.size());
             if (auto read = access_->read(there, std::as_writable_bytes(values).data()); !read) return read;
             for (std::uint64_t i = 0; i < values.size(); i += 1021)

@@ -41,39 +41,39 @@ int run(const Settings& s) {
         print(fmt::format(" {:>9}", "-"));
         continue;
       }
-      const Told told = in_a_process(limit, [&, does = does] { return std::vector{stands(s, does, call)}; });
+      const Outcome outcome = in_a_process(limit, [&, does = does] { return std::vector{stands(s, does, call)}; });
       nlohmann::json row{{"does", what}, {"call", kCalls[call]}};
-      if (told.failure.empty() && told.values.size() == 1) {
-        const bool stood = told.values[0] > milliseconds(s.wait) / 2;
-        row["ms"] = told.values[0];
+      if (outcome.failure.empty() && outcome.values.size() == 1) {
+        const bool stood = outcome.values[0] > milliseconds(s.wait) / 2;
+        row["ms"] = outcome.values[0];
         row["stands"] = stood;
-        print(fmt::format(" {:>9}", fmt::format("{:.1f}{}", told.values[0], stood ? "*" : "")));
+        print(fmt::format(" {:>9}", fmt::format("{:.1f}{}", outcome.values[0], stood ? "*" : "")));
       } else {
         failed = true;
-        row["failure"] = told.failure;
-        print(fmt::format(" {:>9}", told.failure));
+        row["failure"] = outcome.failure;
+        print(fmt::format(" {:>9}", outcome.failure));
       }
       out["stands_still"].push_back(row);
     }
   }
   print("\n\nOf streams that don't wait, these stop while others do, by CUDA_DEVICE_MAX_CONNECTIONS:\n");
   for (const auto& queues : kQueues) {
-    const Told told = in_a_process(limit, [&] { return std::vector{stopped_streams(s, queues)}; });
+    const Outcome outcome = in_a_process(limit, [&] { return std::vector{stopped_streams(s, queues)}; });
     nlohmann::json row{{"connections", queues.connections}, {"streams", queues.streams}, {"waiting", queues.waiting}};
-    std::string text = told.failure;
-    if (told.values.size() == 1) {
-      row["stopped"] = told.values[0];
-      text = fmt::format("{:.0f} of {}", told.values[0], queues.streams - queues.waiting);
+    std::string text = outcome.failure;
+    if (outcome.values.size() == 1) {
+      row["stopped"] = outcome.values[0];
+      text = fmt::format("{:.0f} of {}", outcome.values[0], queues.streams - queues.waiting);
     } else {
       failed = true;
-      row["failure"] = told.failure;
+      row["failure"] = outcome.failure;
     }
     out["queues"].push_back(row);
     print(fmt::format("{:>4}: {} of {} wait, {} stop\n", queues.connections, queues.waiting, queues.streams, text));
   }
-  const Told told = in_a_process(limit + 6 * s.wait, [&] { return beside(s); });
-  if (told.values.size() == 4) {
-    const auto& v = told.values;
+  const Outcome outcome = in_a_process(limit + 6 * s.wait, [&] { return beside(s); });
+  if (outcome.values.size() == 4) {
+    const auto& v = outcome.values;
     out["served"] = {{"trainer_alone", v[0]},
                      {"daemon_alone", v[1]},
                      {"trainer", v[2]},
@@ -86,8 +86,8 @@ int run(const Settings& s) {
         s.blocks, v[0], v[1], v[2], v[0] / v[2], v[3], v[3] / v[1]));
   } else {
     failed = true;
-    out["served"] = {{"failure", told.failure}};
-    print(fmt::format("\nA daemon beside a trainer: {}\n", told.failure));
+    out["served"] = {{"failure", outcome.failure}};
+    print(fmt::format("\nA daemon beside a trainer: {}\n", outcome.failure));
   }
   if (s.json) std::cout << out.dump(2) << "\n";
   return failed ? 1 : 0;

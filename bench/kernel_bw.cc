@@ -75,11 +75,11 @@ class Bench {
     auto stream = device_->make_stream();
     if (!stream) return tl::unexpected(stream.error());
     stream_ = std::move(*stream);
-    const std::uint64_t piece = std::min(s_.bytes, 4 * MiB);
-    auto pinned = device_->allocate_pinned(piece);
+    const std::uint64_t block = std::min(s_.bytes, 4 * MiB);
+    auto pinned = device_->allocate_pinned(block);
     if (!pinned) return tl::unexpected(pinned.error());
     std::mt19937_64 random(1);
-    for (std::uint64_t at = 0; at < piece; at += sizeof(std::uint64_t)) {
+    for (std::uint64_t at = 0; at < block; at += sizeof(std::uint64_t)) {
       const std::uint64_t bits = (random() & 0x8fff8fff8fff8fff) | 0x3000300030003000;
       std::copy_n(reinterpret_cast<const std::byte*>(&bits), sizeof bits, pinned->bytes.data() + at);
     }
@@ -87,9 +87,9 @@ class Bench {
       auto made = device_->allocate(s_.bytes);
       if (!made) return tl::unexpected(made.error());
       *memory = std::move(*made);
-      for (std::uint64_t at = 0; at < s_.bytes; at += piece)
+      for (std::uint64_t at = 0; at < s_.bytes; at += block)
         if (auto copied =
-                stream_->copy(memory->bytes.data() + at, pinned->bytes.data(), std::min(piece, s_.bytes - at));
+                stream_->copy(memory->bytes.data() + at, pinned->bytes.data(), std::min(block, s_.bytes - at));
             !copied)
           return copied;
     }

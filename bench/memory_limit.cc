@@ -12,8 +12,8 @@ namespace rejoin::bench {
 
 namespace {
 
-// A plain copy goes by pieces: of more than a part of the cache, libc's would be a streaming one.
-constexpr std::size_t kPiece = 64 * KiB;
+// A plain copy goes by blocks: of more than a part of the cache, libc's would be a streaming one.
+constexpr std::size_t kBlock = 64 * KiB;
 // Of small buffers one measurement takes so many bytes.
 constexpr std::size_t kLeast = 4 * MiB;
 
@@ -75,8 +75,8 @@ std::uint64_t run_kernel(MemoryKernel kernel, std::span<std::byte> out, std::spa
   const std::size_t half = in.size() / 2;
   switch (kernel) {
     case MemoryKernel::copy:
-      for (std::size_t at = 0; at < in.size(); at += kPiece)
-        std::memcpy(out.data() + at, in.data() + at, std::min(kPiece, in.size() - at));
+      for (std::size_t at = 0; at < in.size(); at += kBlock)
+        std::memcpy(out.data() + at, in.data() + at, std::min(kBlock, in.size() - at));
       return 2 * in.size();
     case MemoryKernel::copy_streaming:
       (has_avx2 ? copy_streaming_32 : copy_streaming_16)(out.data(), in.data(), in.size());

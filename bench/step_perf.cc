@@ -172,12 +172,12 @@ Result<> run(const StepSettings& s) {
       "'update', and there are two in 'gather' and in 'plan'\n",
       *wake_up);
   json["wake_up_us"] = *wake_up;
-  bool told = false;
+  bool warned = false;
   for (const auto bytes : s.sizes)
     for (const auto replicas : s.replicas) {
       const auto row = measure(s, bytes, replicas);
       if (!row) return tl::unexpected(row.error());
-      if (!std::exchange(told, true) && !row->calls_not_counted.empty())
+      if (!std::exchange(warned, true) && !row->calls_not_counted.empty())
         std::printf("# system calls: not countable here: %s\n", row->calls_not_counted.c_str());
       print(*row);
       std::fflush(stdout);

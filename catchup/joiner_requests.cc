@@ -24,7 +24,7 @@ void Joiner::set_distances(std::map<ReplicaId, std::size_t> distances) {
 void Joiner::rank_sources() {
   if (ranks_) return;
   struct Far {
-    std::size_t told = 0;
+    std::size_t declared = 0;
     RoundTripLength measured = kNear;
     ReplicaId source;
     auto operator<=>(const Far&) const = default;
@@ -34,9 +34,9 @@ void Joiner::rank_sources() {
   for (const auto& [source, endpoint] : sources_) sources.insert(source);
   std::vector<Far> all;
   for (auto source : sources) {
-    const auto told = distances_.find(source);
+    const auto declared = distances_.find(source);
     const auto measured = round_trips_.find(source);
-    all.push_back({told == distances_.end() ? 0 : told->second,
+    all.push_back({declared == distances_.end() ? 0 : declared->second,
                    measured == round_trips_.end() ? kNear : measured->second, source});
   }
   std::ranges::sort(all);
@@ -44,7 +44,7 @@ void Joiner::rank_sources() {
   std::size_t rank = 0;
   for (std::size_t i = 0; i < all.size(); ++i) {
     const Far& before = all[i == 0 ? 0 : i - 1];
-    if (all[i].told != before.told || much_longer(all[i].measured, before.measured)) ++rank;
+    if (all[i].declared != before.declared || much_longer(all[i].measured, before.measured)) ++rank;
     ranks_->emplace(all[i].source, rank);
   }
   for (const auto& [source, endpoint] : sources_) planner_.on_source_up(source, distance_to(source));
@@ -93,9 +93,9 @@ void Joiner::ask_for_slices() {
   for (const auto& [source, endpoint] : sources_)
     if (!ask(source, endpoint, near, idle)) return;
   for (auto& [source, fellow] : fellows_) {
-    const bool owed = planner_.under_way(source) > 0;
+    const bool outstanding = planner_.under_way(source) > 0;
     if (!ask(source, fellow.endpoint, near, idle)) return;
-    if (!owed) fellow.moved_at = now_;
+    if (!outstanding) fellow.moved_at = now_;
   }
 }
 

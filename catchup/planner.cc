@@ -26,7 +26,7 @@ Planner::Planner(std::uint32_t slices, std::uint32_t window)
       widest_(window),
       window_(window),
       last_(slices),
-      places_(slices, kNowhere),
+      priorities_(slices, kNotWaiting),
       offers_(slices),
       have_(slices) {
   for (std::uint32_t i = 0; i < slices; ++i) wait(i, i);
@@ -37,18 +37,18 @@ Planner::Queue& Planner::queue_of(std::uint32_t slice) {
   return offers_[slice] > 0 ? offered_ : is_own(slice) ? own_turn_ : others_turns_;
 }
 
-void Planner::wait(std::uint32_t slice, Place place) {
-  places_[slice] = place;
-  queue_of(slice).emplace(place, slice);
+void Planner::wait(std::uint32_t slice, Priority priority) {
+  priorities_[slice] = priority;
+  queue_of(slice).emplace(priority, slice);
   for (auto& [id, source] : sources_)
-    if (source.fellow && source.offers[slice]) source.offered.emplace(place, slice);
+    if (source.fellow && source.offers[slice]) source.offered.emplace(priority, slice);
 }
 
 void Planner::take(std::uint32_t slice) {
-  queue_of(slice).erase(places_[slice]);
+  queue_of(slice).erase(priorities_[slice]);
   for (auto& [id, source] : sources_)
-    if (source.fellow && source.offers[slice]) source.offered.erase(places_[slice]);
-  places_[slice] = kNowhere;
+    if (source.fellow && source.offers[slice]) source.offered.erase(priorities_[slice]);
+  priorities_[slice] = kNotWaiting;
 }
 
 void Planner::on_present(std::uint32_t slice) {
@@ -79,12 +79,12 @@ void Planner::on_fellow_up(ReplicaId fellow) {
 void Planner::on_offered(ReplicaId fellow, std::uint32_t slice) {
   auto found = sources_.find(fellow);
   if (found == sources_.end() || !found->second.fellow || slice >= total_ || found->second.offers[slice]) return;
-  if (waits(slice)) queue_of(slice).erase(places_[slice]);
+  if (waits(slice)) queue_of(slice).erase(priorities_[slice]);
   found->second.offers[slice] = true;
   ++offers_[slice];
   if (!waits(slice)) return;
-  queue_of(slice).emplace(places_[slice], slice);
-  found->second.offered.emplace(places_[slice], slice);
+  queue_of(slice).emplace(priorities_[slice], slice);
+  found->second.offered.emplace(priorities_[slice], slice);
 }
 
 void Planner::on_source_down(ReplicaId source) {
@@ -94,9 +94,9 @@ void Planner::on_source_down(ReplicaId source) {
   for (std::uint32_t slice = 0; slice < offers.size(); ++slice) {
     if (!offers[slice]) continue;
     const bool waiting = waits(slice);
-    if (waiting) queue_of(slice).erase(places_[slice]);
+    if (waiting) queue_of(slice).erase(priorities_[slice]);
     --offers_[slice];
-    if (waiting) queue_of(slice).emplace(places_[slice], slice);
+    if (waiting) queue_of(slice).emplace(priorities_[slice], slice);
   }
   for (auto slice : gone.mapped().under_way) wait(slice, first_--);
 }
@@ -123,13 +123,13 @@ std::vector<std::uint32_t> Planner::next(ReplicaId source, std::size_t sources, 
   while (asked.under_way.size() < std::min(window, share) && !first.empty()) ask(first.begin()->second);
   Queue& rest = others_turns_.empty() ? offered_ : others_turns_;
   if (asked.fellow || !asked.under_way.empty() || rest.empty()) return slices;
-  if (!idle && (!slow_ || aside_.size() >= turn())) return slices;
+  if (!idle && (!slow_ || out_of_turn_.size() >= turn())) return slices;
   // From the end, where their own joiners come last; fellows that do the same begin beside it.
   auto slice = rest.rbegin();
   std::advance(slice, std::min<std::size_t>(own_, rest.size() - 1));
-  const std::uint32_t aside = slice->second;
-  aside_.insert(aside);
-  ask(aside);
+  const std::uint32_t chosen = slice->second;
+  out_of_turn_.insert(chosen);
+  ask(chosen);
   return slices;
 }
 
@@ -138,7 +138,7 @@ bool Planner::on_arrived(ReplicaId source, std::uint32_t slice) {
   if (found == sources_.end() || found->second.under_way.erase(slice) == 0) return false;
   if (!have_[slice]) ++arrived_;
   have_[slice] = true;
-  if (!aside_.contains(slice)) {
+  if (!out_of_turn_.contains(slice)) {
     ++plain_;
     recent_.push_back(now_);
     if (recent_.size() > kRecent) recent_.pop_front();

@@ -4,7 +4,7 @@
 // Sources are contributors, which have everything, and fellow joiners, which offer what they have proven. Each of the
 // joiners first asks contributors for its own turn of the slices, those whose number has its own remainder, and among
 // these for what no fellow offers; it has the rest from its fellows. So contributors send each slice about once,
-// however many joiners there are. Who is through with its own turn, and to whom little is owed by anybody, asks
+// however many joiners there are. Who is through with its own turn, and has few slices under way from anybody, asks
 // contributors for others' slices, one at a time and no more than one turn of them: so a slow fellow holds nobody up,
 // and contributors send each slice about twice at most. Past that bound it asks only where nothing has come from
 // anybody for a while.
@@ -61,7 +61,7 @@ class Planner {
   bool has(std::uint32_t slice) const { return have_[slice]; }
   std::uint32_t arrived() const { return arrived_; }
   std::size_t under_way(ReplicaId source) const;
-  // How often a slice that had arrived was fetched again. One that a lost source still owed is not counted.
+  // How often a slice that had arrived was fetched again. One that a lost source had not sent yet is not counted.
   std::uint32_t refetched() const { return refetched_; }
   std::size_t sources() const { return sources_.size(); }
   // Halves the window, because the gradient log of the slices under way ran over its budget. Each time a window of
@@ -70,8 +70,8 @@ class Planner {
   std::uint32_t window() const { return window_; }
 
  private:
-  using Place = std::int64_t;  // in the order in which slices are asked for
-  using Queue = std::map<Place, std::uint32_t>;
+  using Priority = std::int64_t;  // slices are asked for in ascending order
+  using Queue = std::map<Priority, std::uint32_t>;
   struct Source {
     bool fellow = false;
     std::set<std::uint32_t> under_way;
@@ -80,25 +80,25 @@ class Planner {
     std::size_t distance = 0;
   };
   Queue& queue_of(std::uint32_t slice);
-  void wait(std::uint32_t slice, Place place);
+  void wait(std::uint32_t slice, Priority priority);
   void take(std::uint32_t slice);
-  bool waits(std::uint32_t slice) const { return places_[slice] != kNowhere; }
+  bool waits(std::uint32_t slice) const { return priorities_[slice] != kNotWaiting; }
   bool is_own(std::uint32_t slice) const { return slice % of_ == own_; }
   std::uint32_t turn() const { return (total_ + of_ - 1) / of_; }
 
-  static constexpr Place kNowhere = std::int64_t{1} << 62;
+  static constexpr Priority kNotWaiting = std::int64_t{1} << 62;
   const std::uint32_t total_, widest_;
   std::uint32_t window_, arrived_since_ = 0;
   std::size_t reach_ = ~std::size_t{0};
   std::uint32_t own_ = 0, of_ = 1;
-  std::set<std::uint32_t> aside_;  // slices of others' turns that contributors were asked for
+  std::set<std::uint32_t> out_of_turn_;  // slices of others' turns that contributors were asked for
   TimePoint now_{};
   std::optional<TimePoint> begun_;
   std::uint32_t plain_ = 0;       // slices that have arrived and are not of these
   std::deque<TimePoint> recent_;  // … the last of them
   bool slow_ = false;
-  Place first_ = -1, last_;  // that are free
-  std::vector<Place> places_;
+  Priority first_ = -1, last_;  // that are free
+  std::vector<Priority> priorities_;
   // Slices that wait: nobody offers them, and they are of this joiner's turn or another's; a fellow offers them.
   Queue own_turn_, others_turns_, offered_;
   std::map<ReplicaId, Source> sources_;

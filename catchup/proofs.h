@@ -24,8 +24,8 @@ class Proofs {
     if (slice >= slices_.size()) return;
     auto& one = slices_[slice];
     one.proven = true;
-    if (one.told) return;
-    one.told = true;
+    if (one.logged) return;
+    one.logged = true;
     log_.push_back(slice);
   }
   // Its bytes change, or are in doubt: whoever sends them stops.
@@ -45,7 +45,7 @@ class Proofs {
 
  private:
   struct Slice {
-    bool proven = false, told = false;
+    bool proven = false, logged = false;
     std::uint32_t bytes = 1;
   };
   bool all_ = false;

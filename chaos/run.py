@@ -51,7 +51,7 @@ class Run:
         self.records, self.active = [], {}
         self.expected_since = self.begun  # since then steps ought to be committed
         self.faulted_at = self.begun       # then a replica was touched last
-        self.said = self.timed = 0
+        self.reported = self.timed = 0
         self.pids = {}
 
     def log(self, text):
@@ -60,9 +60,9 @@ class Run:
         print(line, file=self.log_file, flush=True)
 
     def log_violations(self):
-        for invariant, text in self.checker.violations[self.said:]:
+        for invariant, text in self.checker.violations[self.reported:]:
             self.log(f"VIOLATION {invariant}: {text}")
-        self.said = len(self.checker.violations)
+        self.reported = len(self.checker.violations)
 
     # ---- the job goes on
 
@@ -88,7 +88,7 @@ class Run:
             self.checker.on_death(death)
             self.events.forget(death.process.speaker, death.pid)
         self.log_violations()
-        if self.said > 20:
+        if self.reported > 20:
             raise Stuck("more than 20 violations")
         self.expect_progress()
         self.operate()

@@ -174,12 +174,13 @@ void Group::fail_starting(std::unique_ptr<Active> active, Error error) {
   fail_all(std::move(error));
 }
 
-std::span<std::byte> Group::bytes_at(Active& active, const Place& place, std::uint64_t length) {
+std::span<std::byte> Group::bytes_at(Active& active, const Operand& operand, std::uint64_t length) {
   auto& memory = active.operation.memory;
   if (length == 0) return {};  // a barrier has no memory
-  const auto all = place.memory < memory.size() ? memory[place.memory] : active.scratch->bytes();
-  REJOIN_CHECK(in_range(place.offset, length, all.size()), "{} bytes at {} of {}", length, place.offset, all.size());
-  return all.subspan(place.offset, length);
+  const auto all = operand.memory < memory.size() ? memory[operand.memory] : active.scratch->bytes();
+  REJOIN_CHECK(in_range(operand.offset, length, all.size()), "{} bytes at {} of {}", length, operand.offset,
+               all.size());
+  return all.subspan(operand.offset, length);
 }
 
 void Group::unblocked(Active& active, std::uint32_t number) {

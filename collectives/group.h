@@ -161,7 +161,7 @@ class Group {
   void post(Active& active, std::uint32_t task, const Ready& ready);
   void receive(Active& active, std::uint32_t task);
   void arrived(std::uint32_t rank, std::uint64_t id, std::optional<BytesView> payload);
-  std::span<std::byte> bytes_at(Active& active, const Place& place, std::uint64_t length);
+  std::span<std::byte> bytes_at(Active& active, const Operand& operand, std::uint64_t length);
   Result<transport::RegionId> region_of(Active& active, std::uint32_t memory);
   Result<> take_scratch(Active& active);
   Result<transport::RegionId> register_scratch(const Scratch& scratch);

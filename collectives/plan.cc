@@ -22,17 +22,17 @@ class Builder {
   // `memories`: how many the operation has; scratch memory is the one after these.
   explicit Builder(const Shape& shape, std::uint32_t memories = 1) : shape_(shape), memories_(memories) {}
 
-  Number send(std::uint32_t peer, Place at, std::uint64_t length) {
+  Number send(std::uint32_t peer, Operand at, std::uint64_t length) {
     return add({.kind = Task::Kind::send, .peer = peer, .at = at, .length = length});
   }
-  Number receive(std::uint32_t peer, Place at, std::uint64_t length) {
+  Number receive(std::uint32_t peer, Operand at, std::uint64_t length) {
     return add({.kind = Task::Kind::receive, .peer = peer, .at = at, .length = length});
   }
-  Number combine(Place at, Place first, Place second, std::uint64_t length, bool last) {
+  Number combine(Operand at, Operand first, Operand second, std::uint64_t length, bool last) {
     return add(
         {.kind = Task::Kind::combine, .at = at, .first = first, .second = second, .length = length, .last = last});
   }
-  Number copy(Place at, Place from, std::uint64_t length) {
+  Number copy(Operand at, Operand from, std::uint64_t length) {
     return add({.kind = Task::Kind::copy, .at = at, .first = from, .length = length});
   }
   // `task` waits for the other.
@@ -41,8 +41,8 @@ class Builder {
     plan_.tasks[*other].unblocks.push_back(task);
     ++plan_.tasks[task].blockers;
   }
-  Place take_scratch(std::uint64_t bytes) {
-    const Place at{memories_, plan_.scratch};
+  Operand take_scratch(std::uint64_t bytes) {
+    const Operand at{memories_, plan_.scratch};
     plan_.scratch += round_up(bytes, 64);
     return at;
   }
@@ -62,7 +62,7 @@ class Builder {
   Plan plan_;
 };
 
-Place behind(const Place& place, std::uint64_t bytes) { return {place.memory, place.offset + bytes}; }
+Operand behind(const Operand& operand, std::uint64_t bytes) { return {operand.memory, operand.offset + bytes}; }
 
 struct Range {
   std::uint64_t offset = 0, length = 0;
@@ -116,7 +116,7 @@ struct Chunks {
   std::vector<std::optional<Number>> of;
 };
 
-using Where = std::function<Place(std::uint32_t segment, const Range& chunk)>;
+using Where = std::function<Operand(std::uint32_t segment, const Range& chunk)>;
 
 // In round k, 0 … members − 2, rank p sends segment p−1−k to its right and adds what comes from its left, segment
 // p−2−k, to its own; at the end it has segment p of all. `own` is where its own addends are and `into` where sums go:
@@ -130,7 +130,7 @@ void ring_reduce_scatter(Builder& builder, const Shape& shape, const Cut& cut, c
       static_cast<std::uint32_t>(std::min<std::uint64_t>(in_place ? kSlots : cut.chunks() + kSlots, all));
   const auto scratch = builder.take_scratch(slots * cut.chunk_bytes());
   std::vector<std::optional<Number>> slot_free(slots);
-  std::vector<Place> partial(cut.chunks());
+  std::vector<Operand> partial(cut.chunks());
   for (std::uint32_t k = 0, received = 0; k + 1 < shape.members; ++k) {
     const auto out = builder.member(-1 - static_cast<std::int64_t>(k));
     const auto in = builder.member(-2 - static_cast<std::int64_t>(k));
@@ -189,12 +189,12 @@ void combine_in_order(Builder& builder, const Shape& shape, const std::vector<Nu
   std::vector<std::optional<Number>> arrived(shape.members);
   for (std::uint32_t rank = 0; rank < shape.members; ++rank)
     if (rank != shape.rank) arrived[rank] = builder.receive(rank, slot(rank), shape.bytes);
-  const auto of = [&](std::uint32_t rank) { return rank == shape.rank ? Place{} : slot(rank); };
+  const auto of = [&](std::uint32_t rank) { return rank == shape.rank ? Operand{} : slot(rank); };
   std::optional<Number> added;
-  Place sum = of(0);
+  Operand sum = of(0);
   for (std::uint32_t rank = 1; rank < shape.members; ++rank) {
     const bool last = rank + 1 == shape.members;
-    const auto task = builder.combine(last ? Place{} : slot(0), sum, of(rank), shape.bytes, last);
+    const auto task = builder.combine(last ? Operand{} : slot(0), sum, of(rank), shape.bytes, last);
     builder.after(task, arrived[rank]);
     builder.after(task, rank == 1 ? arrived[0] : added);
     if (last)
@@ -220,7 +220,7 @@ Plan all_reduce(const Shape& shape) {
   }
   const Cut cut(shape);
   const Where where = [&](std::uint32_t segment, const Range& chunk) {
-    return Place{0, cut.begin(segment) + chunk.offset};
+    return Operand{0, cut.begin(segment) + chunk.offset};
   };
   Chunks sent(cut, shape.members), summed(cut, shape.members);
   ring_reduce_scatter(builder, shape, cut, where, where, true, sent, summed);
@@ -240,10 +240,10 @@ Plan reduce(const Shape& shape) {
   }
   const Cut cut(shape);
   const Where own = [&](std::uint32_t segment, const Range& chunk) {
-    return Place{0, cut.begin(segment) + chunk.offset};
+    return Operand{0, cut.begin(segment) + chunk.offset};
   };
   const bool root = shape.rank == shape.root;
-  const auto result = root ? Place{} : builder.take_scratch(cut.length(shape.rank));
+  const auto result = root ? Operand{} : builder.take_scratch(cut.length(shape.rank));
   // The root's own segment may go in place at once: nobody sends it any more.
   const Where into = [&](std::uint32_t segment, const Range& chunk) {
     return root ? own(segment, chunk) : behind(result, chunk.offset);
@@ -297,7 +297,7 @@ Plan broadcast(const Shape& shape) {
 Plan all_gather(const Shape& shape, std::span<const std::uint64_t> sizes) {
   Builder builder(shape);
   const Cut cut(shape, {sizes.begin(), sizes.end()});
-  const Where where = [](std::uint32_t segment, const Range& chunk) { return Place{1 + segment, chunk.offset}; };
+  const Where where = [](std::uint32_t segment, const Range& chunk) { return Operand{1 + segment, chunk.offset}; };
   Chunks here(cut, shape.members), free(cut, shape.members);
   const auto copied = builder.copy({1 + shape.rank, 0}, {}, sizes[shape.rank]);
   for (std::uint32_t c = 0; c < cut.chunks(); ++c) here(shape.rank, c) = copied;
@@ -313,8 +313,8 @@ Plan reduce_scatter(const Shape& shape) {
     return builder.plan();
   }
   const Cut cut(shape, std::vector<std::uint64_t>(n, shape.bytes));
-  const Where own = [](std::uint32_t segment, const Range& chunk) { return Place{segment, chunk.offset}; };
-  const Where into = [&](std::uint32_t, const Range& chunk) { return Place{n, chunk.offset}; };
+  const Where own = [](std::uint32_t segment, const Range& chunk) { return Operand{segment, chunk.offset}; };
+  const Where into = [&](std::uint32_t, const Range& chunk) { return Operand{n, chunk.offset}; };
   Chunks sent(cut, n), summed(cut, n);
   ring_reduce_scatter(builder, shape, cut, own, into, false, sent, summed);
   return builder.plan();

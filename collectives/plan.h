@@ -13,7 +13,7 @@ namespace rejoin::collectives {
 
 // Where bytes are: in which of the operation's memories, in the order of its builder below. The one after these is the
 // operation's scratch memory.
-struct Place {
+struct Operand {
   std::uint32_t memory = 0;
   std::uint64_t offset = 0;  // bytes
 };
@@ -22,8 +22,8 @@ struct Task {
   enum class Kind : std::uint8_t { send, receive, combine, copy };
   Kind kind{};
   std::uint32_t peer = 0;    // send, receive: the other member's rank
-  Place at;                  // what is sent; where the rest puts its bytes
-  Place first, second;       // combine: the operands, either of which may be `at`; copy: from `first`
+  Operand at;                // what is sent; where the rest puts its bytes
+  Operand first, second;     // combine: the operands, either of which may be `at`; copy: from `first`
   std::uint64_t length = 0;  // bytes
   bool last = false;         // combine: nothing is added to these elements any more
   std::uint32_t blockers = 0;

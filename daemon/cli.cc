@@ -130,9 +130,9 @@ Result<int> show_trace(const std::vector<std::string>& paths, const std::string&
 
 Result<int> show_incident(ExplainOptions options, std::uint64_t job) {
   options.job = job;
-  const auto told = explain(options);
-  if (!told) return tl::unexpected(told.error());
-  std::cout << *told;
+  const auto text = explain(options);
+  if (!text) return tl::unexpected(text.error());
+  std::cout << *text;
   return 0;
 }
 

@@ -60,9 +60,9 @@ void send_all(NodeListener& nodes, const std::vector<std::pair<std::vector<membe
   for (const auto& [to, message] : send) {
     std::string bytes;
     if (message.has_registered()) {
-      proto::ToNode told = message;
-      told.mutable_registered()->set_page(page);
-      bytes = told.SerializeAsString();
+      proto::ToNode with_page = message;
+      with_page.mutable_registered()->set_page(page);
+      bytes = with_page.SerializeAsString();
     } else {
       bytes = message.SerializeAsString();
     }

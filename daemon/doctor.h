@@ -133,7 +133,7 @@ struct PairFacts {
   std::string node;  // the other one
   std::vector<PathFacts> paths;
   bool came = false;                     // it has connected with this node
-  std::optional<PathFacts> told;         // what it says of its best way here; none: it has said nothing
+  std::optional<PathFacts> verdict;      // what it says of its best way here; none: it has said nothing
   std::optional<double> clock_ahead_ms;  // its clock, of this node's
   double clock_error_ms = 0;             // that this may be wrong by
 };

@@ -61,7 +61,7 @@ struct Pair {
   }
 
   // As it says itself.
-  void told(const PathFacts& way) const {
+  void their_verdict(const PathFacts& way) const {
     if (way.reached == Reached::nothing)
       say(Verdict::fail, fmt::format("it is reached from here, and does not reach this node at {}: {}", own, way.why),
           fmt::format("let this node's firewall pass port {}, and look at the route from there to here; behind a "
@@ -72,7 +72,7 @@ struct Pair {
   }
 
   void reached() const {
-    if (facts.told) told(*facts.told);
+    if (facts.verdict) their_verdict(*facts.verdict);
     else if (best->reached > Reached::connected)
       say(Verdict::warn, "it is reached, and does not say whether it reaches this node",
           "look at what 'rejoin doctor' says there");

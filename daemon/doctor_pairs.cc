@@ -170,19 +170,19 @@ void Pairs::look_at(std::size_t number) {
     peer.examined = now_;
     if (best != nullptr && best->reached != Reached::nothing) return call(number, *best);
   }
-  if (peer.told_over || peer.has_heard || calling) return;
-  if (peer.called) peer.told_over = peer.called;
-  else if (!peer.visits.empty()) peer.told_over = peer.visits.back();
+  if (peer.verdict_line || peer.has_heard || calling) return;
+  if (peer.called) peer.verdict_line = peer.called;
+  else if (!peer.visits.empty()) peer.verdict_line = peer.visits.back();
   else return;
   doctor::DoctorMessage message;
   message.mutable_verdict()->set_reached(best != nullptr ? static_cast<std::uint32_t>(best->reached) : 0);
   message.mutable_verdict()->set_why(best != nullptr ? best->why : peer.facts.paths.front().why);
-  send(*peer.told_over, message);
+  send(*peer.verdict_line, message);
 }
 
 void Pairs::hear_verdict(Peer& peer, Line line, const doctor::DoctorVerdict& verdict) {
   const auto reached = std::min(verdict.reached(), static_cast<std::uint32_t>(Reached::all));
-  peer.facts.told = PathFacts{.reached = static_cast<Reached>(reached), .why = printable(verdict.why(), 500)};
+  peer.facts.verdict = PathFacts{.reached = static_cast<Reached>(reached), .why = printable(verdict.why(), 500)};
   doctor::DoctorMessage heard;
   heard.mutable_heard();
   send(line, heard);
@@ -191,7 +191,7 @@ void Pairs::hear_verdict(Peer& peer, Line line, const doctor::DoctorVerdict& ver
 // Who is known to run may be busy with others; but not for ever, whatever is heard of it.
 bool Pairs::over(const Peer& peer) const {
   if (!peer.examined) return false;
-  if (!peer.here || peer.refuses || (peer.has_heard && peer.facts.told)) return true;
+  if (!peer.here || peer.refuses || (peer.has_heard && peer.facts.verdict)) return true;
   const auto longest = 2 * options_.wait + (8 + static_cast<std::int64_t>(paths_.size())) * options_.patience;
   return now_ > std::max(peer.heard, *peer.examined) + options_.wait + 3 * options_.patience ||
          now_ > started_ + longest;

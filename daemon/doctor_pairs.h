@@ -52,7 +52,7 @@ class Pairs {
     TimePoint heard{};                  // last
     std::optional<Line> called;         // to say how it went
     std::vector<Line> visits;           // its connections with this node
-    std::optional<Line> told_over;      // our verdict
+    std::optional<Line> verdict_line;   // our verdict
     bool has_heard = false;             // … and it has heard that
   };
   struct Path {

@@ -280,10 +280,10 @@ void Pairs::on_closed(std::size_t number, const Event& event) {
   const auto forget = [&](Peer& peer) {
     std::erase(peer.visits, line);
     if (peer.called == line) peer.called.reset();
-    if (peer.told_over != line) return;
+    if (peer.verdict_line != line) return;
     // Whoever has said all, and hangs up, has heard all.
-    if (peer.facts.told) peer.has_heard = true;
-    else peer.told_over.reset();
+    if (peer.facts.verdict) peer.has_heard = true;
+    else peer.verdict_line.reset();
   };
   if (const auto visit = rail.visits.find(event.endpoint); visit != rail.visits.end()) {
     forget(peers_[visit->second.peer]);

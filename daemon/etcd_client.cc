@@ -46,7 +46,7 @@ constexpr int kMostAnswer = 128 << 20;
 
 // What etcd won't do at any of its members, and what to do about it.
 struct Remedy {
-  const char* said;
+  const char* text;
   const char* remedy;
 };
 constexpr Remedy kRemedies[] = {
@@ -63,9 +63,9 @@ constexpr Remedy kRemedies[] = {
 };
 
 // What etcd says where the token is not, or no longer, one of this member's.
-bool asks_for_token(const std::string& said) {
-  return said.find("invalid auth token") != said.npos || said.find("user name is empty") != said.npos ||
-         said.find("revision of auth store is old") != said.npos;
+bool asks_for_token(const std::string& text) {
+  return text.find("invalid auth token") != text.npos || text.find("user name is empty") != text.npos ||
+         text.find("revision of auth store is old") != text.npos;
 }
 
 // gRPC's own log is noise, since what it says of a try is in the try's error; but for its last words.
@@ -162,7 +162,7 @@ class GrpcClient final : public EtcdClient {
     request_.emplace(Request{});
     status_done_ = std::move(done);
     work_.emplace(io_.get_executor());
-    start(kStatus, "", &GrpcClient::told_status);
+    start(kStatus, "", &GrpcClient::on_status);
   }
 
  private:
@@ -223,11 +223,11 @@ class GrpcClient final : public EtcdClient {
       asio::post(io_, [this, then, alive, status] {
         if (alive.expired()) return;
         grpc::Slice answer;
-        std::string said;
+        std::string text;
         if (status.ok() && call_->answer.DumpToSingleSlice(&answer).ok())
-          said.assign(reinterpret_cast<const char*>(answer.begin()), answer.size());
+          text.assign(reinterpret_cast<const char*>(answer.begin()), answer.size());
         call_.reset();
-        (this->*then)(status, said);
+        (this->*then)(status, text);
       });
       const std::lock_guard lock(under_way->mutex);
       --under_way->calls;
@@ -249,7 +249,7 @@ class GrpcClient final : public EtcdClient {
   }
 
   void transacted(const grpc::Status& status, const std::string& bytes) {
-    const std::string& said = status.error_message();
+    const std::string& text = status.error_message();
     etcd::TxnResponse answer;
     if (status.ok()) {
       if (!answer.ParseFromString(bytes) ||
@@ -258,24 +258,24 @@ class GrpcClient final : public EtcdClient {
       answered();
       return finish(std::move(answer));
     }
-    if (!options_.user.empty() && !request_->renewed && asks_for_token(said)) {
+    if (!options_.user.empty() && !request_->renewed && asks_for_token(text)) {
       request_->renewed = true;
       token_.clear();
       open_ = false;
       return authenticate();
     }
-    if (said.find("required revision has been compacted") != said.npos) {
+    if (text.find("required revision has been compacted") != text.npos) {
       answered();
-      return finish(fail(ErrorCode::not_found, "{}", place(said)));
+      return finish(fail(ErrorCode::not_found, "{}", with_endpoint(text)));
     }
     refused(status);
   }
 
-  void told_status(const grpc::Status& status, const std::string& bytes) {
+  void on_status(const grpc::Status& status, const std::string& bytes) {
     Result<etcd::StatusResponse> answer;
-    if (!status.ok()) answer = fail(ErrorCode::unavailable, "{}", place(status.error_message()));
+    if (!status.ok()) answer = fail(ErrorCode::unavailable, "{}", with_endpoint(status.error_message()));
     else if (!answer->ParseFromString(bytes))
-      answer = fail(ErrorCode::unavailable, "{}", place("its answer is none of etcd's"));
+      answer = fail(ErrorCode::unavailable, "{}", with_endpoint("its answer is none of etcd's"));
     const auto done = std::move(status_done_);
     request_.reset();
     work_.reset();
@@ -284,26 +284,26 @@ class GrpcClient final : public EtcdClient {
 
   // An error, of which etcd's members would all say the same, or only this one.
   void refused(const grpc::Status& status) {
-    const std::string& said = status.error_message();
+    const std::string& text = status.error_message();
     for (const Remedy& known : kRemedies)
-      if (said.find(known.said) != said.npos) {
+      if (text.find(known.text) != text.npos) {
         answered();
-        return finish(fail(ErrorCode::refused, "{}{}: {}", request_->errors, place(said), known.remedy));
+        return finish(fail(ErrorCode::refused, "{}{}: {}", request_->errors, with_endpoint(text), known.remedy));
       }
     const bool late =
-        status.error_code() == grpc::StatusCode::DEADLINE_EXCEEDED && said.find("etcdserver") == said.npos;
-    if (late || said == "context deadline exceeded") {  // as etcd says it
+        status.error_code() == grpc::StatusCode::DEADLINE_EXCEEDED && text.find("etcdserver") == text.npos;
+    if (late || text == "context deadline exceeded") {  // as etcd says it
       ++request_->late;
       return failed(fmt::format("no answer within {} ms", deadline_.count()));
     }
     // gRPC would ask for a name that was not found again after ever longer pauses; a new channel does at once.
-    if (said.find("DNS resolution failed") != said.npos) stubs_[endpoint()].reset();
-    failed(said.empty() ? fmt::format("error {}", static_cast<int>(status.error_code())) : said);
+    if (text.find("DNS resolution failed") != text.npos) stubs_[endpoint()].reset();
+    failed(text.empty() ? fmt::format("error {}", static_cast<int>(status.error_code())) : text);
   }
 
   // This endpoint has not said what became of the transaction.
   void failed(const std::string& why) {
-    request_->errors += place(why);
+    request_->errors += with_endpoint(why);
     request_->renewed = false;
     if (++request_->tried == options_.endpoints.size()) {
       if (2 * request_->late > request_->tried) deadline_ = std::min(2 * deadline_, kMostPatience * options_.deadline);
@@ -313,8 +313,8 @@ class GrpcClient final : public EtcdClient {
     try_endpoint();
   }
 
-  std::string place(const std::string& said) const {
-    return fmt::format("etcd at {}: {}", options_.endpoints[endpoint()], said);
+  std::string with_endpoint(const std::string& text) const {
+    return fmt::format("etcd at {}: {}", options_.endpoints[endpoint()], text);
   }
   void answered() {
     first_ = endpoint();

@@ -13,8 +13,8 @@ using membership::StoreRequest;
 namespace {
 
 constexpr int kMostAgain = 3;
-// Of an answer: an entry of 1,024 replicas has about 20 KB, a piece of a snapshot 512 KiB.
-constexpr int kEntriesAtOnce = 64, kPiecesAtOnce = 4;
+// Of an answer: an entry of 1,024 replicas has about 20 KB, a fragment of a snapshot 512 KiB.
+constexpr int kEntriesAtOnce = 64, kFragmentsAtOnce = 4;
 
 // Claim, append and renew are one transaction each.
 class Write final : public EtcdRequest {
@@ -92,30 +92,30 @@ class Read final : public EtcdRequest {
     answer_.snapshot_position = head_.position();
     if (!wants_snapshot) return finish(Outcome::done);
     revision_ = answer.header().revision();
-    pieces_ = 0;
-    read_pieces();
+    fragments_ = 0;
+    read_fragments();
   }
-  void read_pieces() {
-    if (pieces_ == head_.pieces()) {
+  void read_fragments() {
+    if (fragments_ == head_.fragments()) {
       if (answer_.snapshot.size() == head_.bytes()) return finish(Outcome::done);
       return incomplete();
     }
     etcd::TxnRequest transaction;
-    auto& range = add(transaction, piece(pieces_), piece(head_.pieces()));
-    range.set_limit(kPiecesAtOnce);
+    auto& range = add(transaction, fragment(fragments_), fragment(head_.fragments()));
+    range.set_limit(kFragmentsAtOnce);
     range.set_revision(revision_);
     transact(transaction, [this](const etcd::TxnResponse& answer) {
       const auto& read = answer.responses(0).response_range().kvs();
       for (const auto& found : read) {
-        if (found.key() != piece(pieces_)) return incomplete();
-        ++pieces_;
+        if (found.key() != fragment(fragments_)) return incomplete();
+        ++fragments_;
         answer_.snapshot += found.value();
       }
       if (read.empty()) return incomplete();
-      read_pieces();
+      read_fragments();
     });
   }
-  std::string piece(std::size_t index) const { return keys_.piece(head_.position(), index); }
+  std::string fragment(std::size_t index) const { return keys_.fragment(head_.position(), index); }
   void incomplete() {
     unknown(
         fmt::format("the snapshot of {} records that etcd has as {} is not complete: somebody has deleted keys of it",
@@ -124,15 +124,15 @@ class Read final : public EtcdRequest {
 
   etcd::SnapshotHead head_;
   std::int64_t revision_ = 0;
-  std::size_t pieces_ = 0;  // read so far
+  std::size_t fragments_ = 0;  // read so far
 };
 
 }  // namespace
 
 std::string EtcdKeys::entry(std::uint64_t position) const { return fmt::format("{}log/{:020}", prefix, position); }
 
-std::string EtcdKeys::piece(std::uint64_t position, std::size_t index) const {
-  return fmt::format("{}{:020}/{:04}", pieces(), position, index);
+std::string EtcdKeys::fragment(std::uint64_t position, std::size_t index) const {
+  return fmt::format("{}{:020}/{:04}", fragments(), position, index);
 }
 
 void add_put(EtcdOps& to, const std::string& key, const std::string& value) {

@@ -14,9 +14,9 @@ struct EtcdKeys {
   std::string entry(std::uint64_t position) const;
   std::string entries_end() const { return prefix + "log0"; }  // '0' is what comes after '/'
   std::string head() const { return prefix + "snapshot"; }
-  std::string piece(std::uint64_t position, std::size_t index) const;
-  std::string pieces() const { return prefix + "snapshot/"; }
-  std::string pieces_end() const { return prefix + "snapshot0"; }
+  std::string fragment(std::uint64_t position, std::size_t index) const;
+  std::string fragments() const { return prefix + "snapshot/"; }
+  std::string fragments_end() const { return prefix + "snapshot0"; }
 };
 
 // One operation of a transaction, and what it compares.

@@ -1,8 +1,8 @@
 // The store of several coordinators (membership/store.h) in an etcd cluster. Its keys, all behind the job's prefix:
 //   leader, alive   as there
 //   log/N           an entry, by the number of its first record, of 20 digits
-//   snapshot        a SnapshotHead: what the snapshot stands for, and how many pieces it has
-//   snapshot/N/I    a piece of it: etcd takes 1.5 MiB in one request
+//   snapshot        a SnapshotHead: what the snapshot stands for, and how many fragments it has
+//   snapshot/N/I    a fragment of it: etcd takes 1.5 MiB in one request
 //
 // What writes is one transaction, and no answer to it does not mean that it was not done: it is repeated at the next
 // endpoint, and may so be done twice, or late. What it compares makes that harmless. A claim or an append that is

@@ -202,7 +202,7 @@ JobHistory::Effective JobHistory::effective(TimePoint now, bool running) const {
 
 void JobHistory::on_report(proto::Report report, TimePoint now) {
   if (report.replica() >= states_.size()) return;
-  auto& of_replica = told_[report.replica()];
+  auto& of_replica = reports_[report.replica()];
   std::string node = shortened(report.node(), 64);
   std::erase_if(of_replica, [&](const auto& one) { return now - one.second.at > kReportLasts; });
   if (of_replica.size() >= kMostNodes && !of_replica.contains(node)) return;
@@ -219,7 +219,7 @@ void JobHistory::look_for_slow_hop(TimePoint now) {
   looked_at_ = now;
   std::vector<std::uint64_t> gaps;
   const proto::Report* longest = nullptr;
-  for (const auto* one : told(now)) {
+  for (const auto* one : reports(now)) {
     if (!one->report.has_slowest()) continue;
     gaps.push_back(one->report.slowest().gap_us());
     if (longest == nullptr || gaps.back() > longest->slowest().gap_us()) longest = &one->report;
@@ -244,14 +244,14 @@ void JobHistory::look_for_slow_hop(TimePoint now) {
 
 std::optional<JobHistory::SlowHop> JobHistory::slow_hop(TimePoint now) const {
   if (!slow_hop_ || now - slow_hop_->seen > kReportLasts) return std::nullopt;
-  return slow_hop_->seen - slow_hop_->since > kGapIsTold ? slow_hop_ : std::nullopt;
+  return slow_hop_->seen - slow_hop_->since > kGapIsReported ? slow_hop_ : std::nullopt;
 }
 
-std::vector<const JobHistory::Told*> JobHistory::told(TimePoint now) const {
-  std::vector<const Told*> all;
-  for (const auto& [replica, nodes] : told_)
-    for (const auto& [node, told] : nodes)
-      if (now - told.at <= kReportLasts) all.push_back(&told);
+std::vector<const JobHistory::NodeReport*> JobHistory::reports(TimePoint now) const {
+  std::vector<const NodeReport*> all;
+  for (const auto& [replica, nodes] : reports_)
+    for (const auto& [node, report] : nodes)
+      if (now - report.at <= kReportLasts) all.push_back(&report);
   return all;
 }
 

@@ -38,7 +38,7 @@ class JobHistory {
   static constexpr std::size_t kSteps = 200, kEpochs = 64;  // that are kept; more epochs where the steps are of them
   static constexpr std::size_t kMostEpochs = 256, kMostNodes = 64;  // … of one replica, that tell of it
   static constexpr Duration kReportLasts = std::chrono::seconds(10);
-  static constexpr Duration kGapIsTold = std::chrono::seconds(20);  // at most, after it was
+  static constexpr Duration kGapIsReported = std::chrono::seconds(20);  // at most, after it was
 
   // Why an epoch was begun, by what it changes.
   enum class Cause : std::uint8_t {
@@ -77,7 +77,7 @@ class JobHistory {
     TimePoint at{};
     std::optional<Duration> recovery, cost;  // until the next commit, and what that step took more than usual
   };
-  struct Told {
+  struct NodeReport {
     proto::Report report;
     TimePoint at{};
   };
@@ -119,9 +119,9 @@ class JobHistory {
     double replica_seconds = 0;
   };
   Effective effective(TimePoint now, bool running) const;
-  // The latest of each daemon that has told of a replica in the last seconds.
-  std::vector<const Told*> told(TimePoint now) const;
-  // Nothing where none has stood out for longer than a gap is told of: one that happened once is no slow hop.
+  // The latest of each daemon that has reported of a replica in the last seconds.
+  std::vector<const NodeReport*> reports(TimePoint now) const;
+  // Nothing where none has stood out for longer than a gap is reported: one that happened once is no slow hop.
   std::optional<SlowHop> slow_hop(TimePoint now) const;
 
  private:
@@ -151,7 +151,7 @@ class JobHistory {
   std::optional<Failure> last_failure_;
   std::deque<Duration> absences_;
   Effective effective_;
-  std::map<std::uint32_t, std::map<std::string, Told>> told_;
+  std::map<std::uint32_t, std::map<std::string, NodeReport>> reports_;
   std::optional<SlowHop> slow_hop_;
   TimePoint looked_at_{};  // for it
 };

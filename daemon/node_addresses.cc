@@ -21,7 +21,7 @@ Result<std::string> NodeServer::advertised(const std::string& stream) {
 }
 
 // One that listens everywhere and was given no --advertise of its own is where its daemon is.
-std::string NodeServer::told_of_trainer(const std::string& address) {
+std::string NodeServer::advertised_of_trainer(const std::string& address) {
   if (!transport::listens_everywhere({address})) return address;
   const bool one = !options_.advertise.empty() && options_.advertise.find(',') == std::string::npos;
   return transport::with_host_for_any({address}, one ? options_.advertise : own_host()).text;

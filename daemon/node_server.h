@@ -113,7 +113,7 @@ class NodeServer {
   void on_opened(membership::RankConnection from, Offering offering, Result<std::unique_ptr<DeviceStream>> opened);
   // The addresses that peers connect to: the stream's, and a trainer's.
   Result<std::string> advertised(const std::string& stream);
-  std::string told_of_trainer(const std::string& address);
+  std::string advertised_of_trainer(const std::string& address);
   const std::string& own_host();
   DeviceStream* stream_of(std::optional<membership::RankConnection> of);  // null: it has gone
   void on_report(std::optional<membership::RankConnection> of, StreamThread::Report report);
@@ -153,7 +153,7 @@ class NodeServer {
   std::uint64_t served_by_gone_ = 0;     // bytes
   std::uint64_t passed_on_by_gone_ = 0;  // of them
   std::uint64_t refetched_ = 0;          // slices, by joiners that are or were here
-  TimePoint told_at_{};                  // the coordinator, of streams, hops and rails
+  TimePoint reported_at_{};              // the coordinator, of streams, hops and rails
   std::string coordinator_page_;         // its address
   asio::thread_pool opener_{1};  // RDMA devices may take long to open and to close: the daemon is not silent meanwhile
 };

@@ -101,8 +101,8 @@ nlohmann::json NodeServer::status() const {
 void NodeServer::tell() {
   constexpr auto kTellEvery = std::chrono::seconds(1);
   const TimePoint at = now();
-  if (!machine_.coordinator_up() || at - told_at_ < kTellEvery) return;
-  const Duration since_last = at - std::exchange(told_at_, at);
+  if (!machine_.coordinator_up() || at - reported_at_ < kTellEvery) return;
+  const Duration since_last = at - std::exchange(reported_at_, at);
   std::set<ReplicaId> here;
   for (const auto& [id, trainer] : trainers_)
     if (trainer.key) here.insert(trainer.key->replica);
@@ -132,7 +132,7 @@ proto::Report NodeServer::describe(ReplicaId replica, Duration since_last) {
       stream.set_from_joiners(stream.from_joiners() + one.from_joiners);
       report.set_passed_on(report.passed_on() + one.passed_on);
     }
-    const auto before = std::exchange(trainer.told, trainer.ring);
+    const auto before = std::exchange(trainer.reported, trainer.ring);
     for (const auto& hop : trainer.ring.hops()) {
       if (hop.recent_gap_us() == 0 || hop.recent_gap_us() < report.slowest().gap_us()) continue;
       const auto same = std::ranges::find(before.hops(), hop.replica(), [](const auto& one) { return one.replica(); });

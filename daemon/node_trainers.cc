@@ -22,7 +22,7 @@ using Gone = membership::Node::Gone;
 namespace {
 constexpr std::size_t kMaxLocalMessage = 512 * KiB;
 // Descriptors that a trainer takes: its socket twice, its process, and its state. They are there before it is taken:
-// until then it waits, and afterwards it would be lost. A state of more pieces may find too few, and is refused.
+// until then it waits, and afterwards it would be lost. A state of more allocations may find too few, and is refused.
 constexpr std::size_t kOfTrainer = 16;
 
 bool readable_now(int fd) {
@@ -225,7 +225,7 @@ Result<> NodeServer::admit(Trainer& trainer, Offering offering, DeviceStream& st
   send(trainer, answer);
   proto::FromNode up;
   *up.mutable_rank_up() = hello.up();
-  up.mutable_rank_up()->set_address(told_of_trainer(hello.up().address()));
+  up.mutable_rank_up()->set_address(advertised_of_trainer(hello.up().address()));
   up.mutable_rank_up()->set_stream_address(stream_address(family_, *address));
   up.mutable_rank_up()->set_pid(trainer.credentials.pid);
   up.mutable_rank_up()->set_speaks(protocol);

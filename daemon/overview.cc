@@ -82,11 +82,11 @@ json epochs_of(const JobHistory& history, TimePoint now) {
 }
 
 // What daemons have told of streams, hops and rails; the slowest first.
-void put_told(json& into, const JobHistory& history, TimePoint now) {
+void put_reports(json& into, const JobHistory& history, TimePoint now) {
   json streams = json::array(), hops = json::array(), rails = json::array();
   std::vector<proto::Rail> all_rails;
-  const auto told = history.told(now);
-  for (const auto* one : told) {
+  const auto reports = history.reports(now);
+  for (const auto* one : reports) {
     const auto& report = one->report;
     if (report.has_stream())
       streams.push_back({{"replica", report.replica()},
@@ -127,7 +127,7 @@ void put_told(json& into, const JobHistory& history, TimePoint now) {
   put_rows(into, "rails_down", rails);
   into["rails"] = json::array();
   for (const auto& rail : all_rails) into["rails"].push_back({{"peers", rail.peers()}, {"up", rail.up()}});
-  into["told"] = told.size();
+  into["told"] = reports.size();
 }
 
 // In a word, the first that applies.
@@ -187,7 +187,7 @@ json of_coordinator(const json& c, const JobHistory& history, TimePoint now) {
   put_training(o, c, history, now);
   for (const char* key : {"out", "waiting_for", "alarms", "refused", "blocked_on", "stragglers"})
     put_rows(o, key, c.at(key));
-  put_told(o, history, now);
+  put_reports(o, history, now);
   o["steps"] = steps_of(history);
   o["epochs"] = epochs_of(history, now);
   return o;

@@ -66,23 +66,24 @@ Result<> StatusServer::start_http() {
   Fd ends(::epoll_create1(EPOLL_CLOEXEC));
   if (!ends) return fail_errno("epoll_create1");
   hung_up_.assign(ends.release());
-  const auto told = +[](void* self, MHD_Connection* connection, void** caller, MHD_ConnectionNotificationCode what) {
-    auto& server = *static_cast<StatusServer*>(self);
-    if (what == MHD_CONNECTION_NOTIFY_STARTED) {
-      const auto* info = MHD_get_connection_info(connection, MHD_CONNECTION_INFO_CONNECTION_FD);
-      auto* came = new Caller(server.io_, info->connect_fd, server.patience_);
-      *caller = came;
-      // Not to be watched costs its time alone. The descriptor leaves the epoll when the library closes it, at once
-      // after it has said so.
-      epoll_event event{.events = EPOLLRDHUP | EPOLLONESHOT, .data = {.ptr = came}};
-      (void)::epoll_ctl(server.hung_up_.native_handle(), EPOLL_CTL_ADD, came->fd, &event);
-      return;
-    }
-    server.halves_.erase(static_cast<Caller*>(*caller));
-    delete static_cast<Caller*>(*caller);
-    --server.open_;
-    if (std::exchange(server.full_, false)) server.accept();
-  };
+  const auto on_connection =
+      +[](void* self, MHD_Connection* connection, void** caller, MHD_ConnectionNotificationCode what) {
+        auto& server = *static_cast<StatusServer*>(self);
+        if (what == MHD_CONNECTION_NOTIFY_STARTED) {
+          const auto* info = MHD_get_connection_info(connection, MHD_CONNECTION_INFO_CONNECTION_FD);
+          auto* came = new Caller(server.io_, info->connect_fd, server.patience_);
+          *caller = came;
+          // Not to be watched costs its time alone. The descriptor leaves the epoll when the library closes it, at once
+          // after it has said so.
+          epoll_event event{.events = EPOLLRDHUP | EPOLLONESHOT, .data = {.ptr = came}};
+          (void)::epoll_ctl(server.hung_up_.native_handle(), EPOLL_CTL_ADD, came->fd, &event);
+          return;
+        }
+        server.halves_.erase(static_cast<Caller*>(*caller));
+        delete static_cast<Caller*>(*caller);
+        --server.open_;
+        if (std::exchange(server.full_, false)) server.accept();
+      };
   const auto asked = +[](void* self, MHD_Connection* connection, const char* path, const char* method, const char*,
                          const char*, std::size_t*, void**) {
     return static_cast<StatusServer*>(self)->answer(connection, path, method) ? MHD_YES : MHD_NO;
@@ -91,7 +92,7 @@ Result<> StatusServer::start_http() {
   http_ = MHD_start_daemon(MHD_USE_EPOLL | MHD_USE_NO_LISTEN_SOCKET | MHD_USE_ERROR_LOG, 0, nullptr, nullptr, asked,
                            this, MHD_OPTION_EXTERNAL_LOGGER, &log_http, nullptr, MHD_OPTION_CONNECTION_LIMIT,
                            static_cast<unsigned>(kMostRequests), MHD_OPTION_CONNECTION_MEMORY_LIMIT, kMostMemory,
-                           MHD_OPTION_NOTIFY_CONNECTION, told, this, MHD_OPTION_END);
+                           MHD_OPTION_NOTIFY_CONNECTION, on_connection, this, MHD_OPTION_END);
   if (http_ == nullptr) return fail(ErrorCode::unavailable, "status: the HTTP server could not be started");
   const auto* info = MHD_get_daemon_info(http_, MHD_DAEMON_INFO_EPOLL_FD);
   auto watched = duplicate(info->epoll_fd);
@@ -174,10 +175,10 @@ void StatusServer::drop_halves() {
 bool StatusServer::answer(MHD_Connection* connection, const char* path, const char* method) const {
   const auto* info = MHD_get_connection_info(connection, MHD_CONNECTION_INFO_SOCKET_CONTEXT);
   static_cast<Caller*>(info->socket_context)->asked = true;
-  Answer told{.code = MHD_HTTP_METHOD_NOT_ALLOWED, .body = std::make_shared<std::string>("only GET\n")};
+  Answer answer{.code = MHD_HTTP_METHOD_NOT_ALLOWED, .body = std::make_shared<std::string>("only GET\n")};
   if (std::strcmp(method, MHD_HTTP_METHOD_GET) == 0 || std::strcmp(method, MHD_HTTP_METHOD_HEAD) == 0)
-    told = source_(path);
-  auto* body = new Body(std::move(told.body));  // shared by all who are told the same
+    answer = source_(path);
+  auto* body = new Body(std::move(answer.body));  // shared by all who get the same
   // The library does not write to it.
   MHD_Response* response = MHD_create_response_from_buffer_with_free_callback_cls(
       (*body)->size(), const_cast<char*>((*body)->data()), [](void* held) { delete static_cast<Body*>(held); }, body);
@@ -185,14 +186,14 @@ bool StatusServer::answer(MHD_Connection* connection, const char* path, const ch
     delete body;
     return false;
   }
-  for (const auto& [name, value] : {std::pair{MHD_HTTP_HEADER_CONTENT_TYPE, told.type.c_str()},
+  for (const auto& [name, value] : {std::pair{MHD_HTTP_HEADER_CONTENT_TYPE, answer.type.c_str()},
                                     {MHD_HTTP_HEADER_CONNECTION, "close"},
                                     {MHD_HTTP_HEADER_CACHE_CONTROL, "no-store"},
                                     {"X-Content-Type-Options", "nosniff"},
-                                    {"Content-Security-Policy", told.policy.c_str()}})
+                                    {"Content-Security-Policy", answer.policy.c_str()}})
     MHD_add_response_header(response, name, value);
-  if (told.code == MHD_HTTP_METHOD_NOT_ALLOWED) MHD_add_response_header(response, MHD_HTTP_HEADER_ALLOW, "GET, HEAD");
-  const MHD_Result queued = MHD_queue_response(connection, told.code, response);
+  if (answer.code == MHD_HTTP_METHOD_NOT_ALLOWED) MHD_add_response_header(response, MHD_HTTP_HEADER_ALLOW, "GET, HEAD");
+  const MHD_Result queued = MHD_queue_response(connection, answer.code, response);
   MHD_destroy_response(response);
   return queued == MHD_YES;
 }

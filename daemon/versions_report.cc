@@ -119,7 +119,7 @@ void VersionsLog::look_at(const membership::Coordinator& machine, TimePoint now)
     for (const auto& group : versions.at(of))
       key += fmt::format(" {}/{}/{}", group.at("protocol").dump(), group.at("release").dump(),
                          group.value("daemon_release", ""));
-  if (std::exchange(told_, key) != key) spdlog::info("versions: {}", versions_line(versions));
+  if (std::exchange(reported_, key) != key) spdlog::info("versions: {}", versions_line(versions));
 }
 
 }  // namespace rejoin::daemon

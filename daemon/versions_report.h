@@ -22,7 +22,7 @@ class VersionsLog {
 
  private:
   Seldom due_{std::chrono::seconds(1)};
-  std::string told_;
+  std::string reported_;
 };
 
 }  // namespace rejoin::daemon

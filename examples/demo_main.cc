@@ -145,7 +145,7 @@ int main(int argc, char** argv) {
   line.add("--device", s.job.device, "where state and gradients are: host, or cuda:NUMBER, which all ranks share")
       .show_default();
   line.add("--state", s.job.state,
-           "who allocates them: session; pool (a framework, in large blocks) or expandable (mapped in pieces)")
+           "who allocates them: session; pool (a framework, in large blocks) or expandable (mapped in segments)")
       .one_of({"session", "pool", "expandable"})
       .show_default();
   line.add("--seed", s.job.seed, "seed of the initial weights").range(0, 1000000000).show_default();

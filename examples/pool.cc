@@ -5,8 +5,8 @@
 namespace rejoin::demo {
 
 Result<Pool> Pool::make(device::Device& device, bool expandable, std::size_t bytes) {
-  constexpr std::size_t kPiece = 2 * MiB;  // PyTorch's small ones
-  auto memory = expandable ? device.allocate_mapped(bytes, kPiece) : device.allocate(bytes);
+  constexpr std::size_t kBlock = 2 * MiB;  // PyTorch's small ones
+  auto memory = expandable ? device.allocate_mapped(bytes, kBlock) : device.allocate(bytes);
   if (!memory) return tl::unexpected(memory.error());
   if (auto zeroed = device::zero_fresh(device, memory->bytes); !zeroed) return tl::unexpected(zeroed.error());
   Pool pool;

@@ -1,5 +1,5 @@
 // Memory as a framework's caching allocator hands it out: tensors beside each other in large blocks, or in one range of
-// addresses that is mapped piece by piece ("expandable segments").
+// addresses that is mapped block by block ("expandable segments").
 #pragma once
 
 #include "device/device.h"

@@ -150,9 +150,9 @@ int train(const Settings& s) {
         "progress",
         {{"step", step.number()}, {"loss", step.contributes() ? loss : -1.0}, {"contributes", step.contributes()}});
     if (s.digest_every > 0 && step.number() % s.digest_every == 0 && step.contributes())
-      if (auto told = emit_digest(); !told) return fail_with(told.error());
+      if (auto emitted = emit_digest(); !emitted) return fail_with(emitted.error());
   }
-  if (auto told = emit_digest(); !told) return fail_with(told.error());
+  if (auto emitted = emit_digest(); !emitted) return fail_with(emitted.error());
   return leave_with(session, std::nullopt);
 }
 

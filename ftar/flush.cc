@@ -78,13 +78,14 @@ void Communicator::place(Peer& peer) {
 // Whoever waits for ours, or whose own is waited for: either may not have been in the epochs that the other was in
 // since they met. So who is told, and has not told, tells.
 bool Communicator::owes_flush(const Peer& peer) const {
-  if (!peer.up || peer.told == epoch_) return false;
-  return peer.partner || peer.flushed == epoch_ || !peer.fenced() || (peer.met != Epoch{} && peer.told <= peer.met);
+  if (!peer.up || peer.flush_sent == epoch_) return false;
+  return peer.partner || peer.flushed == epoch_ || !peer.fenced() ||
+         (peer.met != Epoch{} && peer.flush_sent <= peer.met);
 }
 
 // False where it is lost.
 bool Communicator::tell_flush(Peer& peer) {
-  peer.told = epoch_;
+  peer.flush_sent = epoch_;
   const auto sent = send(peer, MessageHeader::flushed, 0, 0);
   if (!sent) lose(peer, sent.error());
   return sent.has_value();

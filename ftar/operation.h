@@ -73,7 +73,7 @@ struct Peer {
   Epoch offered, heard_surplus;          // the last in which this member, resp. the peer, has said that it is
   Epoch flushed;                         // its writes of older epochs are over
   Epoch met;                             // the last epoch in which it may have written here
-  Epoch told;                            // the last of our own flushes that it has been told of
+  Epoch flush_sent;                      // the last of our own flushes that it has been sent
   std::size_t writes_in_flight = 0;      // ours, to it
   std::vector<std::uint8_t> free_slots;  // of its staging, for us
   std::vector<std::uint64_t> ready;      // by bucket: the step it has started, plus one

@@ -147,10 +147,10 @@ bool View::release_if_untouched(const Pinned& pinned) {
 }
 
 bool View::populate_some() {
-  constexpr std::size_t piece = 16 * MiB;
+  constexpr std::size_t most = 16 * MiB;
   if (kind() != device::MemoryKind::host || populated_ranges_ == state_.size()) return false;
   const auto bytes = state_[populated_ranges_].bytes;
-  const std::size_t size = std::min(piece, bytes.size() - populated_);
+  const std::size_t size = std::min(most, bytes.size() - populated_);
   populate(bytes.subspan(populated_, size));
   populated_ += size;
   if (populated_ == bytes.size()) ++populated_ranges_, populated_ = 0;

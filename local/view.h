@@ -49,7 +49,7 @@ class View {
   std::size_t digests_at_once() const { return kind() == device::MemoryKind::host ? 1 : kMaxPins; }
   const std::optional<Error>& failure() const { return failure_; }
   const Fd& doorbell() const { return doorbell_; }
-  // Maps the next piece of the state for real, so that the stream does not stop at every page; false when all is done.
+  // Maps the next range of the state for real, so that the stream does not stop at every page; false when all is done.
   bool populate_some();
   // Asks the trainer to ring the doorbell at the next change of clock or pin. The caller looks at both once more after
   // it, before it sleeps.

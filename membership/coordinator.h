@@ -304,8 +304,8 @@ class Coordinator {
   Ring ring_in_plan() const;
   Ring ring_of_members(bool promoted) const;
   Ring in_ring_order(Ring ring, Moving moving = Moving::yes) const;
-  void stand_by_place(Ring::iterator begin, Ring::iterator end, Moving moving) const;
-  Neighbourhoods near_each_other(std::span<const Place> places) const;
+  void order_by_location(Ring::iterator begin, Ring::iterator end, Moving moving) const;
+  Neighbourhoods near_each_other(std::span<const RingMember> members) const;
   void order_members(Begun step);
   std::vector<ReplicaId> candidates() const;
   std::optional<ReplicaId> not_linked(const std::vector<ReplicaId>& to_start);
@@ -359,7 +359,7 @@ class Coordinator {
   struct {
     std::string why;
     TimePoint since{};
-    bool told = false;
+    bool reported = false;
   } waits_;  // of a job that does not start
   using NodeState = ConnectedNode;
   std::map<NodeId, NodeState> nodes_;

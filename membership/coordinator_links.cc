@@ -58,15 +58,15 @@ RoundTrips Coordinator::round_trips(ReplicaId id, Incarnation incarnation) const
   return all;
 }
 
-Neighbourhoods Coordinator::near_each_other(std::span<const Place> places) const {
+Neighbourhoods Coordinator::near_each_other(std::span<const RingMember> members) const {
   std::vector<std::uint64_t> of;
-  for (const auto& place : places) of.push_back(place.incarnation.value);
+  for (const auto& member : members) of.push_back(member.incarnation.value);
   if (!near_.stale && near_.of == of) return near_.found;
-  std::vector<RoundTrips> told;
+  std::vector<RoundTrips> reported;
   std::vector<Measured> measured;
-  for (const auto& place : places) told.push_back(round_trips(place.replica, place.incarnation));
-  for (std::size_t i = 0; i < places.size(); ++i) measured.push_back({of[i], &told[i]});
-  near_ = {std::move(of), membership::neighbourhoods(places.size(), ways_between(measured)), false};
+  for (const auto& member : members) reported.push_back(round_trips(member.replica, member.incarnation));
+  for (std::size_t i = 0; i < members.size(); ++i) measured.push_back({of[i], &reported[i]});
+  near_ = {std::move(of), membership::neighbourhoods(members.size(), ways_between(measured)), false};
   return near_.found;
 }
 
@@ -80,32 +80,33 @@ std::vector<std::vector<ReplicaId>> Coordinator::neighbourhoods() const {
   return all;
 }
 
-// By where they say that they are (ring_order.h), or, where not all do, and of those that are in one place, by who is
-// near whom. As long as somebody has yet to come back they stand as they did.
-void Coordinator::stand_by_place(Ring::iterator begin, Ring::iterator end, Moving moving) const {
-  std::vector<std::pair<Located, Place>> all;
-  bool told = true;
+// By where they say that they are (ring_order.h), or, where not all do, and of those that are in one location, by who
+// is near whom. As long as somebody has yet to come back they stand as they did.
+void Coordinator::order_by_location(Ring::iterator begin, Ring::iterator end, Moving moving) const {
+  std::vector<std::pair<Located, RingMember>> all;
+  bool all_located = true;
   for (auto one = begin; one != end; ++one) {
     const ReplicaState* here = registration(one->replica, one->incarnation);
     if (here == nullptr || !fully_registered(*here)) return;
     auto its = located(one->replica, one->incarnation);
-    told = told && its;
+    all_located = all_located && its;
     if (its && moving == Moving::no) its->replica = ReplicaId(static_cast<std::uint32_t>(all.size()));  // as they stand
     all.emplace_back(its ? std::move(*its) : Located{}, *one);
   }
-  if (told) {
+  if (all_located) {
     std::ranges::sort(all, stands_before, [](const auto& one) -> const Located& { return one.first; });
     std::ranges::transform(all, begin, [](const auto& one) { return one.second; });
   }
   if (moving == Moving::no) return;
   for (std::size_t from = 0, to = 0; from < all.size(); from = to) {
-    while (to < all.size() && (!told || all[to].first.ranks == all[from].first.ranks)) ++to;
+    while (to < all.size() && (!all_located || all[to].first.ranks == all[from].first.ranks)) ++to;
     if (to - from < 3) continue;  // whose order makes no difference
-    const std::vector<Place> places(begin + static_cast<std::ptrdiff_t>(from), begin + static_cast<std::ptrdiff_t>(to));
+    const std::vector<RingMember> some(begin + static_cast<std::ptrdiff_t>(from),
+                                       begin + static_cast<std::ptrdiff_t>(to));
     // Of a part of the ring what is before and behind it counts as one more, which is near nobody.
-    const std::size_t others = places.size() < all.size() ? 1 : 0;
-    const auto order = together(places.size() + others, near_each_other(places));
-    for (std::size_t i = 0; i < places.size(); ++i) begin[static_cast<std::ptrdiff_t>(from + i)] = places[order[i]];
+    const std::size_t others = some.size() < all.size() ? 1 : 0;
+    const auto order = together(some.size() + others, near_each_other(some));
+    for (std::size_t i = 0; i < some.size(); ++i) begin[static_cast<std::ptrdiff_t>(from + i)] = some[order[i]];
   }
 }
 
@@ -113,9 +114,9 @@ void Coordinator::stand_by_place(Ring::iterator begin, Ring::iterator end, Movin
 // to be admitted connects for the last place.
 Ring Coordinator::in_ring_order(Ring ring, Moving moving) const {
   ring = in_order(std::move(ring));
-  const auto joiners = std::ranges::find_if(ring, &Place::catching_up);
-  stand_by_place(ring.begin(), joiners, moving);
-  if (links_.all(config_.replicas)) stand_by_place(joiners, ring.end(), moving);
+  const auto joiners = std::ranges::find_if(ring, &RingMember::catching_up);
+  order_by_location(ring.begin(), joiners, moving);
+  if (links_.all(config_.replicas)) order_by_location(joiners, ring.end(), moving);
   return ring;
 }
 
@@ -132,9 +133,9 @@ void Coordinator::order_members(Begun step) {
   const bool costs = !links_.all(config_.replicas) && step != Begun::fresh;
   const Ring ordered = in_ring_order(ring, costs ? Moving::no : Moving::yes);
   if (in_order(ring) == ordered) return;
-  std::map<ReplicaId, std::size_t> places;
-  for (const auto& place : ordered) places.emplace(place.replica, places.size());
-  std::ranges::sort(members_, {}, [&](const MemberState& m) { return places.at(m.replica); });
+  std::map<ReplicaId, std::size_t> positions;
+  for (const auto& member : ordered) positions.emplace(member.replica, positions.size());
+  std::ranges::sort(members_, {}, [&](const MemberState& m) { return positions.at(m.replica); });
 }
 
 // Registered, and neither members nor out for now: in the order in which they have come.
@@ -191,15 +192,15 @@ void Coordinator::tell_prospect_of_start(const std::vector<ReplicaId>& to_start)
   Ring ring;
   for (std::size_t i = 0; i < of.size(); ++i) ring.push_back({of[i].first, of[i].second, !fit[i]});
   ring = in_ring_order(std::move(ring));
-  const bool told = ring == prospect_.ring && prospect_.candidates == 0;
-  const unsigned changed = prospect_.of_start == of ? prospect_.changed + (told ? 0 : 1) : 0;
+  const bool sent = ring == prospect_.ring && prospect_.candidates == 0;
+  const unsigned changed = prospect_.of_start == of ? prospect_.changed + (sent ? 0 : 1) : 0;
   prospect_ = {.ring = std::move(ring),
                .candidates = 0,
                .of_start = std::move(of),
                .changed = changed,
-               .told = {},
-               .told_at = now_};
-  if (!told) send_all(prospect_.message(job_));
+               .receivers = {},
+               .sent_at = now_};
+  if (!sent) send_all(prospect_.message(job_));
 }
 
 // To those who wait to be admitted, when it has changed. Where many come at once, not with each of them.
@@ -207,7 +208,7 @@ void Coordinator::tell_prospect() {
   if (links_.all(config_.replicas) || !has_contributors() || recovering_until_) return;
   constexpr std::size_t few = 16;
   const auto waiting = candidates();
-  if (waiting.empty() || (waiting.size() > few && now_ - prospect_.told_at < config_.silence / 16)) return;
+  if (waiting.empty() || (waiting.size() > few && now_ - prospect_.sent_at < config_.silence / 16)) return;
   Ring ring = ring_of_members(true);
   std::set<NodeId> nodes;
   for (auto id : waiting) {
@@ -216,10 +217,10 @@ void Coordinator::tell_prospect() {
     for (const auto& rank : replica.ranks)
       if (rank.connected_node) nodes.insert(rank.node);
   }
-  const std::vector<NodeId> told(nodes.begin(), nodes.end());
-  if (ring == prospect_.ring && waiting.size() == prospect_.candidates && told == prospect_.told) return;
-  prospect_ = {.ring = std::move(ring), .candidates = waiting.size(), .told = told, .told_at = now_};
-  send_to(told, prospect_.message(job_));
+  const std::vector<NodeId> receivers(nodes.begin(), nodes.end());
+  if (ring == prospect_.ring && waiting.size() == prospect_.candidates && receivers == prospect_.receivers) return;
+  prospect_ = {.ring = std::move(ring), .candidates = waiting.size(), .receivers = receivers, .sent_at = now_};
+  send_to(receivers, prospect_.message(job_));
 }
 
 }  // namespace rejoin::membership

@@ -187,7 +187,7 @@ void Coordinator::welcome_back(NodeId node, const proto::RankUp& up, const Repli
     if (fully_registered(replica)) announce_ranks(replica, ReplicaId(up.replica()), RankSet(up.rank()), {node});
   }
   if (started()) send_plan(node);
-  if (has_contributors()) prospect_.told.clear();  // it is told again
+  if (has_contributors()) prospect_.receivers.clear();  // it is sent again
   else if (!prospect_.ring.empty() && prospect_.candidates == 0) send(node, prospect_.message(job_));
 }
 

@@ -65,10 +65,10 @@ void Coordinator::tell_why_it_waits(TimePoint now) {
     std::erase_if(text, [](unsigned char c) { return std::isdigit(c) != 0; });
     return text;
   };
-  if (as_compared(why) != as_compared(waits_.why)) waits_ = {.why = {}, .since = now, .told = false};
+  if (as_compared(why) != as_compared(waits_.why)) waits_ = {.why = {}, .since = now, .reported = false};
   waits_.why = std::move(why);
-  if (waits_.told || waits_.why.empty() || now - waits_.since < 2 * config_.silence) return;
-  waits_.told = true;
+  if (waits_.reported || waits_.why.empty() || now - waits_.since < 2 * config_.silence) return;
+  waits_.reported = true;
   proto::ToNode message;
   message.mutable_waits()->set_why(waits_.why);
   send_all(std::move(message));

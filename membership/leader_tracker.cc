@@ -84,7 +84,7 @@ void LeaderTracker::on_leads(std::size_t from, const proto::Leads& leads, Action
     actions.up = true;
     leader_ = from;
     silent_ = false;
-    leaderless_told_ = false;
+    leaderless_reported_ = false;
     actions.notes.push_back({fmt::format("the coordinator at {} leads in term {}", leads.address(), term_)});
   }
   if (leader_ == from) stalled_ = leads.stalled();
@@ -144,7 +144,7 @@ LeaderTracker::Actions LeaderTracker::on_tick(TimePoint now) {
   report(actions, due);
   if (leaderless_since_ == TimePoint{}) leaderless_since_ = now;
   if (!leader_ && coordinators_.size() > 1 && now - leaderless_since_ > silence_ &&
-      !std::exchange(leaderless_told_, true))
+      !std::exchange(leaderless_reported_, true))
     actions.notes.push_back(
         {"none of the coordinators says that it leads: waiting for one to take over, or for one "
          "that was started with --store",

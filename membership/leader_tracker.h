@@ -65,7 +65,7 @@ class LeaderTracker {
   bool silent_ = false;                    // … as this node finds
   proto::LeaderView view_;                 // reported last
   TimePoint reported_{}, leaderless_since_{}, hears_since_{}, now_{};
-  bool leaderless_told_ = false;
+  bool leaderless_reported_ = false;
 };
 
 }  // namespace rejoin::membership

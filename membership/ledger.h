@@ -20,11 +20,6 @@ class Plan_Ahead;
 
 namespace rejoin::membership {
 
-struct SampleRange {
-  std::uint64_t begin = 0, end = 0;
-  std::uint64_t size() const { return end - begin; }
-  bool operator==(const SampleRange&) const = default;
-};
 using Batch = std::vector<SampleRange>;  // disjoint, in order of assignment
 // Puts it behind those that are there: one that goes on where the last of them ends becomes one with it.
 template <typename Ranges>

@@ -5,12 +5,12 @@
 namespace rejoin::membership {
 
 Ring in_order(Ring ring) {
-  std::stable_partition(ring.begin(), ring.end(), [](const Place& place) { return !place.catching_up; });
+  std::stable_partition(ring.begin(), ring.end(), [](const RingMember& member) { return !member.catching_up; });
   return ring;
 }
 
 Incarnations links_in(const LinkRule& rule, const Ring& ring, std::size_t position) {
-  const auto contributors = std::ranges::count_if(ring, [](const Place& place) { return !place.catching_up; });
+  const auto contributors = std::ranges::count_if(ring, [](const RingMember& member) { return !member.catching_up; });
   Incarnations links;
   // A ring of joiners alone is of a start that no state is there for yet.
   for (auto other : links_of(rule, static_cast<std::uint32_t>(position),
@@ -25,9 +25,9 @@ proto::ToNode Prospect::message(std::uint64_t job) const {
   auto& prospect = *message.mutable_prospect();
   for (const auto& place : ring) {
     auto& member = *prospect.add_members();
-    member.set_replica(place.replica.value);
-    member.set_incarnation(place.incarnation.value);
-    member.set_catching_up(place.catching_up);
+    member.set_replica(member.replica.value);
+    member.set_incarnation(member.incarnation.value);
+    member.set_catching_up(member.catching_up);
   }
   prospect.set_candidates(static_cast<std::uint32_t>(candidates));
   prospect.set_job(job);
@@ -38,13 +38,13 @@ Incarnations links_of_candidate(const LinkRule& rule, const proto::Prospect& pro
   Ring ring;
   for (const auto& member : prospect.members())
     ring.push_back({ReplicaId(member.replica()), Incarnation(member.incarnation()), member.catching_up()});
-  const auto self = std::ranges::find(ring, Incarnation(incarnation), &Place::incarnation);
+  const auto self = std::ranges::find(ring, Incarnation(incarnation), &RingMember::incarnation);
   if (self == ring.end()) return {};
   const auto position = static_cast<std::size_t>(self - ring.begin());
   Incarnations links = links_in(rule, ring, position);
   const std::size_t members = ring.size() - std::min<std::size_t>(ring.size(), prospect.candidates());
   if (position <= members) return links;
-  const Place its = *self;
+  const RingMember its = *self;
   ring.resize(members);
   ring.push_back(its);
   links.add(links_in(rule, ring, members));

@@ -14,26 +14,26 @@
 
 namespace rejoin::membership {
 
-struct Place {
+struct RingMember {
   ReplicaId replica;
   Incarnation incarnation;
   bool catching_up = false;
-  auto operator<=>(const Place&) const = default;
+  auto operator<=>(const RingMember&) const = default;
 };
-using Ring = std::vector<Place>;  // contributors first
+using Ring = std::vector<RingMember>;  // contributors first
 
 Ring in_order(Ring ring);
 // Of the others in the ring, those with which the one at this position is to be connected.
 Incarnations links_in(const LinkRule& rule, const Ring& ring, std::size_t position);
 
-// What the coordinator has told last (proto::Prospect).
+// What the coordinator has sent last (proto::Prospect).
 struct Prospect {
   Ring ring;
   std::size_t candidates = 0;                                 // the last of them
   std::vector<std::pair<ReplicaId, Incarnation>> of_start{};  // … that are to start
   unsigned changed = 0;                                       // so often since they are these
-  std::vector<NodeId> told;
-  TimePoint told_at{};
+  std::vector<NodeId> receivers;
+  TimePoint sent_at{};
   bool stale = false;  // of a start: what replicas have come with may have changed since
 
   proto::ToNode message(std::uint64_t job) const;

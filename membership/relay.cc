@@ -15,7 +15,7 @@ namespace rejoin::membership {
 Relay::Actions Relay::on_coordinator_up(TimePoint now, std::uint64_t introduction) {
   coordinator_up_ = true;
   alone_since_.reset();
-  alone_told_ = false;
+  alone_reported_ = false;
   coordinator_heard_ = heartbeat_sent_ = now;
   auto& hello = *up().mutable_hello();
   hello = hello_of(name_);
@@ -165,7 +165,7 @@ Relay::Actions Relay::on_node_message(NodeId node, const proto::FromNode& messag
   from.heard = now;
   note_places(from, message);
   if (message.has_hello()) from.introduced = coordinator_up_ && message.hello().introduction() == from.asked;
-  if (alone_told_ && message.has_rank_up()) send({node}, alone());
+  if (alone_reported_ && message.has_rank_up()) send({node}, alone());
   if (!from.introduced && !message.has_hello() && !message.has_heartbeat()) return take();
   switch (message.kind_case()) {
     case proto::FromNode::kHello:  // the shell has checked it
@@ -313,7 +313,7 @@ Relay::Actions Relay::on_tick(TimePoint now) {
 void Relay::tell_that_it_is_alone(TimePoint now) {
   if (coordinator_up_ || finished_) return;
   if (!alone_since_) alone_since_ = now;
-  if (now - *alone_since_ <= silence_ || std::exchange(alone_told_, true)) return;
+  if (now - *alone_since_ <= silence_ || std::exchange(alone_reported_, true)) return;
   std::vector<NodeId> all;
   for (const auto& [node, state] : nodes_) all.push_back(node);
   send(std::move(all), alone());

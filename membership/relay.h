@@ -121,7 +121,7 @@ class Relay {
   std::pair<std::uint64_t, std::uint64_t> plan_{};  // the last one's epoch and commit
   bool finished_ = false;
   std::optional<TimePoint> alone_since_;  // without a coordinator
-  bool alone_told_ = false;
+  bool alone_reported_ = false;
   std::uint64_t introductions_ = 0;
   std::set<Accusing> accused_;                                         // in that epoch
   std::map<std::pair<std::uint32_t, bool>, TimePoint> of_themselves_;  // replicas, excused or not: passed on last

@@ -36,9 +36,9 @@ void ReplicatedCoordinator::forget() {
   confirming_ = appending_ = 0;
   due_.reset();
   again_.reset();
-  snapshot_at_ = tried_at_ = last_entry_ = claim_told_ = 0;
+  snapshot_at_ = tried_at_ = last_entry_ = claim_reported_ = 0;
   verifies_ = false;
-  has_read_ = stalled_ = waits_told_ = suspects_itself_ = false;
+  has_read_ = stalled_ = waits_reported_ = suspects_itself_ = false;
 }
 
 void ReplicatedCoordinator::fail_with(ErrorCode code, std::string why) {

@@ -188,8 +188,8 @@ class ReplicatedCoordinator {
   std::optional<StoreRequest> under_way_, again_;  // the request without an answer; one to be repeated at the next tick
   TimePoint asked_at_{}, begun_at_{};              // the request under way: this try, and the first one
   std::optional<Failing> failing_;
-  std::uint64_t claim_told_ = 0;  // the term of the last claim
-  Duration took_{};               // the last write, or claim
+  std::uint64_t claim_reported_ = 0;  // the term of the last claim
+  Duration took_{};                   // the last write, or claim
 
   // Of a leader:
   std::uint64_t token_ = 0;
@@ -208,7 +208,7 @@ class ReplicatedCoordinator {
   bool suspects_itself_ = false;  // a node knows a higher term
   bool stalled_ = false;          // and has told
   bool gave_up_ = false;          // it has led, and may lead again at once
-  bool waits_told_ = false;
+  bool waits_reported_ = false;
   Latency latency_;
   std::uint64_t takeovers_ = 0;
   Actions actions_;

@@ -219,8 +219,8 @@ void ReplicatedCoordinator::try_claim(TimePoint now, bool has_read_now) {
   claim.set_since_ms(options_.started_ms + static_cast<std::uint64_t>(milliseconds(now - started_)));
   role_ = Role::claiming;
   // Where the store does not answer, the same is tried again and again.
-  if (claim_told_ != claim.term()) note(false, "claims the lead, in term {}: {}", claim.term(), *why);
-  claim_told_ = claim.term();
+  if (claim_reported_ != claim.term()) note(false, "claims the lead, in term {}: {}", claim.term(), *why);
+  claim_reported_ = claim.term();
   if (!options_.keys.empty()) claim.set_key(options_.keys.front());
   submit({.kind = Kind::claim, .token = leader_revision_, .leader = leader_bytes_, .value = claim.SerializeAsString()},
          now);

@@ -194,9 +194,9 @@ void ReplicatedCoordinator::look_at_stall(TimePoint now) {
                  : "the store takes what is decided again");
     tell_who_leads(all_nodes());
   }
-  if (!stalled) waits_told_ = false;
-  if (waited <= options_.job.silence || waits_told_) return;
-  waits_told_ = true;
+  if (!stalled) waits_reported_ = false;
+  if (waited <= options_.job.silence || waits_reported_) return;
+  waits_reported_ = true;
   auto& [nodes, message] = actions_.send.emplace_back();
   nodes = all_nodes();
   message.mutable_waits()->set_stands(true);

@@ -133,9 +133,9 @@ proto::FromNode Driver::heartbeat() const {
     hop.set_recent_gap_us(static_cast<std::uint64_t>(peer.recent_gap / std::chrono::microseconds(1)));
   }
   for (const auto& rail : engine_.rails()) {
-    auto& told = *counted.add_rails();
-    told.set_peers(rail.peers);
-    told.set_up(rail.up);
+    auto& row = *counted.add_rails();
+    row.set_peers(rail.peers);
+    row.set_up(rail.up);
   }
   return heartbeat;
 }

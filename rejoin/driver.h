@@ -39,7 +39,7 @@ struct DriverConfig {
   // Connections with peers that are on the way at a time, of those that it begins. So many again are there for whom the
   // epoch needs.
   std::size_t calls_at_once = 32;
-  // Takes digests on another thread than poll()'s, one piece of work after the other, and has poll() called when each
+  // Takes digests on another thread than poll()'s, one task after the other, and has poll() called when each
   // has ended: those of a GPU's memory may take long. What it was given has ended, or never begins, before the driver
   // goes. Empty: they are taken in poll().
   std::function<void(std::function<void()>)> aside;
@@ -139,7 +139,7 @@ class Driver {
 
   void poll_ring(TimePoint now);
   void on_plan(const proto::Plan& plan, TimePoint now);
-  void on_peers(const proto::Peers& piece);
+  void on_peers(const proto::Peers& fragment);
   const std::vector<proto::Peer>& peers() const { return peers_.of(config_.rank); }
   void reach_peers();
   void on_prospect(const proto::Prospect& prospect);
@@ -151,9 +151,9 @@ class Driver {
   void submit_wanted(TimePoint now);
   void report_reduced();
   template <typename T>
-  struct Aside;
+  struct Offloaded;
   template <typename T>
-  std::shared_ptr<Aside<T>> aside(std::function<Result<T>()> work);
+  std::shared_ptr<Offloaded<T>> offload(std::function<Result<T>()> work);
   bool audited();
   void inspect_if_asked(const proto::Plan& plan);
   void take_details();
@@ -194,10 +194,10 @@ class Driver {
       broken_;  // connections that broke in this epoch, and why: of no use before the next one
   std::unique_ptr<StateAudit> audit_;
   membership::RankDigests digests_;  // of the last reduction
-  std::shared_ptr<Aside<membership::RankDigests>> audit_under_way_;
+  std::shared_ptr<Offloaded<membership::RankDigests>> audit_under_way_;
   Epoch audit_epoch_;
   Step audit_step_;
-  std::shared_ptr<Aside<proto::FromNode>> inspection_;
+  std::shared_ptr<Offloaded<proto::FromNode>> inspection_;
   TimePoint digests_since_{};    // digests are under way; as far as is known
   membership::PeerTable peers_;  // of this rank
   proto::Peers news_;            // … of which there is more to come
@@ -207,7 +207,7 @@ class Driver {
   proto::Prospect prospect_;                     // while it is no member
   std::string links_reported_;
   std::map<std::uint64_t, RoundTripLength> round_trips_;  // by incarnation, of peers: the least, ever
-  membership::RoundTrips round_trips_told_;
+  membership::RoundTrips round_trips_reported_;
   std::map<Incarnation, proto::Unreached> unreached_;  // the first reason that was found
   std::vector<proto::FromNode> reports_;
   std::vector<bool> wanted_, submitted_, done_;  // by bucket, in this epoch and step

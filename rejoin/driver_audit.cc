@@ -8,14 +8,14 @@
 namespace rejoin {
 
 template <typename T>
-struct Driver::Aside {
+struct Driver::Offloaded {
   std::atomic<bool> ended = false;
   Result<T> result;  // once it has
 };
 
 template <typename T>
-std::shared_ptr<Driver::Aside<T>> Driver::aside(std::function<Result<T>()> work) {
-  auto under_way = std::make_shared<Aside<T>>();
+std::shared_ptr<Driver::Offloaded<T>> Driver::offload(std::function<Result<T>()> work) {
+  auto under_way = std::make_shared<Offloaded<T>>();
   auto run = [under_way, work = std::move(work)] {
     under_way->result = work();
     under_way->ended.store(true, std::memory_order_release);
@@ -40,7 +40,7 @@ bool Driver::audited() {
   if (!audit_under_way_) {
     audit_epoch_ = machine_.epoch();
     audit_step_ = machine_.step();
-    audit_under_way_ = aside<membership::RankDigests>(
+    audit_under_way_ = offload<membership::RankDigests>(
         [results = ring_->results(), &audit = *audit_, contributes = machine_.contributes(),
          period = plan.audit().period(), phase = plan.audit().phase()]() -> Result<membership::RankDigests> {
           const auto reduced = results.digest(audit.access());
@@ -87,7 +87,7 @@ void Driver::inspect_if_asked(const proto::Plan& plan) {
       wanted.epoch() != ring_->epoch().value || !machine_.reduced() || !machine_.plan().has_audit() ||
       plan.epoch() <= machine_.epoch().value || plan.committed() >= machine_.step().value)
     return;
-  inspection_ = aside<proto::FromNode>(details());
+  inspection_ = offload<proto::FromNode>(details());
   take_details();
 }
 
@@ -126,20 +126,20 @@ std::function<Result<proto::FromNode>()> Driver::details() const {
     for (const auto& segments : *results) {
       auto& bucket = *details.add_buckets();
       for (const auto& segment : segments) {
-        auto& told = *bucket.add_segments();
-        told.set_digest(segment.digest);
-        told.set_from(segment.from.value);
+        auto& one = *bucket.add_segments();
+        one.set_digest(segment.digest);
+        one.set_from(segment.from.value);
       }
     }
     if (!contributes) return report;
     const auto range_digests = audit.range_digests(wanted.period(), wanted.phase());
     if (!range_digests) return tl::unexpected(range_digests.error());
     for (const auto& range_digest : *range_digests) {
-      auto& told = *details.add_state();
-      told.set_tensor(range_digest.tensor);
-      told.set_first(range_digest.first);
-      told.set_count(range_digest.count);
-      told.set_digest(range_digest.digest);
+      auto& one = *details.add_state();
+      one.set_tensor(range_digest.tensor);
+      one.set_first(range_digest.first);
+      one.set_count(range_digest.count);
+      one.set_digest(range_digest.digest);
     }
     return report;
   };

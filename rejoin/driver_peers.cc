@@ -50,8 +50,8 @@ void Driver::report_links() {
   connected.to(links.mutable_incarnations());
   for (const auto& [incarnation, one] : unreached_) *links.add_unreached() = one;
   // Not with each connection that a member makes, nor with each of those that one makes which is to become one.
-  if (!machine_.member() && all_linked()) round_trips_told_ = round_trips();
-  round_trips_told_.to(links.mutable_round_trips());
+  if (!machine_.member() && all_linked()) round_trips_reported_ = round_trips();
+  round_trips_reported_.to(links.mutable_round_trips());
   std::string reported = links.SerializeAsString();
   if (links_ && links_reported_ == reported) return;
   links_reported_ = std::move(reported);
@@ -77,8 +77,8 @@ void Driver::measure(const ftar::Member& peer) {
 void Driver::measure_all() {
   for (const auto& member : ring_->peers()) measure(member);
   auto measured = round_trips();
-  if (measured == round_trips_told_) return;
-  round_trips_told_ = std::move(measured);
+  if (measured == round_trips_reported_) return;
+  round_trips_reported_ = std::move(measured);
   report_links();
 }
 
@@ -248,9 +248,9 @@ void Driver::look_for_stalls(TimePoint now) {
   }
 }
 
-void Driver::on_peers(const proto::Peers& piece) {
-  news_.MergeFrom(piece);
-  if (piece.more()) return;
+void Driver::on_peers(const proto::Peers& fragment) {
+  news_.MergeFrom(fragment);
+  if (fragment.more()) return;
   const proto::Peers news = std::exchange(news_, {});
   std::set<ftar::Member> before, after;
   for (const auto& peer : peers()) before.insert(member_of(peer));

@@ -9,15 +9,11 @@
 #include <string_view>
 #include <vector>
 
+#include "base/ids.h"
 #include "base/result.h"
 
 #pragma GCC visibility push(default)
 namespace rejoin {
-
-struct SampleRange {
-  std::uint64_t begin = 0, end = 0;  // of the endless sample stream: sample k is number k mod N of the data
-  bool operator==(const SampleRange&) const = default;
-};
 
 class Position {
  public:

@@ -143,7 +143,7 @@ Result<> ProgressThread::make_engine(bool on_gpu) {
       })
       .and_then(
           [&](const transport::Address& listening) { return transport::advertised(listening, config_.advertise); })
-      .map([&](const transport::Address& told) { address_ = told.text; });
+      .map([&](const transport::Address& advertised) { address_ = advertised.text; });
 }
 
 Result<> ProgressThread::prepare_device() {

@@ -49,7 +49,7 @@ Result<> ProgressThread::check_user(const Fd& socket) const {
 
 // A supervisor may start a trainer before its daemon.
 Result<Fd> ProgressThread::reach_daemon(TimePoint deadline) {
-  for (bool told = false;; told = true) {
+  for (bool logged = false;; logged = true) {
     auto socket = connect_unix(config_.socket);
     if (socket) {
       if (auto right = check_user(*socket); !right) return tl::unexpected(right.error());
@@ -60,7 +60,7 @@ Result<Fd> ProgressThread::reach_daemon(TimePoint deadline) {
       return rejoin::fail(ErrorCode::unavailable,
                           "no Rejoin daemon at {}: {}; start rejoind on this node with --socket {}", config_.socket,
                           socket.error().message, config_.socket);
-    if (!told)
+    if (!logged)
       spdlog::warn("no Rejoin daemon at {} yet; it is waited for, {} s at most (--patience-ms)", config_.socket,
                    std::chrono::duration_cast<std::chrono::seconds>(deadline - clock_.now()).count() + 1);
     if (auto may = wait_a_little({}); !may) return tl::unexpected(may.error());
@@ -74,7 +74,7 @@ Result<> ProgressThread::introduce() {
   if (!offer) return tl::unexpected(offer.error());
   offer_ = std::move(*offer);
   const TimePoint deadline = clock_.now() + config_.patience;
-  for (bool told = false;; told = true) {
+  for (bool logged = false;; logged = true) {
     (void)has_line();  // the first has been made
     auto socket = reach_daemon(deadline);
     if (!socket) return tl::unexpected(socket.error());
@@ -85,7 +85,7 @@ Result<> ProgressThread::introduce() {
       return {};
     }
     if (registered.error().code != ErrorCode::unavailable || clock_.now() >= deadline) return registered;
-    if (!told)
+    if (!logged)
       spdlog::warn("{}, and has not taken this rank yet; the next one is waited for", registered.error().message);
     if (auto may = wait_a_little({}); !may) return may;
   }

@@ -14,10 +14,10 @@ namespace rejoin {
 
 class SideThread {
  public:
-  // `ended`, an eventfd that outlives this, is signalled after each piece of work.
+  // `ended`, an eventfd that outlives this, is signalled after each task.
   explicit SideThread(const Fd& ended);
   ~SideThread();  // waits for what is under way, and drops what has not begun
-  // One piece after the other. Thread: any.
+  // One task after the other. Thread: any.
   void run(std::function<void()> work);
 
  private:

@@ -10,7 +10,7 @@ namespace rejoin {
 namespace {
 
 constexpr std::uint64_t kGrain = 4 * KiB;  // ranges begin and end at multiples of this in a part
-constexpr std::size_t kMostPieces = 500;
+constexpr std::size_t kMostRanges = 500;
 
 }  // namespace
 
@@ -76,7 +76,7 @@ Result<std::vector<StateAudit::RangeDigest>> StateAudit::range_digests(std::uint
   const auto digests = local::digests_of(parts, *access_);
   if (!digests) return tl::unexpected(digests.error());
   // As fine as fits: by part, or several together.
-  const std::size_t together = (some->size() + kMostPieces - 1) / kMostPieces;
+  const std::size_t together = (some->size() + kMostRanges - 1) / kMostRanges;
   std::vector<RangeDigest> range_digests;
   std::uint32_t last = 0;  // tensor
   for (std::size_t i = 0; i < some->size(); ++i) {

@@ -13,11 +13,11 @@ namespace rejoin {
 // Any thread.
 class StreamFlags {
  public:
-  // Of an operation. Numbers of a place only grow, so a stream that waits for an operation which has ended goes on,
-  // whoever has the place by then.
+  // Of an operation. Numbers of a pair only grow, so a stream that waits for an operation which has ended goes on,
+  // whoever has the pair by then.
   struct Flags {
-    struct Place;
-    Place* place = nullptr;
+    struct Pair;
+    Pair* pair = nullptr;
     std::uint64_t number = 0;
 
     Result<> queue_ready(device::Stream& stream) const;         // the stream has come to it

@@ -135,7 +135,7 @@ TEST(Demo, OnAGpuAKilledReplicaComesBackWithTheSameBits) {
   EXPECT_EQ(report.at("catch_ups").size(), 2u) << report.at("events").dump(1);
 }
 
-// … where the trainer's framework has allocated them: in blocks, or mapped in pieces.
+// … where the trainer's framework has allocated them: in blocks, or mapped in segments.
 TEST(Demo, InAFrameworksMemoryItIsTheSame) {
   const std::vector<std::string> gpu{"LD_LIBRARY_PATH=" REJOIN_FAKE_CUDA};
   const std::vector<std::string> common{"--kill",      "1.0@6", "--device", "cuda:0",

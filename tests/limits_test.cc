@@ -15,7 +15,7 @@ namespace {
 float value_at(std::uint32_t rank, std::size_t i) { return static_cast<float>((i * 7 + rank * 3) % 16); }
 
 TEST(MemoryLimit, EachKernelMovesAllBytesThatItClaims) {
-  constexpr std::size_t count = (200 * KiB + 128) / 4;  // no whole number of pieces
+  constexpr std::size_t count = (200 * KiB + 128) / 4;  // no whole number of blocks
   struct alignas(64) Buffer {
     float values[count];
   };

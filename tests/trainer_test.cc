@@ -1,4 +1,4 @@
-// A trainer's steps: what they and their pieces say, and an optimizer that throws in one.
+// A trainer's steps: what they and their updates say, and an optimizer that throws in one.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -101,7 +101,7 @@ TEST(Printable, TextOfUnknownOriginIsOneLineOfUtf8) {
 
 // ---- what a step's gradients are the mean of, and the version after it
 
-TEST_F(Trained, AStepSaysHowManyContributeAndAPieceHowManyHave) {
+TEST_F(Trained, AStepSaysHowManyContributeAndAnUpdateHowManyHave) {
   start(3);
   std::vector<std::unique_ptr<Session>> sessions;
   for (std::uint32_t r = 0; r < 3; ++r) sessions.push_back(joined(r));
@@ -126,8 +126,8 @@ TEST_F(Trained, AStepSaysHowManyContributeAndAPieceHowManyHave) {
   EXPECT_EQ((*sessions[0]->begin_step())->contributors(), 2u);
 }
 
-// A joiner's pieces are of steps that were decided with different members, and of parts of tensors.
-TEST_F(Trained, AJoinersPiecesHaveTheContributorsOfTheirStepAndBordersThatFitEverybodys) {
+// A joiner's updates are of steps that were decided with different members, and of parts of tensors.
+TEST_F(Trained, AJoinersUpdatesHaveTheContributorsOfTheirStepAndBordersThatFitEverybodys) {
   start(2);
   auto first = joined(0, kMuch), second = joined(1, kMuch);
   ASSERT_TRUE(first && second);

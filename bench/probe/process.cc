@@ -19,16 +19,16 @@ Result<std::string> text_of_a_process(Duration limit, const std::function<std::s
   Fd in(ends[0]);
   const pid_t child = ::fork();
   if (child == 0) {
-    std::string told;
+    std::string text;
     try {
-      told = fmt::format(" {}", what());
+      text = fmt::format(" {}", what());
     } catch (const std::exception& failure) {
-      told = fmt::format("! {}", failure.what());
+      text = fmt::format("! {}", failure.what());
     }
-    (void)!::write(out.get(), told.data(), told.size());
+    (void)!::write(out.get(), text.data(), text.size());
     ::_exit(0);  // threads may stand in the driver
   }
-  std::string told;
+  std::string text;
   const SteadyClock clock;
   const TimePoint deadline = clock.now() + limit;
   bool ended = false;
@@ -37,7 +37,7 @@ Result<std::string> text_of_a_process(Duration limit, const std::function<std::s
     if (::poll(&ready, 1, 10) == 1) {
       char some[4096];
       const auto got = ::read(in.get(), some, sizeof some);
-      if (got > 0) told.append(some, static_cast<std::size_t>(got));
+      if (got > 0) text.append(some, static_cast<std::size_t>(got));
     }
     int status = 0;
     ended = ::waitpid(child, &status, WNOHANG) == child;
@@ -52,16 +52,16 @@ Result<std::string> text_of_a_process(Duration limit, const std::function<std::s
     char some[4096];
     const auto got = ::read(in.get(), some, sizeof some);
     if (got <= 0) break;
-    told.append(some, static_cast<std::size_t>(got));
+    text.append(some, static_cast<std::size_t>(got));
   }
-  if (told.starts_with("! ")) return fail(ErrorCode::io, "{}", told.substr(2));
-  return told.empty() ? told : told.substr(1);
+  if (text.starts_with("! ")) return fail(ErrorCode::io, "{}", text.substr(2));
+  return text.empty() ? text : text.substr(1);
 }
 
-Told in_a_process(Duration limit, const std::function<std::vector<double>()>& probe) {
+Outcome in_a_process(Duration limit, const std::function<std::vector<double>()>& probe) {
   const auto text = text_of_a_process(limit, [&] { return fmt::format("{}", fmt::join(probe(), " ")); });
   if (!text) return {{}, text.error().message};
-  Told result;
+  Outcome result;
   std::istringstream values(*text);
   for (double value = 0; values >> value;) result.values.push_back(value);
   return result;

@@ -15,13 +15,13 @@ namespace rejoin::bench {
 Result<std::string> text_of_a_process(Duration limit, const std::function<std::string()>& what);
 
 // What a probe has measured, or why it has not.
-struct Told {
+struct Outcome {
   std::vector<double> values;
   std::string failure;
 };
 
 // A probe throws what has failed.
-Told in_a_process(Duration limit, const std::function<std::vector<double>()>& probe);
+Outcome in_a_process(Duration limit, const std::function<std::vector<double>()>& probe);
 
 template <typename T>
 T must(Result<T> result) {

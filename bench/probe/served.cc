@@ -35,8 +35,8 @@ void be_daemon(const Fd& line, std::uint64_t bytes) {
   if (!take(rest, address) || offer.fds.size() != 2) ::_exit(1);
   auto remote = must(device::connect_remote({std::move(offer.fds[0]), std::move(offer.fds[1])}, "the trainer's GPU"));
   auto stream = must(remote->make_stream());
-  constexpr std::size_t slots = 8, piece = 1 * MiB;
-  const auto pinned = must(remote->allocate_pinned(slots * piece));
+  constexpr std::size_t slots = 8, block = 1 * MiB;
+  const auto pinned = must(remote->allocate_pinned(slots * block));
   const device::Handle handle{.kind = device::Handle::Kind::address, .size = bytes, .address = address};
   const auto memory = must(remote->import_shared({&handle, 1}));
   const auto* state = memory.bytes.data();
@@ -49,9 +49,9 @@ void be_daemon(const Fd& line, std::uint64_t bytes) {
         if (received) break;
       }
       while (must(stream->reached()) < marks[i % slots]) std::this_thread::yield();
-      must(stream->copy(pinned.bytes.data() + i % slots * piece, state + i * piece % bytes, piece));
+      must(stream->copy(pinned.bytes.data() + i % slots * block, state + i * block % bytes, block));
       marks[i % slots] = must(stream->mark());
-      copied += piece;
+      copied += block;
     }
     must(stream->synchronize());
     must(send_with_fds(line, bytes_of(copied), {}));
@@ -96,13 +96,13 @@ std::vector<double> beside(const Settings& s) {
     }
     return static_cast<double>(added) / seconds(clock.now() - begin) * 1e-9;
   };
-  TimePoint told{};
+  TimePoint served_at{};
   const auto notify_daemon = [&] {
-    told = clock.now();
+    served_at = clock.now();
     must(send_with_fds(line, as_bytes("x"), {}));
   };
   const auto stop = [&] {
-    const TimePoint from = told;
+    const TimePoint from = served_at;
     notify_daemon();
     for (;;) {
       auto received = must(receive_with_fds(line, 64));

@@ -62,7 +62,7 @@ struct Scattered {
     for (const auto& [t, c] : order) {
       const std::uint64_t size = manifest.tensors()[t].bytes(c), gap = random() % 64 * 16;
       if (rest.size() < gap + size) {
-        // A GPU's are mapped piece by piece, so that a column may lie in several.
+        // A GPU's are mapped block by block, so that a column may lie in several.
         const std::uint64_t room = 3 * size + 1024;
         blocks.push_back(on_gpu ? *device.allocate_mapped(room, 2 * MiB) : *device.allocate(room));
         rest = blocks.back().bytes;

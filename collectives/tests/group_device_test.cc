@@ -319,7 +319,7 @@ struct DeviceGroupsOver : testing::TestWithParam<std::string> {
       control.set_dma_buf(false);
       fake_verbs_watch({});
     }
-    EXPECT_EQ(largest > kSlot, by_dma_buf) << "what is staged goes in pieces of a slot";
+    EXPECT_EQ(largest > kSlot, by_dma_buf) << "what is staged goes in fragments of a slot";
   }
 };
 INSTANTIATE_TEST_SUITE_P(Transports, DeviceGroupsOver, testing::Values("tcp", "shm", "ibverbs:fake0"));

@@ -78,8 +78,8 @@ class Players {
 
  private:
   using Which = std::pair<std::size_t, std::uint32_t>;
-  std::uint32_t& at_(std::size_t m, const Place& place, std::uint64_t i) {
-    return memories_[m].at(place.memory).at(place.offset / 4 + i);
+  std::uint32_t& at_(std::size_t m, const Operand& operand, std::uint64_t i) {
+    return memories_[m].at(operand.memory).at(operand.offset / 4 + i);
   }
   // The send that this receive gets, if it is free.
   std::optional<Which> sender_of(std::size_t m, std::uint32_t t) const {

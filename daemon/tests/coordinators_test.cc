@@ -63,7 +63,7 @@ struct Fake {
 };
 
 // A node without ranks, and what it was told: u up, d down, and the epochs of plans.
-struct Told {
+struct NodeStub {
   asio::io_context io{1};
   JobKeys keys{JobKey("0123456789abcdef")};
   std::string story;
@@ -113,7 +113,7 @@ struct Told {
 };
 
 TEST(Coordinators, OneAddressIsTakenForTheLeaderUnasked) {
-  Told node;
+  NodeStub node;
   Fake only(node.io, node.keys);
   node.connect(only.listener.address());
   ASSERT_TRUE(node.until([&] { return only.heard(proto::FromNode::kRankUp) == 1; }));
@@ -135,7 +135,7 @@ TEST(Coordinators, OneAddressIsTakenForTheLeaderUnasked) {
 }
 
 TEST(Coordinators, TheHighestTermIsFollowedAndWhatOthersSayIsNotHeard) {
-  Told node;
+  NodeStub node;
   Fake a(node.io, node.keys), b(node.io, node.keys);
   a.say(4, true);
   b.say(0, false);
@@ -164,7 +164,7 @@ TEST(Coordinators, TheHighestTermIsFollowedAndWhatOthersSayIsNotHeard) {
 }
 
 TEST(Coordinators, ALostLeaderIsToldToTheOthersAtOnceAndOneThatCantWriteIsLostToo) {
-  Told node;
+  NodeStub node;
   auto a = std::make_unique<Fake>(node.io, node.keys);
   Fake b(node.io, node.keys);
   const std::string address = a->listener.address();
@@ -194,7 +194,7 @@ TEST(Coordinators, ALostLeaderIsToldToTheOthersAtOnceAndOneThatCantWriteIsLostTo
 }
 
 TEST(Coordinators, AStandbyOnWhoseConnectionNothingComesIsConnectedWithAnew) {
-  Told node;
+  NodeStub node;
   Fake a(node.io, node.keys), silent(node.io, node.keys);
   a.say(4, true);
   node.connect(a.listener.address() + "," + silent.listener.address());
@@ -205,7 +205,7 @@ TEST(Coordinators, AStandbyOnWhoseConnectionNothingComesIsConnectedWithAnew) {
 }
 
 TEST(Coordinators, AConnectionThatEndsWhileTheLeaderIsGreetedIsLostAfterIt) {
-  Told node;
+  NodeStub node;
   Fake a(node.io, node.keys), b(node.io, node.keys);
   a.say(4, true);
   b.say(4, false);
@@ -242,7 +242,7 @@ struct Later {
 };
 
 TEST(Coordinators, ThatTheyRefuseThisNodeIsToldWithTheReason) {
-  Told node;
+  NodeStub node;
   Later one(node.io, node.keys), other(node.io, node.keys);
   const auto address = [](const Later& of) { return fmt::format("127.0.0.1:{}", of.acceptor.local_endpoint().port()); };
   node.connect(address(one) + "," + address(other));
@@ -258,7 +258,7 @@ TEST(Coordinators, ThatTheyRefuseThisNodeIsToldWithTheReason) {
 }
 
 TEST(Coordinators, ANameIsResolvedAndOneThatDoesNotExistIsToldAndTriedAgain) {
-  Told node;
+  NodeStub node;
   Fake a(node.io, node.keys);
   const std::string port = a.listener.address().substr(a.listener.address().rfind(':'));
   a.say(1, true);

@@ -139,11 +139,11 @@ TEST_F(DoctorFindings, TellsWhichWayAPairOfNodesIsNotReached) {
   using enum PathFacts::Reached;
   auto& one = pairs.others.front();
   expect("pair", "ok", {"n1:7100: 64 B there and back in "});
-  one.told = way(0, 0, nothing);
+  one.verdict = way(0, 0, nothing);
   expect("pair", "FAIL",
          {"n1:7100: it is reached from here, and does not reach this node at n0:7100: no answer in 2000 ms",
           "-> let this node's firewall pass port 7100"});
-  one.told.reset();
+  one.verdict.reset();
   expect("pair", "WARN", {"does not say whether"});
   one.paths.front() = way(0, 0, connected);
   expect("pair", "FAIL", {"n1:7100: no answer in 2000 ms -> look at the routes"});
@@ -163,9 +163,9 @@ TEST_F(DoctorFindings, TellsOfAPathThatPassesLittle) {
   one.paths.front() = way(0, 0, sent);
   expect("pair", "FAIL", {"64 B ok, 1 MiB arrives, and does not come back: no answer", "MTU or PFC"});
   one.paths.front() = way(0, 0);
-  one.told = way(0, 0, small);
+  one.verdict = way(0, 0, small);
   expect("pair", "FAIL", {"its way to this node: 64 B ok, 1 MiB: no answer", "MTU or PFC"});
-  one.told = way(0, 0);
+  one.verdict = way(0, 0);
   one.paths.front().mtu_there = 1024;
   expect("pair", "WARN", {"packets of 4096 bytes here (ibverbs:mlx5_0), and of 1024 there"});
 }

@@ -40,7 +40,7 @@ struct DoctorFindings : testing::Test {
   Result<StoreFacts> store = StoreFacts{.milliseconds = {2, 3, 4}};
   Result<> key, kernel_tls;
   PairsFacts pairs{.own = "n0:7100",
-                   .others = {{.node = "n1:7100", .paths = {way(0, 0)}, .came = true, .told = way(0, 0)}}};
+                   .others = {{.node = "n1:7100", .paths = {way(0, 0)}, .came = true, .verdict = way(0, 0)}}};
   std::vector<BusFacts> buses{{.name = "mlx5_0",
                                .lanes = 16,
                                .most_lanes = 16,

@@ -83,8 +83,8 @@ TEST_F(DoctorPairs, EachOfThreeNodesReachesBothOthersAndTellsThemSo) {
       EXPECT_GE(other.paths.front().mtu, 1280u);
       EXPECT_EQ(other.paths.front().mtu, other.paths.front().mtu_there);
       EXPECT_TRUE(other.came);
-      ASSERT_TRUE(other.told);
-      EXPECT_EQ(other.told->reached, Reached::all);
+      ASSERT_TRUE(other.verdict);
+      EXPECT_EQ(other.verdict->reached, Reached::all);
     }
   }
   const std::string first = lines(facts[0]), third = lines(facts[2]);

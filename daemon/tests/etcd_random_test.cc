@@ -25,7 +25,7 @@ struct History {
       0;  // appends that were fenced after an outcome that was unknown: compacted since, or never done
 };
 
-// Entries have a line each, and snapshots all lines. They are so long that a snapshot soon has several pieces.
+// Entries have a line each, and snapshots all lines. They are so long that a snapshot soon has several fragments.
 std::string entry_of(const std::string& text) { return text + std::string(400, '.') + '\n'; }
 
 void add_lines(std::vector<std::string>& to, std::string_view of) {

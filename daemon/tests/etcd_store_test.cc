@@ -157,7 +157,7 @@ TEST_F(EtcdStoreRequests, ALongLogIsReadInPortions) {
 
 std::string megabytes(double count, char of) { return std::string(static_cast<std::size_t>(count * MiB), of); }
 
-TEST_F(EtcdStoreRequests, ASnapshotOfManyPiecesStandsForWhatIsBeforeIt) {
+TEST_F(EtcdStoreRequests, ASnapshotOfManyFragmentsStandsForWhatIsBeforeIt) {
   Client a(options());
   const auto token = a.claim(0, "a").leader_revision;
   for (std::uint64_t i = 0; i < 10; ++i) a.append(token, i, fmt::format("{}", i));
@@ -310,14 +310,14 @@ TEST_F(EtcdStoreMeddled, AReaderSeesOneSnapshotThoughANewerOneComesMeanwhile) {
   EXPECT_THAT(again.entries, IsEmpty());
 }
 
-TEST_F(EtcdStoreMeddled, ASnapshotIsNotMixedWithPiecesThatComeLate) {
+TEST_F(EtcdStoreMeddled, ASnapshotIsNotMixedWithFragmentsThatComeLate) {
   Client a(options());
   const auto token = a.claim(0, "a").leader_revision;
   const std::string snapshot = megabytes(1.2, 's');
   const StoreRequest compact{.kind = Kind::compact, .token = token, .position = 1, .value = snapshot};
   const auto answer = ask(compact, 5, [&] { etcdctl({"put", prefix + "snapshot/00000000000000000001/0001", "late"}); });
   EXPECT_EQ(answer.outcome, Outcome::done) << answer.error;
-  EXPECT_EQ(transactions.size(), 10u) << "it looks at the head, puts three pieces, and then the head: twice";
+  EXPECT_EQ(transactions.size(), 10u) << "it looks at the head, puts three fragments, and then the head: twice";
   EXPECT_TRUE(a.read().snapshot == snapshot);
 
   // What is late itself comes after a newer one.

@@ -150,12 +150,12 @@ TEST(JobHistory, OfDaemonsItKeepsTheLatestForAWhileAndNoMoreThanSoMany) {
   history.on_report(report(0, "a"), TimePoint(1s));
   history.on_report(report(0, "a"), TimePoint(2s));
   history.on_report(report(7, "a"), TimePoint(2s));  // there is no such replica
-  EXPECT_EQ(history.told(TimePoint(2s)).size(), 1u);
+  EXPECT_EQ(history.reports(TimePoint(2s)).size(), 1u);
   for (int i = 0; i < 1000; ++i) history.on_report(report(1, std::to_string(i)), TimePoint(2s));
-  EXPECT_EQ(history.told(TimePoint(2s)).size(), 1 + JobHistory::kMostNodes);
-  EXPECT_TRUE(history.told(TimePoint(20s)).empty());
+  EXPECT_EQ(history.reports(TimePoint(2s)).size(), 1 + JobHistory::kMostNodes);
+  EXPECT_TRUE(history.reports(TimePoint(20s)).empty());
   history.on_report(report(1, "later"), TimePoint(20s));
-  EXPECT_EQ(history.told(TimePoint(20s)).size(), 1u);
+  EXPECT_EQ(history.reports(TimePoint(20s)).size(), 1u);
 }
 
 // As a coordinator that leads has it.

@@ -135,7 +135,7 @@ struct SpeedBench : Bench {
   std::map<std::uint64_t, std::map<std::uint32_t, Batch>> foretold;  // by step and replica
   std::uint32_t protocol = 16;
   bool weighs = true;
-  explicit SpeedBench(const std::vector<proto::LogRecord>& earlier = {}, Told told = {.balance = {.on = true}})
+  explicit SpeedBench(const std::vector<proto::LogRecord>& earlier = {}, BenchOptions told = {.balance = {.on = true}})
       : Bench(earlier, told) {}
   void begin() {
     for (std::uint32_t r = 0; r < 3; ++r) come(r);
@@ -326,7 +326,7 @@ TEST(Coordinator, AJobGoesOnWithoutBalancedBatchesWhereTheSettingIsTakenOut) {
   job.begin();
   job.us[2] = 2000;
   job.train(12);
-  SpeedBench without(job.log, Told{});
+  SpeedBench without(job.log, BenchOptions{});
   EXPECT_EQ(without.coordinator.ledger(), job.coordinator.ledger());
   without.incarnations = job.incarnations;
   for (std::uint32_t replica : {0u, 1u, 2u}) without.back_from(job, replica);

@@ -14,7 +14,7 @@ namespace rejoin::membership {
 
 using namespace std::chrono_literals;
 
-struct Told {
+struct BenchOptions {
   std::optional<Step> roll_back_to = {};
   std::uint64_t steps = 0, id = 77;
   std::optional<JobConfig::Drop> drop = {};
@@ -33,12 +33,13 @@ struct Bench {
   std::vector<std::uint64_t> closed;  // connections
   std::string warnings, news;         // a line each
 
-  explicit Bench(const std::vector<proto::LogRecord>& earlier = {}, Told told = {}) : coordinator(configured(told)) {
+  explicit Bench(const std::vector<proto::LogRecord>& earlier = {}, BenchOptions told = {})
+      : coordinator(configured(told)) {
     const auto recovered = coordinator.recover(earlier, now);
     EXPECT_TRUE(recovered) << recovered.error().message;
     keep(coordinator.on_tick(now));
   }
-  JobConfig configured(const Told& told) {
+  JobConfig configured(const BenchOptions& told) {
     config.roll_back_to = told.roll_back_to;
     config.steps = told.steps;
     config.id = told.id;

@@ -171,7 +171,7 @@ TEST(Node, ARankThatConnectsIsFirstToldOfAllItsPeers) {
 }
 
 // A local socket takes no message of any size.
-TEST(Node, ManyPeersComeToARankInPiecesThatCountAsOne) {
+TEST(Node, ManyPeersComeToARankInFragmentsThatCountAsOne) {
   Machine machine;
   machine.up(1, 0);
   proto::ToNode message;

@@ -9,9 +9,10 @@ namespace rejoin::membership {
 struct OrderBench : Bench {
   std::vector<std::string> places;
 
-  explicit OrderBench(std::vector<std::string> told, const std::vector<proto::LogRecord>& earlier = {}, Told job = {})
+  explicit OrderBench(std::vector<std::string> told, const std::vector<proto::LogRecord>& earlier = {},
+                      BenchOptions job = {})
       : Bench(earlier, with(job, told.size())), places(std::move(told)) {}
-  static Told with(Told job, std::size_t replicas) {
+  static BenchOptions with(BenchOptions job, std::size_t replicas) {
     job.replicas = static_cast<std::uint32_t>(replicas);
     return job;
   }

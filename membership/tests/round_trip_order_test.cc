@@ -12,7 +12,8 @@ struct Apart : OrderBench {
   RoundTripLength far = kFar;      // from room to room
   std::set<std::uint32_t> silent;  // they tell no round trips
 
-  explicit Apart(std::vector<std::uint32_t> where, const std::vector<proto::LogRecord>& earlier = {}, Told job = {})
+  explicit Apart(std::vector<std::uint32_t> where, const std::vector<proto::LogRecord>& earlier = {},
+                 BenchOptions job = {})
       : OrderBench(std::vector<std::string>(where.size()), earlier, job), rooms(std::move(where)) {}
   void link(std::uint32_t replica, bool catches_up = false) {
     proto::FromNode message;

@@ -123,7 +123,7 @@ TEST(Sizes, AJobOfAThousandReplicasStartsCommitsAndIsReadBackWithinAFrame) {
 }
 
 // Of addresses as long as those of 24 replicas with eight rails, more than a frame takes in all.
-TEST(Sizes, WhatARelayOfFourThousandRanksMustKnowOfTheirPeersComesInPieces) {
+TEST(Sizes, WhatARelayOfFourThousandRanksMustKnowOfTheirPeersComesInFragments) {
   Job job{.config = {.replicas = 4, .ranks = 4096, .batch = 7, .silence = 1s}, .nodes = 4};
   ASSERT_TRUE(job.coordinator.recover({}, job.now));
   job.register_all(1000);

@@ -127,10 +127,10 @@ class Session {
   std::optional<std::vector<std::tuple<std::uint32_t, std::uint64_t, std::uint64_t, std::uint64_t, std::uintptr_t>>>
   begin_update() {
     int committed = 0;
-    const rejoin_update* pieces = nullptr;
+    const rejoin_update* updates = nullptr;
     std::size_t count = 0;
     try {
-      waiting([&] { return rejoin_begin_update(session_, &committed, &pieces, &count); });
+      waiting([&] { return rejoin_begin_update(session_, &committed, &updates, &count); });
     } catch (nb::python_error&) {  // perhaps raised while the step came to its decision
       if (committed != 0) (void)rejoin_abandon_update(session_, "this process was told to end");
       throw;
@@ -139,8 +139,8 @@ class Session {
     std::vector<std::tuple<std::uint32_t, std::uint64_t, std::uint64_t, std::uint64_t, std::uintptr_t>> all;
     all.reserve(count);
     for (std::size_t i = 0; i < count; ++i)
-      all.emplace_back(pieces[i].tensor, pieces[i].first, pieces[i].count, pieces[i].step,
-                       reinterpret_cast<std::uintptr_t>(pieces[i].gradient.data));
+      all.emplace_back(updates[i].tensor, updates[i].first, updates[i].count, updates[i].step,
+                       reinterpret_cast<std::uintptr_t>(updates[i].gradient.data));
     return all;
   }
   void end_update(const std::optional<std::uintptr_t>& stream) {

@@ -150,12 +150,12 @@ def main() -> None:
         model[2].register_full_backward_hook(lambda *_: dies(now, "backward"))
     apply = session._updates.apply
 
-    def dying_apply(step, pieces):
+    def dying_apply(step, updates):
         if not session._in_step:
             dies(step, "joining")
             holds(step, "joining")
         dies(step, "before update")
-        apply(step, pieces)
+        apply(step, updates)
         dies(step, "updated")
 
     session._updates.apply = dying_apply

@@ -79,11 +79,11 @@ def main() -> None:
             if order.exists() and number >= int(order.read_text().split(":")[1]):
                 order.unlink()
                 os.kill(os.getpid(), signal.SIGKILL)
-        pieces = session.begin_update()
-        if pieces is None:
+        updates = session.begin_update()
+        if updates is None:
             continue
         written = []
-        for _, first, count, step, address in pieces:
+        for _, first, count, step, address in updates:
             mean = main_stream.read(address, count)
             m = main_stream.read(moment + 4 * first, count) * np.float32(0.9) + mean
             w = main_stream.read(weight + 4 * first, count) - m / np.float32(step)

@@ -10,9 +10,9 @@ std::string why_not_out_of_order(ibv_context* context) {
   if (!mlx5.is_supported(context->device)) return "it is no mlx5 device";
   mlx5dv_context attributes{};
   attributes.comp_mask = MLX5DV_CONTEXT_MASK_OOO_RECV_WRS;
-  const bool told =
+  const bool known =
       mlx5.query_device(context, &attributes) == 0 && (attributes.comp_mask & MLX5DV_CONTEXT_MASK_OOO_RECV_WRS) != 0;
-  if (!told || attributes.ooo_recv_wrs_caps.max_rc == 0)
+  if (!known || attributes.ooo_recv_wrs_caps.max_rc == 0)
     return "the device or its driver has no out-of-order data placement for reliable-connected queue pairs";
   return {};
 }

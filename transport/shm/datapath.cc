@@ -157,9 +157,9 @@ Result<BytesView> ShmEngine::view(EndpointId id, const ViewableRegion& where, st
   if (!in_range(offset, room.size(), where.length))
     return fail(ErrorCode::invalid_argument, "bytes {}+{} are outside the peer's region of {}", offset, room.size(),
                 where.length);
-  const Place place{where.address + offset, where.file, where.inode, where.file_offset + offset};
-  if (const BytesView mapped = in_place(**endpoint, place, room.size()); !mapped.empty()) return mapped;
-  if (auto copied = copy_out(**endpoint, place, room); !copied) return tl::unexpected(copied.error());
+  const RemoteAddress remote{where.address + offset, where.file, where.inode, where.file_offset + offset};
+  if (const BytesView mapped = in_place(**endpoint, remote, room.size()); !mapped.empty()) return mapped;
+  if (auto copied = copy_out(**endpoint, remote, room); !copied) return tl::unexpected(copied.error());
   return room;
 }
 
@@ -208,10 +208,10 @@ void ShmEngine::handle(Endpoint& endpoint, const wire::Header& header, BytesView
 
 // The peer's memfd, mapped for as long as the connection lasts or until others take its place; empty where it can't be
 // had just now: then the same bytes are read out of the peer's memory.
-BytesView ShmEngine::peer_file(Endpoint& endpoint, const Place& place) {
+BytesView ShmEngine::peer_file(Endpoint& endpoint, const RemoteAddress& remote) {
   auto& files = endpoint.files;
   const auto known =
-      std::find_if(files.begin(), files.end(), [&](const PeerFile& file) { return file.inode == place.inode; });
+      std::find_if(files.begin(), files.end(), [&](const PeerFile& file) { return file.inode == remote.inode; });
   if (known == files.begin() && known != files.end()) return files.front().bytes.span();
   if (known != files.end()) {
     PeerFile used = std::move(*known);
@@ -219,11 +219,11 @@ BytesView ShmEngine::peer_file(Endpoint& endpoint, const Place& place) {
     files.push_front(std::move(used));
     return files.front().bytes.span();
   }
-  PeerFile made{.inode = place.inode, .bytes = {}};
-  const Fd fd(::open(fmt::format("/proc/{}/fd/{}", endpoint.pid, place.file).c_str(), O_RDONLY | O_CLOEXEC));
+  PeerFile made{.inode = remote.inode, .bytes = {}};
+  const Fd fd(::open(fmt::format("/proc/{}/fd/{}", endpoint.pid, remote.file).c_str(), O_RDONLY | O_CLOEXEC));
   struct stat status {};
   // Its number may stand for another file by now; and what can shrink would make us fault.
-  if (fd && ::fstat(fd.get(), &status) == 0 && status.st_ino == place.inode)
+  if (fd && ::fstat(fd.get(), &status) == 0 && status.st_ino == remote.inode)
     if (const auto size = sealed_size(fd); size && *size > 0)
       if (auto mapped = Mapping::of(fd, *size, false)) made.bytes = std::move(*mapped);
   if (made.bytes.span().empty()) return {};
@@ -240,24 +240,24 @@ Result<> ShmEngine::fetch(Endpoint& endpoint, const wire::Header& header, BytesV
     return {};
   }
   moved_ += header.length;
-  const Place place{header.address, header.file, header.inode, header.file_offset};
-  const BytesView mapped = in_place(endpoint, place, header.length);
-  if (mapped.empty()) return copy_out(endpoint, place, {target, header.length});
+  const RemoteAddress remote{header.address, header.file, header.inode, header.file_offset};
+  const BytesView mapped = in_place(endpoint, remote, header.length);
+  if (mapped.empty()) return copy_out(endpoint, remote, {target, header.length});
   if (header.streamed != 0) streamed_copy(target, mapped.data(), mapped.size());
   else std::memcpy(target, mapped.data(), mapped.size());
   return {};
 }
 
 // The peer's bytes where they are mapped here; empty where they are not.
-BytesView ShmEngine::in_place(Endpoint& endpoint, const Place& place, std::uint64_t length) {
-  const BytesView mapped = place.file < 0 ? BytesView{} : peer_file(endpoint, place);
-  return in_range(place.offset, length, mapped.size()) ? mapped.subspan(place.offset, length) : BytesView{};
+BytesView ShmEngine::in_place(Endpoint& endpoint, const RemoteAddress& remote, std::uint64_t length) {
+  const BytesView mapped = remote.file < 0 ? BytesView{} : peer_file(endpoint, remote);
+  return in_range(remote.offset, length, mapped.size()) ? mapped.subspan(remote.offset, length) : BytesView{};
 }
 
-Result<> ShmEngine::copy_out(const Endpoint& endpoint, const Place& place, std::span<std::byte> target) {
+Result<> ShmEngine::copy_out(const Endpoint& endpoint, const RemoteAddress& remote, std::span<std::byte> target) {
   for (std::uint64_t done = 0; done < target.size();) {
     const std::uint64_t step = std::min(target.size() - done, kBytesPerCall);
-    const iovec near{target.data() + done, step}, far{reinterpret_cast<void*>(place.address + done), step};
+    const iovec near{target.data() + done, step}, far{reinterpret_cast<void*>(remote.address + done), step};
     const ssize_t moved = ::process_vm_readv(endpoint.pid, &near, 1, &far, 1, 0);
     if (moved <= 0) return unreadable(endpoint.pid);
     done += static_cast<std::uint64_t>(moved);

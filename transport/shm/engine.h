@@ -123,14 +123,14 @@ class ShmEngine final : public Engine {
   void point_at(wire::Header& header, BytesView& body, const LocalRange& range);
   void on_acknowledge(Endpoint& endpoint, const wire::Header& header);
   Result<> fetch(Endpoint& endpoint, const wire::Header& header, BytesView body, std::byte* target);
-  struct Place {  // of bytes of the peer's: in its memory, and in its file if there is one
+  struct RemoteAddress {  // of bytes of the peer's: in its memory, and in its file if there is one
     std::uint64_t address = 0;
     std::int64_t file = -1;
     std::uint64_t inode = 0, offset = 0;
   };
-  BytesView in_place(Endpoint& endpoint, const Place& place, std::uint64_t length);
-  static Result<> copy_out(const Endpoint& endpoint, const Place& place, std::span<std::byte> target);
-  BytesView peer_file(Endpoint& endpoint, const Place& place);
+  BytesView in_place(Endpoint& endpoint, const RemoteAddress& remote, std::uint64_t length);
+  static Result<> copy_out(const Endpoint& endpoint, const RemoteAddress& remote, std::span<std::byte> target);
+  BytesView peer_file(Endpoint& endpoint, const RemoteAddress& remote);
 
   Fd epoll_, listener_, doorbell_;
   const SteadyClock clock_{};

@@ -1,4 +1,4 @@
-// The staged engine. The receiver of a write pulls: the poster copies a piece into a pinned slot and offers it, the
+// The staged engine. The receiver of a write pulls: the poster copies a fragment into a pinned slot and offers it, the
 // receiver reads it into a slot of its own and copies it on, and says that it has landed. So each side waits only for
 // its own slots, and only the receiver itself puts anything into its memory: closing an endpoint ends that. An end that
 // needs no staging is read out of, or into, directly. A read asks its peer to write. Peers pull out of memory that they
@@ -61,7 +61,7 @@ class StagedEngine final : public Engine {
     std::string failure;
     Bytes hello;  // of ours, until it is connected
     MessageParts parts;
-    std::map<std::uint64_t, std::uint64_t> arriving;  // the peer's writes of several pieces: how many have landed
+    std::map<std::uint64_t, std::uint64_t> arriving;  // the peer's writes of several fragments: how many have landed
     std::size_t slots = 0;                            // of ours that hold what it has not taken yet
     std::size_t pulls = 0;                            // offers of its peer that are not answered
   };
@@ -76,10 +76,10 @@ class StagedEngine final : public Engine {
     std::uint64_t length = 0;
     std::optional<std::uint64_t> notify;
     std::optional<RegionId> source;  // below, that the peer reads; none: slots
-    std::uint64_t pieces = 0, begun = 0, ended = 0;
+    std::uint64_t fragments = 0, begun = 0, ended = 0;
     std::optional<Error> error;
   };
-  struct Offered {  // a piece of an operation
+  struct Offered {  // a fragment of an operation
     std::uint64_t operation = 0;
     std::optional<std::uint32_t> slot;
     bool sent = false;
@@ -88,7 +88,7 @@ class StagedEngine final : public Engine {
     EndpointId endpoint;
     wire::Offer offer;
     RegionId target;
-    std::uint64_t begun = 0, under_way = 0;  // bytes; pieces
+    std::uint64_t begun = 0, under_way = 0;  // bytes; fragments
     wire::Status status = wire::Status::done;
   };
   struct Below {                           // an operation of the engine below
@@ -153,7 +153,7 @@ class StagedEngine final : public Engine {
   void pump();
   bool offer_next(std::uint64_t number);
   bool pull_next(std::uint64_t number);
-  void finish_piece(std::uint64_t operation, const std::optional<Error>& error);
+  void finish_fragment(std::uint64_t operation, const std::optional<Error>& error);
   void complete(std::uint64_t operation);
   void settle_pull(std::uint64_t pull);
   void advance(Lane& lane);

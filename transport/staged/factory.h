@@ -10,7 +10,7 @@
 namespace rejoin::transport::staged {
 
 struct Options {
-  // What is copied and sent at a time: pieces of a write of 1 MiB are copied out, read and copied in at once.
+  // What is copied and sent at a time: fragments of a write of 1 MiB are copied out, read and copied in at once.
   std::size_t slot_bytes = 256 * KiB;
   std::size_t slots = 32;  // each way; at least 2, so that one is copied while another is sent
   bool direct = true;      // false: staged also where it could be reached directly

@@ -39,7 +39,7 @@ void StagedEngine::on_offer(Endpoint& endpoint, const wire::Offer& offer) {
   to_pull_.push_back(number);
 }
 
-// As many pieces as there are slots for; true: there is nothing left to begin.
+// As many fragments as there are slots for; true: there is nothing left to begin.
 bool StagedEngine::pull_next(std::uint64_t number) {
   auto found = pulls_.find(number);
   if (found == pulls_.end()) return true;
@@ -119,8 +119,8 @@ void StagedEngine::settle_pull(std::uint64_t number) {
   --endpoint->pulls;
   const wire::Offer& offer = pull.offer;
   if (pull.status == wire::Status::done) {
-    bool whole = offer.pieces == 1;
-    if (!whole && (whole = ++endpoint->arriving[offer.write] == offer.pieces)) endpoint->arriving.erase(offer.write);
+    bool whole = offer.fragments == 1;
+    if (!whole && (whole = ++endpoint->arriving[offer.write] == offer.fragments)) endpoint->arriving.erase(offer.write);
     if (endpoint->arriving.size() > kMaxUnderWay) return malformed(*endpoint, "too many writes that are not complete");
     if (whole && offer.notifies != 0)
       events_.emit({.kind = EventKind::written, .endpoint = endpoint->id, .value = offer.notification});

@@ -46,7 +46,7 @@ void StagedEngine::on_message(Endpoint& endpoint, BytesView bytes) {
       return;
     case wire::Kind::offer: {
       wire::Offer offer;
-      if (!whole(offer) || offer.pieces == 0 || endpoint.pulls >= kMaxUnderWay) break;
+      if (!whole(offer) || offer.fragments == 0 || endpoint.pulls >= kMaxUnderWay) break;
       return on_offer(endpoint, offer);
     }
     case wire::Kind::request: {
@@ -150,8 +150,8 @@ void StagedEngine::post(Operation operation) {
   const auto source = source_of(operation.local.region);
   if (source) operation.source = *source;
   else operation.error = source.error();
-  const std::uint64_t pieces = (operation.length + options_.slot_bytes - 1) / options_.slot_bytes;
-  operation.pieces = !operation.source ? std::max<std::uint64_t>(1, pieces) : 1;
+  const std::uint64_t fragments = (operation.length + options_.slot_bytes - 1) / options_.slot_bytes;
+  operation.fragments = !operation.source ? std::max<std::uint64_t>(1, fragments) : 1;
   const std::uint64_t number = ++operations_made_;
   operations_[number] = std::move(operation);
   to_offer_.push_back(number);
@@ -169,24 +169,24 @@ void StagedEngine::pump() {
   begin(to_pull_, &StagedEngine::pull_next);
 }
 
-// As many pieces as there are slots for; true: there is nothing left to begin.
+// As many fragments as there are slots for; true: there is nothing left to begin.
 bool StagedEngine::offer_next(std::uint64_t number) {
   auto found = operations_.find(number);
   if (found == operations_.end()) return true;
   Operation& operation = found->second;
   Endpoint& endpoint = *find(operation.endpoint);
-  while (operation.begun < operation.pieces) {
+  while (operation.begun < operation.fragments) {
     if (operation.error) {  // the rest does not go
-      operation.ended += operation.pieces - operation.begun;
-      operation.begun = operation.pieces;
-      if (operation.ended == operation.pieces) complete(number);
+      operation.ended += operation.fragments - operation.begun;
+      operation.begun = operation.fragments;
+      if (operation.ended == operation.fragments) complete(number);
       return true;
     }
     const std::uint64_t from = operation.begun * options_.slot_bytes;
     const std::uint64_t length =
         operation.source ? operation.length : std::min<std::uint64_t>(options_.slot_bytes, operation.length - from);
     wire::Offer offer{.write = number,
-                      .pieces = operation.pieces,
+                      .fragments = operation.fragments,
                       .notifies = operation.notify ? 1u : 0u,
                       .notification = operation.notify.value_or(0),
                       .answers = operation.request.value_or(0),
@@ -240,18 +240,18 @@ void StagedEngine::on_landed(Endpoint& endpoint, const wire::Answer& answer) {
     out_.free.push_back(*offered.slot);
     --endpoint.slots;
   }
-  finish_piece(offered.operation, error_of(answer.status));
+  finish_fragment(offered.operation, error_of(answer.status));
 }
 
-void StagedEngine::finish_piece(std::uint64_t number, const std::optional<Error>& error) {
+void StagedEngine::finish_fragment(std::uint64_t number, const std::optional<Error>& error) {
   Operation& operation = operations_.at(number);
   if (error && !operation.error) operation.error = error;
-  if (++operation.ended == operation.pieces) complete(number);
+  if (++operation.ended == operation.fragments) complete(number);
 }
 
 void StagedEngine::complete(std::uint64_t number) {
   const Operation operation = std::move(operations_.extract(number).mapped());
-  if (operation.error && operation.pieces > 1)
+  if (operation.error && operation.fragments > 1)
     send_struct(operation.endpoint, wire::Kind::withdrawn, wire::Answer{number, wire::Status::withdrawn});
   if (operation.request)
     return send_struct(operation.endpoint, wire::Kind::answered,
@@ -294,7 +294,7 @@ void StagedEngine::finish_copy(Lane& lane, const std::optional<Error>& error) {
   offered_.erase(offered);
   out_.free.push_back(copy.slot);
   --find(copy.endpoint)->slots;
-  finish_piece(number, error);
+  finish_fragment(number, error);
 }
 
 void StagedEngine::wait_for_copies(const std::function<bool(const Copy&)>& which) {

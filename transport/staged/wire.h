@@ -35,9 +35,9 @@ enum class Status : std::uint64_t {
 
 // Bytes lie ready to be read, and are to go to a region of the receiver's; `landed` answers it.
 struct Offer {
-  std::uint64_t number = 0;  // the sender's
-  std::uint64_t write = 0;   // which of the sender's writes it is a piece of
-  std::uint64_t pieces = 0;  // … of how many
+  std::uint64_t number = 0;     // the sender's
+  std::uint64_t write = 0;      // which of the sender's writes it is a fragment of
+  std::uint64_t fragments = 0;  // … of how many
   std::uint64_t notifies = 0, notification = 0;
   std::uint64_t answers = 0;  // the receiver's request that it is the answer to, which needs no remote write; 0: none
   RemoteRegion source;
@@ -57,7 +57,7 @@ struct Request {
   std::uint64_t target_offset = 0, length = 0;
 };
 
-// To an offer or a request; or `withdrawn`: no more pieces of the write come.
+// To an offer or a request; or `withdrawn`: no more fragments of the write come.
 struct Answer {
   std::uint64_t number = 0;
   Status status{};

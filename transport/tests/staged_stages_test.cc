@@ -1,4 +1,4 @@
-// How the pieces of one staged write follow each other: copied out, read below, copied in; over copies and a network
+// How the fragments of one staged write follow each other: copied out, read below, copied in; over copies and a network
 // that go on when the test says so.
 #include <gtest/gtest.h>
 
@@ -116,7 +116,7 @@ struct StagedStages : testing::Test {
   }
 };
 
-TEST_F(StagedStages, PiecesOfOneWriteAreInAllThreeStagesAtOnce) {
+TEST_F(StagedStages, FragmentsOfOneWriteAreInAllThreeStagesAtOnce) {
   constexpr std::size_t size = 1 * MiB;
   for (Side* side : {&a, &b})
     side->engine = *staged::make_engine(fabric.make_engine(), side->device, {.direct = false});
@@ -132,23 +132,23 @@ TEST_F(StagedStages, PiecesOfOneWriteAreInAllThreeStagesAtOnce) {
       .context = 1, .local = {source, 0}, .remote = {b.engine->remote(target), 0}, .length = size, .notify = 1};
   ASSERT_TRUE(a.engine->write(endpoint, {&write, 1}));
   settle();
-  const std::uint64_t pieces = a.device->out.begun;
-  ASSERT_GE(pieces, 3u) << "a write of 1 MiB is copied out in one go";
+  const std::uint64_t fragments = a.device->out.begun;
+  ASSERT_GE(fragments, 3u) << "a write of 1 MiB is copied out in one go";
   a.device->out.allowed = 1;
   settle();
   ASSERT_EQ(b.device->in.begun, 1u);
   a.device->out.allowed = 2;
-  a.poll();                    // offers the second piece …
+  a.poll();                    // offers the second fragment …
   ASSERT_TRUE(fabric.step());  // … which comes there …
   b.poll();                    // … and is asked for
-  EXPECT_EQ(a.device->out.under_way(), pieces - 2) << "being copied out";
+  EXPECT_EQ(a.device->out.under_way(), fragments - 2) << "being copied out";
   EXPECT_EQ(b.device->in.under_way(), 1u) << "being copied in";
   EXPECT_EQ(b.device->in.begun, 1u);
   ASSERT_TRUE(fabric.step()) << "being read below";
   settle();
   EXPECT_EQ(b.device->in.begun, 2u);
   EXPECT_EQ(b.written, 0u);
-  a.device->out.allowed = b.device->in.allowed = pieces;
+  a.device->out.allowed = b.device->in.allowed = fragments;
   settle();
   EXPECT_EQ(a.completed, 1u);
   EXPECT_EQ(b.written, 1u);

@@ -259,7 +259,7 @@ TEST_F(Staged, WrongMessagesEndTheirOwnConnectionOnly) {
   const auto before = contents(target);
   a.engine = *tcp::make_engine({});
   const auto header = [](wire::Kind kind) { return wire::Header{.kind = kind}; };
-  wire::Offer offer{.number = 1, .write = 1, .pieces = 0, .target = b.engine->remote(at_target), .length = 1};
+  wire::Offer offer{.number = 1, .write = 1, .fragments = 0, .target = b.engine->remote(at_target), .length = 1};
   std::vector<std::vector<Bytes>> wrong;
   const auto hello = joined(header(wire::Kind::hello), {});
   wrong.push_back({Bytes(3)});
@@ -284,7 +284,7 @@ TEST_F(Staged, WrongMessagesEndTheirOwnConnectionOnly) {
   a.connected = false;
   const EndpointId endpoint = *a.engine->connect(where, bytes_of(wire::Greeting{}));
   ASSERT_TRUE(until([&] { return a.connected; }));
-  offer.pieces = 1;
+  offer.fragments = 1;
   offer.write_length = 1;
   ASSERT_TRUE(a.engine->send(endpoint, hello));
   ASSERT_TRUE(a.engine->send(endpoint, joined(header(wire::Kind::offer), bytes_of(offer))));

@@ -92,14 +92,14 @@ def update(session: Session, step: int) -> None:
     """Wait for the step's decision, and apply it."""
     assert session._updates is not None
     with session._leaving.waiting(at_once=not session._in_step):
-        pieces = session._native.begin_update()
+        updates = session._native.begin_update()
     session._buckets.follow()
-    if pieces is None:
+    if updates is None:
         return
     try:
         with torch.no_grad():
             session._updates.look(step)
-            session._updates.apply(step, pieces)
+            session._updates.apply(step, updates)
         gather_again(session._sharded)
     except BaseException as error:
         try:

@@ -110,8 +110,8 @@ def kept_by(
             )
     if isinstance(optimizer, torch.optim.SGD) and group.get("fused") and not _fused_sgd_updates(like):
         raise InvalidArgument(
-            f"the fused SGD of torch {torch.__version__} does not update tensors of {like.dtype} on a {like.device.type} "
-            "(pytorch/pytorch#191763): set fused=False"
+            f"the fused SGD of torch {torch.__version__} does not update tensors of {like.dtype} on a "
+            f"{like.device.type} (pytorch/pytorch#191763): set fused=False"
         )
     if len(moments) + reserved > MOST_MOMENTS:
         raise InvalidArgument(

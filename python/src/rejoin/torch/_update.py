@@ -18,7 +18,7 @@ from rejoin.torch._ranks import REMEMBERED, Ranks
 from rejoin.torch._tensors import Tensor
 
 Schedule = Callable[[int], "float | Sequence[float]"]
-Piece = tuple[int, int, int, int, int]  # tensor, first element, elements, step, the gradient's address
+TensorUpdate = tuple[int, int, int, int, int]  # tensor, first element, elements, step, the gradient's address
 
 _GROWS_AFTER = 2000  # steps without an infinity, as torch's GradScaler
 _MOST_LOG_SCALE = 120
@@ -133,16 +133,16 @@ class Update:
         for group, rate in zip(groups, all_rates, strict=True):
             group["lr"] = rate
 
-    def apply(self, step: int, pieces: Sequence[Piece]) -> None:
+    def apply(self, step: int, updates: Sequence[TensorUpdate]) -> None:
         """Apply what the session gives in this step, in order."""
         whole = all(
-            of == step and first == 0 and count == self._tensors[index].count for index, first, count, of, _ in pieces
-        ) and len(pieces) == sum(tensor.count > 0 for tensor in self._tensors)
+            of == step and first == 0 and count == self._tensors[index].count for index, first, count, of, _ in updates
+        ) and len(updates) == sum(tensor.count > 0 for tensor in self._tensors)
         with _optimizer.one_thread(self._device):
             if whole and self._own_step:
                 self._apply_whole(step)
             else:
-                for of_step, run in itertools.groupby(pieces, key=lambda piece: piece[3]):
+                for of_step, run in itertools.groupby(updates, key=lambda update: update[3]):
                     self._apply_parts(of_step, list(run))
         self.refresh()
         for tensor in self._tensors:
@@ -195,12 +195,12 @@ class Update:
             state[key] = step + self.offset
 
     # Parts of tensors, with the gradients of one step.
-    def _apply_parts(self, step: int, pieces: list[Piece]) -> None:
+    def _apply_parts(self, step: int, updates: list[TensorUpdate]) -> None:
         self._set_lr(step)
         coefficient = self._coefficient(step)
         parts: list[_optimizer.Part] = []
         averages: list[list[torch.Tensor]] = []
-        for index, first, count, _, address in pieces:
+        for index, first, count, _, address in updates:
             tensor = self._tensors[index]
             gradient = tensor_at(self._native, address, count, tensor.gradient_dtype, self._device)
             columns = [column[first : first + count] for column in tensor.columns]
