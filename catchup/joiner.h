@@ -42,14 +42,14 @@
 namespace rejoin::catchup {
 
 struct CatchUpProgress {
-  std::uint64_t bytes = 0, total_bytes = 0;  // how much of the state is in place, and how large the state is
-  std::uint64_t wire_bytes = 0;              // how many bytes `bytes` took on the wire, after coding
+  std::uint64_t bytes = 0, total_bytes = 0;  // in place, and of the whole state
+  std::uint64_t wire_bytes = 0;              // what `bytes` took on the wire, after coding
   std::uint32_t slices = 0, total_slices = 0, verified = 0;
   std::uint32_t refetched = 0;
   std::uint32_t sources = 0, sources_used = 0;
   std::uint32_t fellows = 0;       // other joiners that are connected
-  std::uint64_t from_joiners = 0;  // of `bytes`
-  std::uint64_t passed_on = 0;     // sent to other joiners
+  std::uint64_t from_joiners = 0;  // those of `bytes` that other joiners sent
+  std::uint64_t passed_on = 0;     // bytes that this joiner sent to others
   double bytes_per_second = 0;
   double seconds = 0;
   bool done = false;
@@ -65,7 +65,7 @@ struct Drift {
   std::uint64_t offset = 0, total = 0;                       // bytes: of a column before it, of the whole column
 };
 
-// A fellow that is not to be asked any more.
+// A fellow that the joiner does not ask any more.
 struct GivenUp {
   ReplicaId fellow;
   std::string why;
@@ -75,9 +75,9 @@ struct GivenUp {
 // A slice is verified when all sources have the same bytes as this replica, each at some version that both have held.
 class Joiner {
  public:
-  // `state`: the view's memory ranges, registered. `committed`: the last step when it was admitted, or since then: this
-  // replica has the gradients of later steps only. `silence`: the job's.
-  // `proofs`: what of the state may be passed on; the joiner says so there.
+  // `state` has the view's memory ranges, registered. `committed` is a step committed when the replica was admitted or
+  // later: the replica has the gradients of later steps only. `silence` is the job's. The joiner says in `proofs` which
+  // slices may be passed on.
   Joiner(transport::Engine& engine, local::View& view, std::vector<transport::RegionId> state, Proofs& proofs,
          Step committed, Duration silence, TimePoint now);
   ~Joiner();
@@ -85,14 +85,14 @@ class Joiner {
   // The caller names the sources that have the state, once at first and again whenever they change. The joiner does not
   // wait for a source that can't be reached for long.
   void expect(const std::map<ReplicaId, Incarnation>& sources, TimePoint now);
-  // How far away each source is (base/location.h): whoever is near is asked first, and of those that are as far away by
-  // this, who is it by the round trips of the connections (base/round_trip.h). Who is not named is at 0.
+  // The caller says how far away each source is (base/location.h); who is not named is at 0. The joiner asks near
+  // sources first, and of those at one distance the ones whose connections have short round trips (base/round_trip.h).
   void set_distances(std::map<ReplicaId, std::size_t> distances);
-  // This joiner is number `own` of so many that serve each other, as all of them know it.
+  // This joiner is number `own` of the `of` joiners that serve each other, as all of them know it.
   void set_turn(std::uint32_t own, std::uint32_t of) { planner_.set_turn(own, of); }
   void on_source_up(ReplicaId source, transport::EndpointId endpoint);
   void on_fellow_up(ReplicaId fellow, transport::EndpointId endpoint);
-  // Or a fellow. The caller has closed the endpoint before, so that it is fenced.
+  // A source or a fellow is gone. The caller has closed the endpoint before, so that it is fenced.
   void on_source_down(ReplicaId source);
   // Errors: `corrupt` where the message makes no sense; the caller then closes the source's connection.
   Result<> on_message(ReplicaId source, const proto::Stream& message);
@@ -109,45 +109,49 @@ class Joiner {
   CatchUpProgress progress(TimePoint now) const;
 
  private:
+  // What one source was asked by a Verify.
   struct Asked {
-    std::vector<std::size_t> which;  // of the question's slices
-    bool over = false;               // answered, or never will be
-    std::vector<std::uint64_t> theirs;
+    std::vector<std::size_t> which;     // indices into the question's slices
+    bool over = false;                  // it has answered, or never will
+    std::vector<std::uint64_t> theirs;  // its digests, in the order of `which`
   };
+  // Slices whose digests at one version are compared with those of several sources.
   struct Question {
     std::uint64_t number = 0, version = 0;
     std::vector<std::uint32_t> slices;
     std::vector<local::View::Pinned> pinned;
-    std::vector<std::optional<std::uint64_t>> ours;  // by part
+    std::vector<std::optional<std::uint64_t>> ours;  // our digests, by part
     std::map<ReplicaId, Asked> asked;
   };
+  // A source that the caller has named.
   struct Expected {
     Incarnation incarnation;
-    // Not connected, or not for long and nothing has come: it may refuse whenever it is asked.
+    // Since when it is not connected, or is but has sent nothing yet and may still refuse.
     std::optional<TimePoint> missing_since;
     TimePoint connected_at{};
-    std::vector<bool> agrees;    // by slice
-    std::uint64_t at_least = 0;  // version of its state, as far as it has told
+    std::vector<bool> agrees;    // by slice: its bytes are the same as ours
+    std::uint64_t at_least = 0;  // the version of its state, by its last message
   };
-  struct Suspect {  // differed from a source while another one's digest is older, or not known
+  // A slice that differed from one source while the digest of another one is older or not known.
+  struct Suspect {
     int times = 0;
     TimePoint again_at{};
   };
 
   struct Fellow {
     transport::EndpointId endpoint;
-    TimePoint moved_at{};  // when it sent something last, or was first asked for what it owes
+    TimePoint moved_at{};  // when it sent something last, or was asked while nothing was outstanding
   };
   // A slice that a source says is in place.
   struct Arrival {
     ReplicaId source;
     proto::Sent sent;
     std::uint64_t wire_bytes = 0;
-    bool intact = true;  // nothing has shown yet that its bytes are not what was sent
+    bool intact = true;  // false once its bytes have been found not to be what was sent
     Generation generation(std::uint32_t part) const { return {source, sent.generations(static_cast<int>(part))}; }
   };
 
-  static constexpr int kUsual = 4;  // times what is usual is long
+  static constexpr int kUsual = 4;  // a wait is long when it is so many times the usual one
 
   Result<> on_sent(ReplicaId source, const proto::Sent& sent);
   void take_in_arrivals();
@@ -190,22 +194,23 @@ class Joiner {
   const std::vector<transport::RegionId> state_;
   Proofs& proofs_;
   Planner planner_;
-  const std::uint64_t oldest_;   // version that will do
-  const local::Clock at_first_;  // when this was made
-  // It came with a version later than any that is committed, of a checkpoint from before the job was rolled back: its
-  // clock says nothing until it has changed. (Where that version is that of its first update, slices that were asked
-  // for with too low a version have a gap, and are fetched again.)
+  const std::uint64_t oldest_;   // the least version that will do
+  const local::Clock at_first_;  // the page's clock when the joiner was made
+  // The state came with a version later than any that is committed, of a checkpoint from before the job was rolled
+  // back, so its clock says nothing until it has changed. (Where that version is that of the first update, slices that
+  // were asked for with too low a version have a gap, and are fetched again.)
   bool foreign_;
   const Duration silence_;
   std::map<ReplicaId, transport::EndpointId> sources_;
   std::map<ReplicaId, Expected> expected_;
-  std::map<ReplicaId, std::size_t> distances_;             // as told
-  std::map<ReplicaId, RoundTripLength> round_trips_;       // of connected sources, where that is known
-  std::optional<std::map<ReplicaId, std::size_t>> ranks_;  // by both; nothing: they have to be found anew
-  struct Reach {                                           // sources up to this distance are asked
+  std::map<ReplicaId, std::size_t> distances_;             // as set_distances() has them
+  std::map<ReplicaId, RoundTripLength> round_trips_;       // of connected sources, where they have been measured
+  std::optional<std::map<ReplicaId, std::size_t>> ranks_;  // sources in order of both; nothing: to be found anew
+  // Sources up to this distance are asked. What comes from them shows whether they are enough.
+  struct Reach {
     std::size_t distance = 0, nearest = 0;
-    std::uint32_t arrived = 0;  // slices …
-    TimePoint at{};             // … then; by what has come since it is seen whether these are enough
+    std::uint32_t arrived = 0;  // how many slices had arrived when the reach was chosen
+    TimePoint at{};             // when that was
   };
   std::optional<Reach> reach_;
   std::map<ReplicaId, Fellow> fellows_;
@@ -213,13 +218,13 @@ class Joiner {
   std::vector<GivenUp> given_up_;
   TimePoint came_at_{};  // when anything was sent last
   Landed landed_;
-  Arrived arrived_;                // until they are verified
-  std::vector<Arrival> arrivals_;  // that have not been looked at
+  Arrived arrived_;                // slices, until they are verified
+  std::vector<Arrival> arrivals_;  // those that have not been looked at
   std::vector<bool> verified_;
   std::uint32_t verified_count_ = 0;
-  std::set<std::uint32_t> unverified_;  // arrived
-  std::set<std::uint32_t> unproven_;    // … and not equal to any contributor's bytes yet, as far as is known
-  std::uint32_t asked_up_to_ = 0, proving_up_to_ = 0;  // of them
+  std::set<std::uint32_t> unverified_;  // slices that have arrived
+  std::set<std::uint32_t> unproven_;    // those of them that are not known to equal any contributor's bytes
+  std::uint32_t asked_up_to_ = 0, proving_up_to_ = 0;  // up to which slice of these two sets sources were asked
   std::map<std::uint32_t, Suspect> suspects_;
   std::vector<Drift> drifts_;
   TimePoint now_{};

@@ -1,5 +1,7 @@
-// The daemon's shell on one node: the local socket of trainers, the coordinator's connection, the catch-up stream.
-// All in the io_context's thread, but for the stream's own.
+// The daemon of one node. It listens on the unix socket for the node's trainers, keeps the connection to the
+// coordinator, and runs the catch-up streams. membership/node.h decides what is said; this class moves it. All of it
+// runs in the io_context's thread, but each stream has a thread of its own (stream_thread.h). local.proto has the
+// messages between a trainer and the daemon, in order.
 #pragma once
 
 #include <map>
@@ -20,7 +22,7 @@ namespace rejoin::daemon {
 
 struct NodeOptions {
   std::string name = "node";
-  std::string location;           // base/location.h; empty: not told
+  std::string location;           // where the node stands (base/location.h); empty: nobody has said
   std::string socket;             // where trainers connect
   std::string coordinator;        // host:port of each, with commas between; or a relay's
   std::string transport = "shm";  // of the catch-up stream
@@ -38,16 +40,16 @@ class NodeServer {
                                                    const JobKeys& keys);
   ~NodeServer();
   nlohmann::json status() const;
-  // Takes no trainers any more, and calls `call` when none is connected: now, or when the last has gone. On the
-  // daemon's thread.
+  // Takes no more trainers, and calls `call` on the daemon's thread when none is connected: at once, or when the last
+  // has gone.
   void retire(std::function<void()> call);
 
  private:
-  // The catch-up of all ranks whose state is in the host's memory; or of one whose state is on a GPU, which its trainer
-  // serves.
+  // A stream for all ranks whose state is in the host's memory, or for one rank whose state is on a GPU. The trainer of
+  // that rank serves the GPU's memory to the daemon.
   struct DeviceStream {
     std::shared_ptr<device::Device> device;
-    std::shared_ptr<device::RemoteDevice> remote;  // the same, of a GPU
+    std::shared_ptr<device::RemoteDevice> remote;  // `device`, where it is a GPU; otherwise null
     std::unique_ptr<StreamThread> thread;
     std::uint64_t bytes_served = 0, bytes_passed_on = 0;
     std::vector<std::pair<catchup::RankKey, catchup::Source::Stats>> serving;
@@ -57,32 +59,32 @@ class NodeServer {
       if (remote) remote->disconnect();  // so that the thread waits for no trainer
     }
   };
-  // What a trainer registers with.
+  // What a trainer registers with, until all of its descriptors have come.
   struct Offering {
     proto::LocalHello hello;
-    std::vector<Fd> fds;  // so far
+    std::vector<Fd> fds;  // those that have come
   };
   struct Trainer {
     membership::RankConnection id;
-    StreamThread* stream = nullptr;     // of its device, when it has registered
-    std::unique_ptr<DeviceStream> own;  // … of its GPU
+    StreamThread* stream = nullptr;     // the stream of its device; null until it has registered
+    std::unique_ptr<DeviceStream> own;  // that stream, where its state is on a GPU
     Fd socket;
     PeerCredentials credentials;
     std::unique_ptr<asio::posix::stream_descriptor> readable;
-    std::unique_ptr<asio::posix::stream_descriptor> exited;  // a pidfd
-    std::optional<Offering> offering;                        // until it is complete
-    bool opening = false;                                    // a stream for its GPU is, or has been
+    std::unique_ptr<asio::posix::stream_descriptor> exited;  // a pidfd, readable when the process has ended
+    std::optional<Offering> offering;
+    bool opening = false;  // a stream for its GPU is being opened, or was
     std::optional<catchup::RankKey> key;
     bool catching_up = false;
     std::optional<Incarnation> serves;
-    proto::Heartbeat ring;  // its last: what it counted of its all-reduces
-    proto::Heartbeat told;  // … when the coordinator was told last
+    proto::Heartbeat ring;      // the last one, with the counters of its all-reduces
+    proto::Heartbeat reported;  // the one of which the coordinator was sent a Report last
   };
 
   NodeServer(asio::io_context& io, const NodeOptions& options, const JobKeys& keys);
   void accept();
-  void accept_later();                       // when there was no descriptor
-  void watch(Trainer& trainer, Fd watched);  // `watched`: its socket, once more
+  void accept_later();                       // after the process has run out of descriptors
+  void watch(Trainer& trainer, Fd watched);  // `watched` is a duplicate of its socket
   void read(membership::RankConnection id);
   Result<> on_hello(Trainer& trainer, const proto::LocalHello& hello);
   Result<> on_descriptors(Trainer& trainer, std::vector<Fd> fds);
@@ -106,12 +108,13 @@ class NodeServer {
   static bool has_ended(const Trainer& trainer);
   void look_after(const proto::Inquiry& inquiry);
   void refuse(membership::RankConnection id, const Error& error);
-  // Any thread. `of`: whose GPU it is for; none: for the host's memory.
+  // Thread: any. `of` is the trainer whose GPU the stream is for; none: it is for the host's memory.
   Result<std::unique_ptr<DeviceStream>> open_stream(std::optional<membership::RankConnection> of,
                                                     std::shared_ptr<device::Device> device, const std::string& listen);
-  Result<std::unique_ptr<DeviceStream>> open_remote(membership::RankConnection of, Offering& offering);  // any thread
+  // Thread: any.
+  Result<std::unique_ptr<DeviceStream>> open_remote(membership::RankConnection of, Offering& offering);
   void on_opened(membership::RankConnection from, Offering offering, Result<std::unique_ptr<DeviceStream>> opened);
-  // The addresses that peers connect to: the stream's, and a trainer's.
+  // Return the address that peers connect to: for a stream, and for a trainer's engine.
   Result<std::string> advertised(const std::string& stream);
   std::string advertised_of_trainer(const std::string& address);
   const std::string& own_host();
@@ -124,24 +127,24 @@ class NodeServer {
   const JobKeys& keys_;
   Fd listener_fd_;
   std::optional<SocketFile> socket_file_;
-  bool unreachable_ = false;  // that no trainer can come was logged
+  bool unreachable_ = false;  // no trainer can come, and that was logged
   asio::posix::stream_descriptor listener_;
-  std::uint64_t listens_ = 0;  // how often it was made again: what still comes of the one before counts for nothing
+  std::uint64_t listens_ = 0;  // how often the listener was made anew; what an earlier one still accepts is ignored
   asio::steady_timer accept_again_;
-  Seldom without_descriptors_{std::chrono::seconds(10)};  // a line in the log
+  Seldom without_descriptors_{std::chrono::seconds(10)};  // limits the log line that descriptors have run out
   asio::steady_timer timer_;
   const std::string family_;  // of the catch-up streams
   membership::Node machine_;
   Streams streams_;
   std::set<StrangeStream> warned_of_;
   std::map<membership::RankConnection, Trainer> trainers_;
-  TimePoint sign_given_{};  // to these
+  TimePoint sign_given_{};  // when trainers were last sent a Heartbeat
   struct GoneTrainer {
     pid_t pid = 0;
     std::string reason;
     TimePoint at{};
   };
-  std::map<catchup::RankKey, GoneTrainer> gone_;  // the last of each place that nobody has
+  std::map<catchup::RankKey, GoneTrainer> gone_;  // for each place that nobody has, who had it last
   std::uint64_t next_trainer_ = 1;
   std::function<void()> nobody_is_left_;
   Coordinators coordinators_;
@@ -149,13 +152,14 @@ class NodeServer {
   std::uint64_t rejected_ = 0;
   catchup::Compression compression_{};
   std::unique_ptr<DeviceStream> host_;
-  std::optional<std::string> own_host_;  // when somebody has listened everywhere
+  std::optional<std::string> own_host_;  // found when first somebody listens on all addresses
   std::uint64_t served_by_gone_ = 0;     // bytes
   std::uint64_t passed_on_by_gone_ = 0;  // of them
   std::uint64_t refetched_ = 0;          // slices, by joiners that are or were here
-  TimePoint reported_at_{};              // the coordinator, of streams, hops and rails
-  std::string coordinator_page_;         // its address
-  asio::thread_pool opener_{1};  // RDMA devices may take long to open and to close: the daemon is not silent meanwhile
+  TimePoint reported_at_{};              // when the coordinator was last sent Reports
+  std::string coordinator_page_;         // the address of its status page
+  // Opens and closes RDMA devices, which may take long: the daemon is not silent meanwhile.
+  asio::thread_pool opener_{1};
 };
 
 }  // namespace rejoin::daemon

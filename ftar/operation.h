@@ -1,4 +1,5 @@
-// Inside of a communicator: peers, buckets, and the operations that run on them.
+// The inside of a communicator: its peers, its buckets, and the operations that reduce a bucket. Everything here runs
+// on the communicator's thread.
 #pragma once
 
 #include <deque>
@@ -11,13 +12,13 @@
 
 namespace rejoin::ftar {
 
-// What a write's notification carries. Fields that wrap (epoch, step) tell neighbours in time apart, which is all that
-// is needed: the flush of enter() lets nothing older through.
+// What a write's notification carries. Epoch and step wrap, and so tell apart only what is near in time. That is
+// enough, since the flush of enter() lets nothing older through.
 struct Tag {
   std::uint32_t epoch, step, bucket, kind, slot, chunk, form = kPlain;
   static constexpr std::uint32_t kReduceScatter = 0, kAllGather = 1;
-  // How the chunk is coded. It may be plain and have come over a slow link before: whoever makes the result of it codes
-  // that. Only those that have said that they take coded chunks are sent other forms than `plain`.
+  // How the chunk is coded. `kPlainAfterSlow`: it is plain, and its bytes have come over a slow link before, so whoever
+  // makes the result of it codes that. Members send other forms than `kPlain` only to those that take coded chunks.
   static constexpr std::uint32_t kPlain = 0, kPlainAfterSlow = 1, kEight = 2, kFour = 3;
   static constexpr std::uint64_t kMaxBuckets = 1 << 12, kMaxChunks = 1 << 24, kMaxSlots = 1 << 6;
 
@@ -34,13 +35,13 @@ struct Tag {
 };
 
 // What a member can do, in its introduction's value.
-constexpr std::uint64_t kPulls = 1;  // it lets others look at its inputs, and looks at theirs
+constexpr std::uint64_t kPulls = 1;  // it lets others read its inputs in place, and reads theirs
 
-// Messages between members: this header, then the kind's body. Of `ready` that is where its input lies
-// (ViewableRegion), where the others pull.
+// Messages between members: this header, then the kind's body. Where members pull, the body of `ready` says where the
+// sender's input lies (ViewableRegion). docs/glossary.md says who sends which, and when.
 struct MessageHeader {
   enum Kind : std::uint32_t { introduction = 1, flushed, ready, credit, direct, surplus, coding };
-  static constexpr std::uint64_t kCodingLayout = 1;  // of coded chunks, and of the room for them
+  static constexpr std::uint64_t kCodingLayout = 1;  // the version of the layout of coded chunks and of their room
   std::uint32_t kind;
   std::uint32_t bucket;
   std::uint64_t epoch;
@@ -59,23 +60,23 @@ struct Peer {
   Member member;
   transport::EndpointId endpoint;
   bool up = false;
-  bool called = false;  // by this member
-  TimePoint since{};    // when it was begun
+  bool called = false;  // this member has opened the connection
+  TimePoint since{};    // when it began to open it
   transport::RemoteRegion staging;
   std::vector<transport::RemoteRegion> outputs;  // by bucket
   bool pulls = false;
-  std::vector<transport::ViewableRegion> inputs;      // by bucket, of who pulls, from its `ready` on
-  std::optional<transport::RemoteRegion> coded_room;  // it takes coded chunks
-  LinkRate rate;                                      // of our writes to it
-  bool slow = false;                                  // … by which they are coded
-  bool partner = false;                               // in this epoch: the two send each other something
-  bool surplus = false;                               // … both are members, and not to be connected
-  Epoch offered, heard_surplus;          // the last in which this member, resp. the peer, has said that it is
-  Epoch flushed;                         // its writes of older epochs are over
+  std::vector<transport::ViewableRegion> inputs;      // by bucket, from its `ready` on, if it pulls
+  std::optional<transport::RemoteRegion> coded_room;  // where coded chunks go; nothing: it takes none
+  LinkRate rate;                                      // how fast our writes to it are
+  bool slow = false;                                  // they are so slow that chunks are coded
+  bool partner = false;                               // in this epoch the two send each other something
+  bool surplus = false;                               // in this epoch both are members that need no connection
+  Epoch offered, heard_surplus;          // the last epoch in which this member, or the peer, has sent `surplus`
+  Epoch flushed;                         // the last epoch before which all of its writes are over
   Epoch met;                             // the last epoch in which it may have written here
   Epoch flush_sent;                      // the last of our own flushes that it has been sent
-  std::size_t writes_in_flight = 0;      // ours, to it
-  std::vector<std::uint8_t> free_slots;  // of its staging, for us
+  std::size_t writes_in_flight = 0;      // how many of our writes to it are in flight
+  std::vector<std::uint8_t> free_slots;  // slots of its staging that we may write to
   std::vector<std::uint64_t> ready;      // by bucket: the step it has started, plus one
   PeerStats stats;
   TimePoint last_chunk{};
@@ -84,21 +85,22 @@ struct Peer {
   bool fenced() const { return met == Epoch{} || flushed > met; }  // none of its writes of older epochs can land
 };
 
-// One all-reduce under one epoch. Created at the start, destroyed when done or when its epoch ends.
+// One all-reduce of one bucket in one epoch. The communicator creates it when the reduction starts, calls it for each
+// event, and destroys it when it is done or the epoch ends.
 class Operation {
  public:
   virtual ~Operation() = default;
   virtual void start() = 0;
   virtual void on_ready(Peer&) {}
   virtual void on_credit() {}
-  virtual bool on_chunk(Peer&, const Tag&) { return false; }  // false: does not belong here
+  virtual bool on_chunk(Peer&, const Tag&) { return false; }  // returns false for a chunk that does not belong here
   virtual void on_write_completed(Peer&, std::uint32_t /*kind*/) {}
   virtual void on_direct() {}
-  virtual void on_reduced(std::uint64_t /*number*/) {}  // the device has done its works up to this
-  virtual bool has_work() const { return false; }       // something to do that no event announces
-  virtual void work() {}                                // … some of it
+  virtual void on_reduced(std::uint64_t /*number*/) {}  // the device has done its works up to this number
+  virtual bool has_work() const { return false; }       // there is something to do that no event announces
+  virtual void work() {}                                // does some of that
   virtual bool done() const = 0;
-  // Of the result, once done; nothing where none was wanted, or the result is in a device's memory.
+  // Returns the digest of the result, once done; nothing where none was wanted or the result is in a device's memory.
   virtual std::optional<std::uint64_t> digest() const = 0;
   virtual std::optional<Wait> wait() const = 0;
 };
@@ -107,29 +109,29 @@ struct Communicator::Bucket {
   BucketSpec spec;
   std::uint32_t index = 0;
   transport::RegionId input, output;
-  transport::ViewableRegion viewable;  // the input; of no length where nobody can look at it
+  transport::ViewableRegion viewable;  // the input; its length is 0 where nobody can read it in place
   std::unique_ptr<Operation> running;
-  bool wanted = false;  // asked for, and not done in this epoch yet
+  bool wanted = false;  // its reduction was asked for and is not done in this epoch yet
   Step step;
-  std::uint32_t divisor = 0;  // of a mean: what the sum is divided by
-  // What comes of small buckets, by step parity (a peer can be one step ahead, never two), then by place.
+  std::uint32_t divisor = 0;  // what the sum is divided by for a mean
+  // What arrives for a small bucket, by step parity (a peer can be one step ahead, never two), then by place.
   struct Inbox {
     Step step;
     Bytes data;
-    std::vector<std::size_t> arrived;  // bytes of each
+    std::vector<std::size_t> arrived;  // bytes, by place
   };
   Inbox inbox[2];
-  bool small = false;  // skips the ring
-  // Of the all-reduce under way, for the flight recorder: when something came last, the longest time without anything,
-  // who ended it, and what has come.
+  bool small = false;  // it goes in messages and not around the ring
+  // For the flight recorder, of the all-reduce under way: when something arrived last, the longest time without
+  // anything, who ended that, and how much has arrived.
   TimePoint came_at{};
   Duration longest_gap{};
   ReplicaId longest_from;
   std::uint32_t came = 0;
-  std::vector<std::uint64_t> offered;    // by place: digests of the sums that this member sent in Doubling's rounds
-  std::optional<std::uint64_t> digest;   // of the last result
-  std::unique_ptr<BucketCoding> coding;  // none: it goes as it is
-  // Of a device, for a bucket small enough: pinned room for this member's own input, and for the result.
+  std::vector<std::uint64_t> offered;    // digests of the sums that this member sent in Doubling's rounds, by place
+  std::optional<std::uint64_t> digest;   // the digest of the last result
+  std::unique_ptr<BucketCoding> coding;  // null: its chunks are never coded
+  // Pinned room for this member's own input and for the result, of a small bucket in a device's memory.
   std::span<std::byte> own, result;
 
   std::size_t bytes() const { return spec.count * size_of(spec.type); }
@@ -140,13 +142,13 @@ struct Communicator::Bucket {
     longest_gap = gap;
     longest_from = from.member.replica;
   }
-  // What this member contributes, in the host's memory.
+  // Returns what this member contributes, in the host's memory.
   BytesView contribution() const { return own.empty() ? BytesView(spec.input) : BytesView(own); }
   // Makes the result of what a single contributor has, in the host's memory.
   void take(BytesView alone, std::byte* out) const;
 };
 
-// Of a bucket that goes in chunks, of which each becomes final once.
+// An operation whose bucket goes in chunks. Each chunk becomes final once.
 class ChunkedOperation : public Operation {
  public:
   ChunkedOperation(Communicator& owner, Communicator::Bucket& bucket);
@@ -183,7 +185,8 @@ class RingOperation final : public ChunkedOperation {
   std::optional<Wait> wait() const override;
 
  private:
-  struct Gather {  // one direction of the all-gather
+  // One direction of the all-gather.
+  struct Gather {
     Peer* to = nullptr;
     std::vector<std::uint32_t> sends;
     std::size_t next = 0;
@@ -208,7 +211,7 @@ class RingOperation final : public ChunkedOperation {
   bool takes_coded(const Gather& gather) const;
   static std::uint32_t form_of(coding::Width width, bool slow);
   static coding::Width width_of(std::uint32_t form);
-  std::size_t length_of(std::uint32_t chunk, std::uint32_t form) const;  // bytes, as it travels
+  std::size_t length_of(std::uint32_t chunk, std::uint32_t form) const;  // bytes that travel
   std::byte* coded_place(std::uint32_t chunk) const;
   Source source_of(std::uint32_t chunk, bool own, bool takes_coded) const;
   void code_own(std::uint32_t chunk);
@@ -218,8 +221,8 @@ class RingOperation final : public ChunkedOperation {
   void decode(std::uint32_t chunk);
 
   struct OnDevice {
-    std::uint64_t number = 0;  // of the work
-    Peer* from = nullptr;      // none: the copy of all of a lone contributor
+    std::uint64_t number = 0;  // the number of the work
+    Peer* from = nullptr;      // whose chunk is added; null: a lone contributor's input is copied
     Tag tag{};
   };
   Peer* scatter_from_ = nullptr;  // the contributor before this one
@@ -231,14 +234,14 @@ class RingOperation final : public ChunkedOperation {
   Gather right_, left_;
   std::size_t outstanding_ = 0;
   std::deque<OnDevice> on_device_;
-  BucketCoding* coding_ = nullptr;   // none: nothing is coded here
-  std::vector<std::uint8_t> forms_;  // by chunk: as it is sent from here
-  bool slow_ = false;                // a link from here is
+  BucketCoding* coding_ = nullptr;   // null: nothing is coded here
+  std::vector<std::uint8_t> forms_;  // by chunk: the form in which it is sent from here
+  bool slow_ = false;                // a link from here is slow
   coding::Width scatter_width_ = coding::Width::plain, final_width_ = coding::Width::plain;
 };
 
-// Where members can look into each other's memory: each contributor adds up its segment of all inputs in place, and
-// writes the sums to all members.
+// An operation among members that can read each other's memory: each contributor adds up its segment of all inputs
+// where they lie, and writes the sums to all members.
 class PullOperation final : public ChunkedOperation {
  public:
   PullOperation(Communicator& owner, Communicator::Bucket& bucket);
@@ -252,22 +255,23 @@ class PullOperation final : public ChunkedOperation {
   std::optional<Wait> wait() const override;
 
  private:
-  static constexpr std::uint32_t kMostInFlight = 64;  // to each
-  struct Sent {                                       // to one member
+  static constexpr std::uint32_t kMostInFlight = 64;  // chunks to each member
+  // How far the chunks to one member have come.
+  struct Sent {
     std::uint32_t next = 0, in_flight = 0;
   };
-  std::optional<std::uint32_t> waits_to_start() const;  // for whom
+  std::optional<std::uint32_t> waits_to_start() const;  // returns the position of whom it waits for
   bool reduce(const Range& range);
   void pump(std::uint32_t to);
 
   const std::uint32_t own_chunks_;
-  std::uint32_t reduced_ = 0;  // of them
-  std::vector<Sent> to_;       // by position
+  std::uint32_t reduced_ = 0;  // how many of them have been added up
+  std::vector<Sent> to_;       // by the receiver's position
   std::size_t outstanding_ = 0;
 };
 
-// Of a bucket whose bytes go in messages and are added by the CPU, also where it is in a GPU's memory: two small copies
-// cost less than a ring's hops.
+// An operation whose bytes go in messages and are added by the CPU, also where the bucket is in a GPU's memory: two
+// small copies cost less than a ring's hops.
 class SmallOperation : public Operation {
  public:
   SmallOperation(Communicator& owner, Communicator::Bucket& bucket) : owner_(owner), bucket_(bucket) {}
@@ -279,25 +283,25 @@ class SmallOperation : public Operation {
   std::optional<Wait> wait() const final;
 
  protected:
-  virtual void begin() = 0;                                    // this member's input is here
-  virtual bool go_on() = 0;                                    // whether the result is in out()
-  virtual std::optional<std::uint32_t> waits_for() const = 0;  // whose bytes
+  virtual void begin() = 0;  // is called when this member's input is in the host's memory
+  virtual bool go_on() = 0;  // adds what has arrived; returns whether the result is in out()
+  virtual std::optional<std::uint32_t> waits_for() const = 0;  // returns the position of whose bytes are missing
   bool contributes() const { return owner_.position_ < owner_.contributors_; }
   std::byte* out() const { return owner_.reducer_ ? bucket_.result.data() : bucket_.spec.output.data(); }
-  BytesView received(std::uint32_t place) const;  // nothing: it is not here yet
+  BytesView received(std::uint32_t place) const;  // empty until all of it has arrived
   void send(std::uint32_t position, std::uint32_t place, BytesView bytes);
 
   Communicator& owner_;
   Communicator::Bucket& bucket_;
 
  private:
-  bool own_here_ = false;  // in the host's memory, if it contributes
+  bool own_here_ = false;  // this member's input is in the host's memory, or it contributes none
   bool done_ = false;
   std::optional<std::uint64_t> digest_;
-  std::optional<std::uint64_t> fetching_, storing_;  // of a device: copies under way
+  std::optional<std::uint64_t> fetching_, storing_;  // copies from and to a device that are under way
 };
 
-// Of few members: every contributor sends its input to every member, and each adds all in the same order.
+// The operation of few members: every contributor sends its input to every member, and each adds all in the same order.
 class DirectOperation final : public SmallOperation {
  public:
   using SmallOperation::SmallOperation;
@@ -306,10 +310,10 @@ class DirectOperation final : public SmallOperation {
   void begin() override;
   bool go_on() override;
   std::optional<std::uint32_t> waits_for() const override;
-  BytesView input(std::uint32_t contributor) const;  // nothing: it is not here yet
+  BytesView input(std::uint32_t contributor) const;  // empty until all of it is here
 };
 
-// Of many: Doubling.
+// The operation of many members: recursive doubling, in the rounds of `Doubling` (schedule.h).
 class DoublingOperation final : public SmallOperation {
  public:
   DoublingOperation(Communicator& owner, Communicator::Bucket& bucket);
@@ -319,11 +323,11 @@ class DoublingOperation final : public SmallOperation {
   bool go_on() override;
   std::optional<std::uint32_t> waits_for() const override;
   void offer();
-  bool hand_on();  // the result, to those beyond
+  bool hand_on();  // sends the result to the members beyond a power of two
 
   const Doubling doubling_;
-  std::uint32_t place_ = 0;  // whose bytes are added next
-  BytesView sum_;            // so far: this member's input, then out()
+  std::uint32_t place_ = 0;  // the place whose bytes are added next
+  BytesView sum_;            // the sum so far: first this member's input, then out()
 };
 
 }  // namespace rejoin::ftar

@@ -1,4 +1,5 @@
-// What the coordinator keeps of those who are not, or not only, members.
+// Structures in which the coordinator keeps what it knows of nodes, of replicas that are out, and of processes that ask
+// for a place. All belong to the coordinator (coordinator.h).
 #pragma once
 
 #include <optional>
@@ -13,9 +14,9 @@
 
 namespace rejoin::membership {
 
-constexpr std::size_t kLongestRelease = 32;  // bytes; who says more is cut off
+constexpr std::size_t kLongestRelease = 32;  // bytes; a longer name of a release is cut off
 
-// Of a rank: what may be said to it by all on the way there, and for people the releases of its trainer and daemon.
+// The protocol that a rank, its daemon and its relay all speak, and for people the releases of its trainer and daemon.
 struct RankVersions {
   Spoken spoken = Spoken();
   std::string release{}, of_daemon{};
@@ -23,7 +24,7 @@ struct RankVersions {
 
 // A connection of a daemon or relay.
 struct ConnectedNode {
-  TimePoint heard{};
+  TimePoint heard{};  // when it sent something last
   std::string name, address;
   RankSet hosts;  // the ranks, of any replica, that have registered through it
   Spoken spoken = Spoken();
@@ -46,7 +47,7 @@ struct ConnectedRanks {
   RoundTrips round_trips{};
 };
 
-// Who has the state of the last committed step and is out: may be taken back until the next one is committed.
+// A replica that is out and has the state of the last committed step: it may be taken back until the next commit.
 struct SuspendedReplica {
   ReplicaId replica;
   Incarnation incarnation;
@@ -54,29 +55,29 @@ struct SuspendedReplica {
   bool ended = false;  // one of its processes is gone, and with it the state
 };
 
-// Whether members may change places in the ring for what was measured.
+// Whether members may change their positions in the ring because of measured round trips.
 enum class Moving : bool { no, yes };
 
-// As they were found last, since they are asked for more often than they change.
+// The neighbourhoods that were found last. They are asked for more often than they change.
 struct KnownNeighbourhoods {
-  std::vector<std::uint64_t> of;  // incarnations
+  std::vector<std::uint64_t> of;  // the incarnations among which they were found
   Neighbourhoods found;
-  bool stale = true;  // other round trips have been told since
+  bool stale = true;  // other round trips have been reported since
 };
 
 // A process that asks for a place which another one has.
 struct PlaceClaim {
   NodeId node;
   proto::RankUp up;
-  NodeId asked{};  // by which node whether the place's holder lives
+  NodeId asked{};  // the node that was asked whether the place's holder lives
 };
 
-// A process of another job, by its place.
+// A process that belongs to another job and has a place in this one.
 struct Stranger {
   NodeId node;
   std::uint64_t instance = 0;
   std::string what;
-  std::optional<TimePoint> lost_at{};  // when its node was lost, or it was silent: it may come back
+  std::optional<TimePoint> lost_at{};  // when its node was lost or it fell silent; it may come back
 };
 
 // What a member says of another, or of itself, in this epoch.
@@ -84,10 +85,10 @@ struct AccusationEdge {
   std::string what;
   bool lost = false;
   bool counts = false;  // it has lasted too long
-  TimePoint since{};    // … since then
+  TimePoint since{};    // since when it counts
   TimePoint waits_since{};
-  std::optional<TimePoint> excused{};  // reported last, by itself
-  RankSet ranks;                       // that say so
+  std::optional<TimePoint> excused{};  // when the member last excused itself
+  RankSet ranks;                       // the ranks that report it
 };
 
 }  // namespace rejoin::membership

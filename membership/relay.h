@@ -4,6 +4,16 @@
 // reaches the coordinator grows with relays and not with daemons. It is pure, as all of this folder: connections are
 // numbers, and the caller passes the time in.
 //
+// Its messages, in order (control.proto):
+//   1. It connects to the coordinator with a NodeHello, as a daemon does, and answers each daemon's own with
+//   NodeWelcome.
+//   2. It passes each rank's RankUp up, and the coordinator's answer (Registered, Refused, Declare, Evicted) down.
+//   3. For each replica it sends one ReplicaStatus for all of its ranks, again whenever that changes.
+//   4. It passes Peers, Prospect and Plan down, to each daemon what concerns its ranks.
+//   5. When all ranks of a replica behind it have reduced a step it sends one Reduced.
+//   6. It passes the Accusations on that are new in the epoch, and RankDown when a rank or its daemon is lost.
+// Heartbeats go both ways on each of its connections.
+//
 // It decides nothing, and what it knows is worth nothing without the coordinator that it has told. When it has lost
 // that one it keeps the daemons' connections, and ignores what they say. When it has the next, it tells them to
 // introduce themselves again (Introduce), and hears each from its NodeHello on.

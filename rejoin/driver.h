@@ -26,22 +26,22 @@ namespace rejoin {
 struct DriverConfig {
   ReplicaId replica;
   std::uint32_t rank = 0;
-  std::uint64_t instance = 0;   // this process's; never 0
-  std::string transport;        // its kind
-  std::uint64_t plan_hash = 0;  // of tensors and buckets: equal on all ranks `rank`
+  std::uint64_t instance = 0;   // the random number of this process; never 0
+  std::string transport;        // the kind of transport, such as "tcp", for the settings that all must share
+  std::uint64_t plan_hash = 0;  // digest of tensors and buckets, equal on all ranks `rank`
   proto::Declaration declared;  // the tensors and settings that plan_hash stands for
-  std::string card;             // what the trainer tells the others of itself
-  bool weighs = false;          // it multiplies its gradients with their weight
+  std::string card;             // the trainer's text for the same rank of other replicas
+  bool weighs = false;          // the trainer multiplies its gradients with StepView::weight
   ftar::Options ring;
   // How long a step may wait for a trainer that computes, until enough steps have shown how long they take here.
   Duration patience{};
-  Duration between_steps = std::chrono::minutes(10);  // how long it may wait for one that has not begun the step
-  // Connections with peers that are on the way at a time, of those that it begins. So many again are there for whom the
-  // epoch needs.
+  Duration between_steps = std::chrono::minutes(10);  // how long a step may wait for a trainer that has not begun it
+  // The driver begins at most so many connections with peers at a time, and so many again with those that the epoch
+  // needs.
   std::size_t calls_at_once = 32;
-  // Takes digests on another thread than poll()'s, one task after the other, and has poll() called when each
-  // has ended: those of a GPU's memory may take long. What it was given has ended, or never begins, before the driver
-  // goes. Empty: they are taken in poll().
+  // Runs what it is given on another thread than poll()'s, one task after the other, and has poll() called when a task
+  // has ended. The driver takes digests there, since those of a GPU's memory may take long. A task has ended, or never
+  // begins, when the driver is destroyed. Empty: digests are taken in poll().
   std::function<void(std::function<void()>)> aside;
 };
 
@@ -49,12 +49,12 @@ struct DriverConfig {
 struct StepView {
   std::uint64_t step = 0;
   bool contributes = false;
-  bool leads = false;  // … and is the one contributor that does what one does for all
+  bool leads = false;  // this is the contributor that does what one does for all, such as logging
   std::uint32_t contributors = 0;
   membership::Batch batch;
   bool shares_batch = false;  // replicas train different numbers of samples, or may later
   std::uint64_t weight = 1;   // what this rank's gradients are to be multiplied with
-  membership::Ahead ahead;    // what comes after it, probably
+  membership::Ahead ahead;    // which samples later steps will probably have
   std::uint64_t epoch = 0;
   bool settled = false;                                  // all members begin the step in this epoch
   std::vector<std::pair<ReplicaId, std::string>> cards;  // of its contributors
@@ -71,21 +71,23 @@ class Driver {
   // knows of this rank: who is known has to give signs of life.
   Result<> prepare();
 
-  // The daemon has accepted this rank; of what follows the caller calls this first. `secret` proves to peers that both
-  // are of the job, and `silence` is how long a peer may be silent.
+  // The daemon has accepted this rank: the caller calls this before all that follows. This rank and its peers prove by
+  // `secret` that they are of the job; `silence` is how long a peer may be silent.
   void on_welcome(const transport::Secret& secret, Duration silence) {
     secret_ = secret, silence_ = silence;
     pause_detector_ = membership::PauseDetector(silence);
   }
-  void set_secret(const transport::Secret& secret) { secret_ = secret; }  // of the daemon that has followed
+  // Another daemon has taken this rank over, and peers prove its secret from now on.
+  void set_secret(const transport::Secret& secret) { secret_ = secret; }
 
   // ---- the daemon's side
   void on_control_message(const proto::ToNode& message, TimePoint now);
   // The caller calls this in every turn, before it passes on what has come: the driver finds out whether this process
   // was paused.
   void notice(TimePoint now);
-  Duration recent_pause(TimePoint now) const;  // for how long it was, just now; zero as a rule
-  void poll(TimePoint now);                    // the ring; when it has anything to do, often
+  Duration recent_pause(TimePoint now) const;  // how long this process was paused just now; zero as a rule
+  // Runs the ring and reports on it. The caller calls it after each event, and often while working() says so.
+  void poll(TimePoint now);
   // Returns the reports that have come up since the last call, for the daemon. describe() repeats those that get lost
   // with a daemon.
   std::vector<proto::FromNode> take_reports() { return std::exchange(reports_, {}); }
@@ -103,8 +105,8 @@ class Driver {
   // The trainer's gradients of these buckets are ready in this step. A joiner's buckets are reduced without being asked
   // for.
   void want(const std::vector<bool>& buckets, TimePoint now);
-  void take(std::uint64_t step, TimePoint now);  // the trainer works on it from now on
-  // The trainer says that it is busy with something, and until when it may be; nothing: it is not any more. The
+  void take(std::uint64_t step, TimePoint now);  // the trainer works on this step from now on
+  // The trainer says what it is busy with and until when it may be, or with nothing that it is not busy any more. The
   // coordinator hears of it while a step waits for this trainer.
   struct Occupation {
     std::string reason;
@@ -118,20 +120,20 @@ class Driver {
   bool registered() const { return machine_.incarnation() != Incarnation{}; }          // the coordinator has taken us
   const membership::Samples& committed_trained() const { return committed_trained_; }  // in all steps up to there
   bool finished() const { return finished_; }
-  bool over() const { return over_; }  // … before this replica had a part in the job: nobody has touched its state
+  bool over() const { return over_; }  // it finished before this replica had a part in it: the state is untouched
   const std::optional<Error>& failure() const { return failure_; }
   std::uint64_t revision() const { return revision_; }  // changes with any of these
 
-  // A drill: one bit of what the ring brings in the next step is damaged.
+  // Damages one bit of what the ring brings in the next step, for a drill.
   void flip_a_bit() {
     if (ring_) ring_->flip_bit_at(machine_.step().next());
   }
-  // By bucket: the last step for which it has been reduced. (Once more after a retry.)
+  // For each bucket the last step for which it has been reduced; after a retry it is reduced once more.
   const std::vector<std::uint64_t>& reduced() const { return reduced_; }
   bool busy() const { return ring_ && ring_->busy(); }
   bool working() const { return ring_ && ring_->working(); }    // see ftar::Communicator
-  std::uint64_t outcomes() const { return outcomes_; }          // of the ring, ever
-  std::uint64_t links_closed() const { return links_closed_; }  // since both ends had no use for them
+  std::uint64_t outcomes() const { return outcomes_; }          // how many the ring has had since the start
+  std::uint64_t links_closed() const { return links_closed_; }  // because both ends had no use for them
   const membership::Rank& machine() const { return machine_; }
 
  private:
@@ -190,17 +192,17 @@ class Driver {
   membership::Rank machine_;
   std::unique_ptr<ftar::Communicator> prepared_;  // until this rank is registered
   std::unique_ptr<ftar::Communicator> ring_;
-  std::map<ReplicaId, std::string>
-      broken_;  // connections that broke in this epoch, and why: of no use before the next one
+  // Why connections broke in this epoch. They are of no use before the next one.
+  std::map<ReplicaId, std::string> broken_;
   std::unique_ptr<StateAudit> audit_;
   membership::RankDigests digests_;  // of the last reduction
   std::shared_ptr<Offloaded<membership::RankDigests>> audit_under_way_;
   Epoch audit_epoch_;
   Step audit_step_;
   std::shared_ptr<Offloaded<proto::FromNode>> inspection_;
-  TimePoint digests_since_{};    // digests are under way; as far as is known
+  TimePoint digests_since_{};    // since when digests are under way, as far as is known
   membership::PeerTable peers_;  // of this rank
-  proto::Peers news_;            // … of which there is more to come
+  proto::Peers news_;            // fragments of Peers, until the last has come
   LinkRule link_rule_;
   std::optional<std::set<ftar::Member>> links_;  // with whom to connect; nothing: with all
   std::set<ftar::Member> calls_;                 // of these all, also those that are newer

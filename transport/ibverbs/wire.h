@@ -1,4 +1,12 @@
-// What two verbs engines say to each other. Host byte order: all hosts of a job share it.
+// What two verbs engines say to each other. Host byte order: all hosts of a job share it. In order:
+//   1. Over the control connection (TCP) the caller sends its Greeting and hello. The listener answers with its
+//   Greeting,
+//      or by `by_manager` with where rdma_cm listens, and there the caller connects the queue pairs.
+//   2. When its queue pairs can receive, the caller sends Control `ready`: the connection is up.
+//   3. Over the queue pairs go sends, each with a Header. `message`: goes to the user. `ask`, when a key is first used;
+//      the region's owner answers with `answer`, and sends `withdraw` when the region is no more. `written` follows a
+//      write that notifies.
+//   4. When a queue pair has failed, its two ends exchange Control `rebuild`, `rebuilt` and `go`, and it goes on.
 #pragma once
 
 #include <infiniband/verbs.h>

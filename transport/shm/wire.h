@@ -1,4 +1,12 @@
-// Records in the rings: this header, then the bytes of a message or of a small write.
+// What two shm engines say to each other. In order:
+//   1. Over the unix socket the caller sends its Greeting, with the channel's memfd and its doorbell, and then its
+//   hello;
+//      the listener answers with its own Greeting and doorbell. After that the socket only shows that both ends live.
+//   2. All else goes through the rings, in records: a header, then the bytes of a message or of a small write.
+//      message: goes to the user.
+//      write: the receiver moves the bytes into place, and answers with `acknowledge`, which has the refusal if any.
+//      read: the owner checks key and range, and answers with `found`, which says where the bytes lie, or with
+//      `acknowledge`, which refuses. The reader then moves them.
 #pragma once
 
 #include <cstdint>

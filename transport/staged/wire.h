@@ -1,5 +1,12 @@
 // What two staged engines say to each other, over the messages of the engines below. Host byte order: all hosts of a
-// job share it.
+// job share it. In order:
+//   1. The Greeting is the hello of the connection below.
+//   2. The caller's first message is `hello`, with its user's hello. After that each side may send:
+//   3. `message`: goes to the user.
+//   4. `offer`: a fragment of a write lies ready in a slot. The receiver reads it, copies it to its region, and answers
+//      `landed`. `withdrawn`: no more fragments of that write come.
+//   5. `request`: the receiver is to write what is asked for, by offers or directly; that is a read. `answered` follows
+//      the last byte.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +17,6 @@ namespace rejoin::transport::staged::wire {
 
 constexpr std::uint64_t kMagic = 0x3264656761747352;  // "Rstaged2": another layout gets another number
 
-// The hello below; the caller's is the first message.
 struct Greeting {
   std::uint64_t magic = kMagic;
 };
@@ -33,7 +39,7 @@ enum class Status : std::uint64_t {
   no_remote_write
 };
 
-// Bytes lie ready to be read, and are to go to a region of the receiver's; `landed` answers it.
+// Bytes lie ready to be read, and are to go to a region of the receiver's. `landed` answers it.
 struct Offer {
   std::uint64_t number = 0;     // the sender's
   std::uint64_t write = 0;      // which of the sender's writes it is a fragment of

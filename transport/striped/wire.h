@@ -1,5 +1,12 @@
 // What two striped engines say to each other, over the rails' own messages. Host byte order: all hosts of a job share
-// it.
+// it. In order:
+//   1. The caller connects each rail with a Greeting as its hello.
+//   2. Over the first rail that is up it sends `hello`, with its user's hello. After that each side may send, numbered:
+//   3. `message`: goes to the user.
+//   4. `ask` when it first uses a key; `answer` has the region's key on each rail. Then it writes and reads, in pieces.
+//   5. `announce` for each write with a notification: the receiver counts its pieces. `withdraw`: it is never complete.
+//   6. `rail_down` and then `landed` when a rail has died: the two agree on which of its pieces have arrived.
+// Besides, unnumbered: `received`, so that nothing is kept for longer than needed, and `probe` with its `echo`.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// UCX's libraries, loaded when an engine is first made.
+// Loads UCX's libraries when the process first makes an engine, so that programs run where they are not installed.
 #pragma once
 
 #include <ucp/api/ucp.h>
@@ -6,7 +6,7 @@
 
 #include "base/result.h"
 
-// Functions of libucp that the backend calls, by their names without "ucp_".
+// The functions of libucp that the backend calls, without the "ucp_" of their names.
 // clang-format off
 #define REJOIN_UCP(F) \
   F(config_read) F(config_modify) F(config_release) F(init_version) F(cleanup) F(worker_create) \
@@ -21,18 +21,20 @@ struct Ucx {
 #define REJOIN_UCP_MEMBER(name) decltype(&::ucp_##name) name = nullptr;
   REJOIN_UCP(REJOIN_UCP_MEMBER)
 #undef REJOIN_UCP_MEMBER
-  // Of libucs.
+  // These two are of libucs.
   decltype(&::ucs_status_string) status_string = nullptr;
   decltype(&::ucs_global_opts_set_value) set_global_option = nullptr;
 
-  // As the header has it inline.
+  // Does what ucp_init() does, which UCX's header has inline.
   ucs_status_t init(const ucp_params_t* params, const ucp_config_t* config, ucp_context_h* context) const {
     return init_version(UCP_API_MAJOR, UCP_API_MINOR, params, config, context);
   }
 };
 
-// Errors: `unavailable` where they can't be loaded, with what to install.
+// Loads the libraries, or returns what an earlier call has loaded. Thread: any. Errors: `unavailable` where they can't
+// be loaded, with what to install.
 Result<const Ucx*> load_ucx();
-const Ucx& ucx();  // that has been loaded: whoever has an engine has done so
+// Returns what was loaded. Who has an engine may call it.
+const Ucx& ucx();
 
 }  // namespace rejoin::transport::ucx
