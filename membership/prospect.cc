@@ -23,11 +23,11 @@ Incarnations links_in(const LinkRule& rule, const Ring& ring, std::size_t positi
 proto::ToNode Prospect::message(std::uint64_t job) const {
   proto::ToNode message;
   auto& prospect = *message.mutable_prospect();
-  for (const auto& place : ring) {
+  for (const auto& one : ring) {
     auto& member = *prospect.add_members();
-    member.set_replica(member.replica.value);
-    member.set_incarnation(member.incarnation.value);
-    member.set_catching_up(member.catching_up);
+    member.set_replica(one.replica.value);
+    member.set_incarnation(one.incarnation.value);
+    member.set_catching_up(one.catching_up);
   }
   prospect.set_candidates(static_cast<std::uint32_t>(candidates));
   prospect.set_job(job);
