@@ -66,24 +66,23 @@ Result<> StatusServer::start_http() {
   Fd ends(::epoll_create1(EPOLL_CLOEXEC));
   if (!ends) return fail_errno("epoll_create1");
   hung_up_.assign(ends.release());
-  const auto on_connection =
-      +[](void* self, MHD_Connection* connection, void** caller, MHD_ConnectionNotificationCode what) {
-        auto& server = *static_cast<StatusServer*>(self);
-        if (what == MHD_CONNECTION_NOTIFY_STARTED) {
-          const auto* info = MHD_get_connection_info(connection, MHD_CONNECTION_INFO_CONNECTION_FD);
-          auto* came = new Caller(server.io_, info->connect_fd, server.patience_);
-          *caller = came;
-          // Not to be watched costs its time alone. The descriptor leaves the epoll when the library closes it, at once
-          // after it has said so.
-          epoll_event event{.events = EPOLLRDHUP | EPOLLONESHOT, .data = {.ptr = came}};
-          (void)::epoll_ctl(server.hung_up_.native_handle(), EPOLL_CTL_ADD, came->fd, &event);
-          return;
-        }
-        server.halves_.erase(static_cast<Caller*>(*caller));
-        delete static_cast<Caller*>(*caller);
-        --server.open_;
-        if (std::exchange(server.full_, false)) server.accept();
-      };
+  const auto hook = +[](void* self, MHD_Connection* connection, void** caller, MHD_ConnectionNotificationCode what) {
+    auto& server = *static_cast<StatusServer*>(self);
+    if (what == MHD_CONNECTION_NOTIFY_STARTED) {
+      const auto* info = MHD_get_connection_info(connection, MHD_CONNECTION_INFO_CONNECTION_FD);
+      auto* came = new Caller(server.io_, info->connect_fd, server.patience_);
+      *caller = came;
+      // Not to be watched costs its time alone. The descriptor leaves the epoll when the library closes it, at once
+      // after it has said so.
+      epoll_event event{.events = EPOLLRDHUP | EPOLLONESHOT, .data = {.ptr = came}};
+      (void)::epoll_ctl(server.hung_up_.native_handle(), EPOLL_CTL_ADD, came->fd, &event);
+      return;
+    }
+    server.halves_.erase(static_cast<Caller*>(*caller));
+    delete static_cast<Caller*>(*caller);
+    --server.open_;
+    if (std::exchange(server.full_, false)) server.accept();
+  };
   const auto asked = +[](void* self, MHD_Connection* connection, const char* path, const char* method, const char*,
                          const char*, std::size_t*, void**) {
     return static_cast<StatusServer*>(self)->answer(connection, path, method) ? MHD_YES : MHD_NO;
@@ -92,7 +91,7 @@ Result<> StatusServer::start_http() {
   http_ = MHD_start_daemon(MHD_USE_EPOLL | MHD_USE_NO_LISTEN_SOCKET | MHD_USE_ERROR_LOG, 0, nullptr, nullptr, asked,
                            this, MHD_OPTION_EXTERNAL_LOGGER, &log_http, nullptr, MHD_OPTION_CONNECTION_LIMIT,
                            static_cast<unsigned>(kMostRequests), MHD_OPTION_CONNECTION_MEMORY_LIMIT, kMostMemory,
-                           MHD_OPTION_NOTIFY_CONNECTION, on_connection, this, MHD_OPTION_END);
+                           MHD_OPTION_NOTIFY_CONNECTION, hook, this, MHD_OPTION_END);
   if (http_ == nullptr) return fail(ErrorCode::unavailable, "status: the HTTP server could not be started");
   const auto* info = MHD_get_daemon_info(http_, MHD_DAEMON_INFO_EPOLL_FD);
   auto watched = duplicate(info->epoll_fd);
