@@ -65,6 +65,10 @@ void bind(CommandLine& line, Config& c) {
                "coordinator: the job has stopped because replicas differ; go on without this one: REPLICA@STEP, as "
                "the status says")
       .check(or_none(replica_at_step()));
+  line.setting("--round-trips", c.round_trips, "REJOIN_ROUND_TRIPS",
+               "coordinator: auto: where no locations tell it, members stand in the ring by who is near whom as round "
+               "trips are measured; off: they stand by locations alone, or else in the order in which they have come")
+      .one_of({"auto", "off"});
   line.setting("--silence-ms", c.silence_ms, "REJOIN_SILENCE_MS",
                "how long a peer may be silent; all other deadlines follow from it")
       .range(100, 3600000);
@@ -162,6 +166,7 @@ membership::JobConfig job_of(const Config& c) {
                             .roll_back_to = c.roll_back_to ? std::optional(Step(*c.roll_back_to)) : std::nullopt,
                             .start_patience = std::chrono::milliseconds(c.start_patience_ms)};
   job.links.full_mesh_members = c.full_mesh_members;
+  job.round_trips = c.round_trips != "off";
   job.audit.on = c.audit != "off";
   if (job.audit.on && c.audit != "auto") parse_number(c.audit, job.audit.period);
   if (const auto drop = parse_replica_at_step(c.drop_replica)) job.drop = {.replica = drop->first, .at = drop->second};

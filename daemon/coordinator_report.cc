@@ -158,6 +158,7 @@ nlohmann::json status_of(const membership::Coordinator& machine, const NodeListe
     auto& replicas = json["neighbourhoods"].emplace_back(nlohmann::json::array());
     for (auto replica : one) replicas.push_back(replica.value);
   }
+  json["orders_by_round_trips"] = machine.orders_by_round_trips();
   const auto& rule = machine.balance_rule();
   json["balance"] = {{"on", rule.on},
                      {"at_least", rule.at_least * 1e-3},

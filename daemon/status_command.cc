@@ -109,7 +109,9 @@ std::string neighbourhood_line(const nlohmann::json& coordinator) {
     all += all.empty() ? "" : " |";
     for (const auto& replica : one) all += fmt::format(" {}", replica.get<int>());
   }
-  return all.empty() ? "" : "  near each other, by round trips:" + all + "\n";
+  if (all.empty()) return "";
+  const bool followed = coordinator.value("orders_by_round_trips", true);
+  return fmt::format("  near each other, by round trips{}:{}\n", followed ? "" : ", which no order follows", all);
 }
 
 // "<0.26 to <2.05": in ms, to the nearest and the farthest of those that it is connected with.

@@ -130,6 +130,7 @@ class Coordinator {
   std::optional<Located> located(ReplicaId replica, Incarnation incarnation) const;  // nothing: not all its ranks are
   RoundTrips round_trips(ReplicaId replica, Incarnation incarnation) const;          // as its ranks have told
   std::vector<std::vector<ReplicaId>> neighbourhoods() const;                        // of members, see round_trips.h
+  bool orders_by_round_trips() const { return config_.round_trips; }
   const std::map<ReplicaId, ReplicaState>& replicas() const { return replicas_; }
   bool caught_up(const ReplicaState& replica) const;  // all its ranks
   bool caught_up(const MemberState& member) const;    // … as far as this coordinator has heard
@@ -350,11 +351,8 @@ class Coordinator {
   std::vector<MemberState> members_;
   std::vector<Suspended> suspended_;
   std::map<ReplicaId, ReplicaState> replicas_;
-  struct Out {
-    std::string why;
-    std::optional<TimePoint> since;
-  };
-  std::map<ReplicaId, Out> out_;                        // of a job that has started: who is no member
+  using Out = AbsentReplica;
+  std::map<ReplicaId, Out> out_;
   std::map<ReplicaId, std::string> differed_at_start_;  // until they have taken over the others' state
   struct {
     std::string why;

@@ -97,7 +97,7 @@ void Coordinator::order_by_location(Ring::iterator begin, Ring::iterator end, Mo
     std::ranges::sort(all, stands_before, [](const auto& one) -> const Located& { return one.first; });
     std::ranges::transform(all, begin, [](const auto& one) { return one.second; });
   }
-  if (moving == Moving::no) return;
+  if (moving == Moving::no || !config_.round_trips) return;
   for (std::size_t from = 0, to = 0; from < all.size(); from = to) {
     while (to < all.size() && (!all_located || all[to].first.ranks == all[from].first.ranks)) ++to;
     if (to - from < 3) continue;  // whose order makes no difference

@@ -39,6 +39,12 @@ struct ReplicaOutage {
   std::string next;                 // what has to happen before it is in the job again
 };
 
+// Of a job that has started: who is no member.
+struct AbsentReplica {
+  std::string why;
+  std::optional<TimePoint> since;
+};
+
 // Ranks of a replica that are connected with the same incarnations.
 struct ConnectedRanks {
   RankSet ranks;

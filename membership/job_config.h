@@ -28,6 +28,7 @@ struct JobConfig {
   Duration start_patience{};
   AuditConfig audit;
   LinkRule links{.full_mesh_members = 64};  // with whom a member is connected
+  bool round_trips = true;                  // the ring's order follows those that are measured
   // An operator's word where replicas differ and the job has stopped after step `at`: this one is wrong.
   struct Drop {
     ReplicaId replica;

@@ -66,7 +66,7 @@ struct TwoRooms : Daemons {
     std::string order;              // of the members
     std::string status;             // for people
   };
-  Measured run_job(const std::string& name, bool located) {
+  Measured run_job(const std::string& name, bool located, const std::string& round_trips = "auto") {
     std::vector<std::unique_ptr<Process>> processes;
     const auto start = [&](std::uint32_t host, const std::string& who, std::vector<std::string> more) {
       more.insert(more.begin(), {kDaemon, "--job-key-file", key, "--name", who, "--address-file", file(who + ".json"),
@@ -76,7 +76,7 @@ struct TwoRooms : Daemons {
     constexpr auto patience = std::chrono::seconds(60);
     start(0, name,
           {"--coordinator", "--listen", "0.0.0.0:0", "--log-directory", file(name + ".log"), "--replicas", "4",
-           "--ranks", "1", "--batch", "4"});
+           "--ranks", "1", "--batch", "4", "--round-trips", round_trips});
     EXPECT_TRUE(eventually([&] { return std::filesystem::exists(file(name + ".json")); }, patience));
     const auto told = addresses(name);
     coordinator_status = told.at("status");
@@ -137,6 +137,10 @@ TEST(Hosts, RingsCrossWhatLiesBetweenRoomsAsRarelyAsTheyCanWhereRoundTripsTellTh
   std::cout << measured.bytes * 1e-6 << " MB between the rooms and " << measured.seconds << " s a step\n";
   EXPECT_LT(measured.bytes, 5e6) << "each of the four hops between rooms that there are by number has 1.8 MB";
   EXPECT_GT(measured.bytes, 2.5e6);
+  const auto off = two.run_job("off", false, "off");
+  EXPECT_EQ(off.order, "0123") << off.status;
+  EXPECT_NE(off.status.find("near each other, by round trips, which no order follows: 0 2 | 1 3"), std::string::npos)
+      << off.status;
 }
 
 }  // namespace

@@ -81,7 +81,7 @@ TEST(Settings, AWrongOneIsRefusedWithItsFlagItsValueAndWhatIsAllowed) {
 
 TEST(Settings, WhatIsRightIsTaken) {
   EXPECT_EQ(refusal({"--coordinator", "--listen", "[::1]:0", "--status", "localhost:65535", "--steps", "0",
-                     "--start-patience-ms", "0", "--roll-back-to", "0", "--log-level", "off"}),
+                     "--start-patience-ms", "0", "--roll-back-to", "0", "--round-trips", "off", "--log-level", "off"}),
             "");
   EXPECT_EQ(refusal({"--socket", "@name", "--connect", "[::1]:7000", "--transport", "tcp:127.0.0.1,127.0.0.2",
                      "--stream-limit", "0.5", "--location", "dc1/room-2/rack_3/host.4", "--data-listen", "0.0.0.0:0",

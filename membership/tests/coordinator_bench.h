@@ -22,6 +22,7 @@ struct BenchOptions {
   LinkRule links{.full_mesh_members = 64};
   bool constant_batch = false;
   BalanceRule balance = {};
+  bool round_trips = true;
 };
 struct Bench {
   JobConfig config{.replicas = 3, .ranks = 2, .batch = 10, .steps = 0, .silence = 1s};
@@ -41,6 +42,7 @@ struct Bench {
   }
   JobConfig configured(const BenchOptions& told) {
     config.roll_back_to = told.roll_back_to;
+    config.round_trips = told.round_trips;
     config.steps = told.steps;
     config.id = told.id;
     config.drop = told.drop;

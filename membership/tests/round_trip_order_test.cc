@@ -142,6 +142,41 @@ TEST(CoordinatorNearness, LocationsRuleWhereTheyAreToldAndRoundTripsWithinOne) {
   EXPECT_EQ(within.order(), "1 3 2 4 0 5 ");
 }
 
+TEST(CoordinatorNearness, DecidesNothingWhereThatIsSwitchedOffAndIsKnownAllTheSame) {
+  Apart job({0, 1, 0, 1, 0}, {}, {.round_trips = false});
+  job.come_all();
+  EXPECT_EQ(job.order(), "0 1 2 3 4 ");
+  EXPECT_EQ(job.coordinator.neighbourhoods().size(), 2u);
+  job.down(4);
+  EXPECT_EQ(job.order(), "0 1 2 3 ");
+  Apart within({0, 1, 0, 1}, {}, {.round_trips = false});
+  for (auto& place : within.places) place = "dc";
+  within.come_all();
+  EXPECT_EQ(within.order(), "0 1 2 3 ");
+}
+
+TEST(CoordinatorNearness, SwitchedOffInAJobThatRunsMovesNobody) {
+  Apart before({0, 1, 0, 1});
+  before.come_all();
+  before.step();
+  Apart job(before.rooms, before.log, {.round_trips = false});
+  job.incarnations = before.incarnations;
+  for (std::uint32_t replica = 0; replica < 4; ++replica) {
+    job.come(replica, 1, true);
+    job.link(replica);
+  }
+  job.down(2);
+  EXPECT_EQ(job.order(), "0 1 3 ");
+  job.come(2, 2);
+  job.link_all();
+  job.step();
+  job.link(2, true);
+  job.step();
+  EXPECT_EQ(job.order(), "0 1 3 2 ") << "as it has come; near 0 is where the ring closes";
+  job.down(0);
+  EXPECT_EQ(job.order(), "1 3 2 ");
+}
+
 // One does not say where it is, and has not come back: nobody knows whether it will.
 TEST(CoordinatorNearness, AsLongAsAMemberHasNotComeBackNobodyMoves) {
   Apart before({0, 0, 0, 0});
