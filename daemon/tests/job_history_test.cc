@@ -184,6 +184,9 @@ json status_of_coordinator(bool leads = true) {
         {"blocked_on", json::array()},
         {"stragglers",
          json::array({{{"what", "compute"}, {"replica", 2}, {"times", 1.5}, {"since_step", 9}, {"for_ms", 8000}}})},
+        {"members", json::array()},
+        {"neighbourhoods", json::array()},
+        {"orders_by_round_trips", true},
         {"balance", {{"on", true}, {"at_least", 0.5}, {"at_most", 1.5}, {"in_force", true}}},
         {"steps_rolled_back", 0},
         {"versions",
@@ -301,6 +304,30 @@ TEST(Overview, IsOfBoundedSizeAndSoAreTheMetrics) {
   EXPECT_EQ(o.at("coordinator").at("out").at("count"), replicas);
   const std::string text = metrics_text(status, &history, TimePoint(600s));
   EXPECT_LT(std::ranges::count(text, '\n'), 4 * replicas + 250);
+}
+
+TEST(Overview, SaysWhereMembersAreWhereTheyOrRoundTripsTell) {
+  const JobHistory history(4);
+  json status = status_of_coordinator();
+  auto& c = status.at("coordinator_role");
+  const auto told = [&] { return overview(status, &history, TimePoint(1s)).at("coordinator"); };
+  const json nothing{{"rows", json::array()}, {"count", 0}};
+  for (int replica : {0, 2, 1, 3})
+    c.at("members").push_back({{"replica", replica},
+                               {"role", replica == 3 ? "catching_up" : "contributor"},
+                               {"round_trip_us", {{"nearest", 128}, {"farthest", 128}}}});
+  EXPECT_EQ(told().at("places"), nothing) << "all are near each other";
+  c.at("neighbourhoods") = {{0, 2}, {1, 3}};
+  json o = told();
+  EXPECT_EQ(o.at("neighbourhoods").at("rows"), json({"0 2", "1 3"}));
+  EXPECT_EQ(o.at("places").at("count"), 4);
+  EXPECT_EQ(o.at("places").at("rows").at(3),
+            json({{"replica", 3}, {"catches_up", true}, {"round_trip_us", {{"nearest", 128}, {"farthest", 128}}}}));
+  c.at("neighbourhoods") = json::array();
+  c.at("members").at(1)["location"] = "dc/a";
+  o = told();
+  EXPECT_EQ(o.at("neighbourhoods"), nothing);
+  EXPECT_EQ(o.at("places").at("rows").at(1), json({{"replica", 2}, {"catches_up", false}, {"location", "dc/a"}}));
 }
 
 TEST(StatusPages, AnswerByTheirPathsAndKeepWhatTheyMadeForAMoment) {
