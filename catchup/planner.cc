@@ -8,8 +8,9 @@ namespace {
 
 constexpr std::uint32_t kOfFellows = 4;  // a fellow's window is this part of a contributor's: there are more of them
 
-constexpr std::uint32_t kOpening = 4;     // a contributor's window at first; it opens by one with each slice
+constexpr std::uint32_t kOpening = 4;     // a contributor's window at first; it opens by one with each slice of its
 constexpr std::int64_t kRecent = 8;       // slices, whose arrival tells how fast they come now
+constexpr std::size_t kLately = 64;       // slices of each source as a mean: what came before counts for half
 constexpr std::uint32_t kAllFellows = 9;  // of so many joiners each asks all others
 
 }  // namespace
@@ -69,11 +70,28 @@ void Planner::set_turn(std::uint32_t own, std::uint32_t of) {
   }
 }
 
-void Planner::on_source_up(ReplicaId source, std::size_t distance) { sources_[source].distance = distance; }
+// Of a source, as a mean: what a new one is taken to be capable of.
+std::uint32_t Planner::usually_delivered() const {
+  std::uint64_t all = 0;
+  for (const auto& [id, source] : sources_) all += source.delivered;
+  return static_cast<std::uint32_t>(all / std::max<std::size_t>(1, sources_.size()));
+}
+
+void Planner::count(Source& source) {
+  ++source.arrived;
+  ++source.delivered;
+  if (++counted_ < kLately * sources_.size()) return;
+  counted_ = 0;
+  for (auto& [id, one] : sources_) one.delivered /= 2;
+}
+
+void Planner::on_source_up(ReplicaId source, std::size_t distance) {
+  sources_.try_emplace(source, Source{.delivered = usually_delivered()}).first->second.distance = distance;
+}
 
 void Planner::on_fellow_up(ReplicaId fellow) {
   sources_.try_emplace(fellow,
-                       Source{.fellow = true, .under_way = {}, .offers = std::vector<bool>(total_), .offered = {}});
+                       Source{.fellow = true, .offers = std::vector<bool>(total_), .delivered = usually_delivered()});
 }
 
 void Planner::on_offered(ReplicaId fellow, std::uint32_t slice) {
@@ -107,20 +125,24 @@ std::vector<std::uint32_t> Planner::next(ReplicaId source, std::size_t sources, 
   std::size_t left = own_turn_.size() + others_turns_.size() + offered_.size();
   if (left == 0 || found == sources_.end() || found->second.distance > reach_) return slices;
   std::size_t near = 0;
+  std::uint64_t weights = 0;  // of those; one that is expected weighs as much as the mean of them
   for (const auto& [id, one] : sources_) {
     left += one.under_way.size();
-    near += one.distance <= reach_ ? 1 : 0;
+    if (one.distance > reach_) continue;
+    ++near;
+    weights += one.weight();
   }
-  const std::size_t among = std::max(sources, near), share = (left + among - 1) / among;
   Source& asked = found->second;
+  const std::uint64_t all = weights * std::max(sources, near), share = (left * asked.weight() * near + all - 1) / all;
   const auto ask = [&](std::uint32_t slice) {
     take(slice);
     asked.under_way.insert(slice);
     slices.push_back(slice);
   };
-  const std::size_t window = asked.fellow ? std::max(1u, window_ / kOfFellows) : std::min(window_, kOpening + arrived_);
+  const std::size_t window =
+      asked.fellow ? std::max(1u, window_ / kOfFellows) : std::min(window_, kOpening + asked.arrived);
   Queue& first = asked.fellow ? asked.offered : own_turn_;
-  while (asked.under_way.size() < std::min(window, share) && !first.empty()) ask(first.begin()->second);
+  while (asked.under_way.size() < std::min<std::uint64_t>(window, share) && !first.empty()) ask(first.begin()->second);
   Queue& rest = others_turns_.empty() ? offered_ : others_turns_;
   if (asked.fellow || !asked.under_way.empty() || rest.empty()) return slices;
   if (!idle && (!slow_ || out_of_turn_.size() >= turn())) return slices;
@@ -138,6 +160,7 @@ bool Planner::on_arrived(ReplicaId source, std::uint32_t slice) {
   if (found == sources_.end() || found->second.under_way.erase(slice) == 0) return false;
   if (!have_[slice]) ++arrived_;
   have_[slice] = true;
+  count(found->second);
   if (!out_of_turn_.contains(slice)) {
     ++plain_;
     recent_.push_back(now_);

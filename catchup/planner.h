@@ -47,7 +47,8 @@ class Planner {
   void on_source_down(ReplicaId source);
   // Returns the slices to ask this source for next. They count as under way from now on. It has no more of them than
   // its share of what is left, among those that are up and those that are expected to be at once: so many `sources`.
-  // Without that whoever is up first would have all of a small state. `idle`: nothing has come for a while.
+  // Without that whoever is up first would have all of a small state. Shares are as what each has delivered lately, so
+  // that who is slow does not owe much when the others have nothing left to do. `idle`: nothing has come for a while.
   std::vector<std::uint32_t> next(ReplicaId source, std::size_t sources = 0, bool idle = false);
   // Sources that are farther away than this are asked for nothing from now on; what is under way from them comes.
   void reach_to(std::size_t distance) { reach_ = distance; }
@@ -78,33 +79,11 @@ class Planner {
     std::vector<bool> offers;  // of a fellow, by slice
     Queue offered;             // … those that wait
     std::size_t distance = 0;
+    std::uint32_t arrived = 0;    // slices
+    std::uint32_t delivered = 0;  // … lately
+    std::uint64_t weight() const { return std::uint64_t{delivered} + 1; }
   };
   Queue& queue_of(std::uint32_t slice);
   void wait(std::uint32_t slice, Priority priority);
-  void take(std::uint32_t slice);
-  bool waits(std::uint32_t slice) const { return priorities_[slice] != kNotWaiting; }
-  bool is_own(std::uint32_t slice) const { return slice % of_ == own_; }
-  std::uint32_t turn() const { return (total_ + of_ - 1) / of_; }
-
-  static constexpr Priority kNotWaiting = std::int64_t{1} << 62;
-  const std::uint32_t total_, widest_;
-  std::uint32_t window_, arrived_since_ = 0;
-  std::size_t reach_ = ~std::size_t{0};
-  std::uint32_t own_ = 0, of_ = 1;
-  std::set<std::uint32_t> out_of_turn_;  // slices of others' turns that contributors were asked for
-  TimePoint now_{};
-  std::optional<TimePoint> begun_;
-  std::uint32_t plain_ = 0;       // slices that have arrived and are not of these
-  std::deque<TimePoint> recent_;  // … the last of them
-  bool slow_ = false;
-  Priority first_ = -1, last_;  // that are free
-  std::vector<Priority> priorities_;
-  // Slices that wait: nobody offers them, and they are of this joiner's turn or another's; a fellow offers them.
-  Queue own_turn_, others_turns_, offered_;
-  std::map<ReplicaId, Source> sources_;
-  std::vector<std::uint16_t> offers_;  // by slice: how many fellows have it
-  std::vector<bool> have_;
-  std::uint32_t arrived_ = 0, refetched_ = 0;
-};
-
-}  // namespace rejoin::catchup
+  std::uint32_t usually_delivered() const;
+  void count(Source& source);

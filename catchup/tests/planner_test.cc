@@ -72,6 +72,61 @@ TEST(Planner, WhoeverIsOutOfReachIsAskedForNothingAndLeavesNoShare) {
   EXPECT_TRUE(planner.on_arrived(ReplicaId(1), 3));
 }
 
+// Sources that serve what they are asked for one slice after the other, each in its own time, from its own time on.
+struct Served {
+  struct Source {
+    int period = 1, from = 0;
+    std::deque<std::uint32_t> asked{};
+    int done_at = 0;
+    std::uint32_t delivered = 0;
+  };
+  std::vector<Source> sources;
+  int took = 0;
+
+  Served(std::uint32_t slices, std::vector<Source> all) : sources(std::move(all)) {
+    Planner planner(slices, 16);
+    for (; !planner.all_arrived() && took < 1'000'000; ++took) {
+      planner.on_time(TimePoint(std::chrono::milliseconds(took)));
+      for (std::uint32_t i = 0; i < sources.size(); ++i) {
+        Source& its = sources[i];
+        if (its.from == took) planner.on_source_up(ReplicaId(i));
+        if (!its.asked.empty() && took >= its.done_at) {
+          EXPECT_TRUE(planner.on_arrived(ReplicaId(i), its.asked.front()));
+          its.asked.pop_front();
+          ++its.delivered;
+          its.done_at = took + its.period;
+        }
+      }
+      for (std::uint32_t i = 0; i < sources.size(); ++i) {
+        Source& its = sources[i];
+        if (its.asked.empty()) its.done_at = took + its.period;
+        for (auto slice : planner.next(ReplicaId(i), sources.size())) its.asked.push_back(slice);
+      }
+    }
+  }
+};
+
+TEST(Planner, ASourceOfATenthOfTheSpeedHasATenthOfTheWorkAndIsNotWaitedFor) {
+  for (const std::uint32_t slices : {128u, 256u, 1000u, 5000u}) {
+    for (const bool slow_first : {false, true}) {
+      const Served served(slices, {{.period = slow_first ? 10 : 1}, {.period = slow_first ? 1 : 10}});
+      const double ideal = slices / 1.1;
+      EXPECT_LT(served.took, 1.15 * ideal) << slices << " slices";
+      const double slow = served.sources[slow_first ? 0 : 1].delivered, fast = slices - slow;
+      EXPECT_GT(fast, 7 * slow) << slices << " slices";
+      EXPECT_LT(fast, 12 * slow) << slices << " slices";
+    }
+  }
+}
+
+TEST(Planner, ASourceThatComesLateOrBecomesFastHasItsShare) {
+  const Served late(2000, {{}, {.from = 1000}});
+  EXPECT_LT(late.took, 1550);
+  EXPECT_GT(late.sources[1].delivered, 450u);
+  const Served later(2000, {{.period = 10}, {}, {.from = 1500}});
+  EXPECT_LT(later.took, 1.1 * (1500 + 350 / 2.1));
+}
+
 TEST(Planner, NarrowsWhereGradientsPileUpAndWidensAgain) {
   Planner planner(1000, 16);
   planner.on_source_up(ReplicaId(0));
