@@ -218,6 +218,18 @@ void add_rank(Metrics& metrics, const json& rank) {
   metrics.counter("reduced_bytes", "Gradients reduced.", number(reduced, "bytes"), labels);
   metrics.counter("stale_messages", "Messages of other epochs that were dropped.", number(reduced, "stale_dropped"),
                   labels);
+  if (rank.contains("coding")) {
+    const auto& coding = rank.at("coding");
+    metrics.counter("chunk_plain_bytes", "Chunks that were sent, if none of them had been coded.",
+                    number(coding, "plain_bytes"), labels);
+    metrics.counter("chunk_sent_bytes", "… as they went.", number(coding, "sent_bytes"), labels);
+    metrics.gauge("coding_feedback_bytes", "Memory that keeps what coding has lost, for the next step.",
+                  number(coding, "feedback_bytes"), labels);
+    if (coding.contains("error"))
+      metrics.gauge("coding_error_ratio",
+                    "Root mean square of what coding lost in the last steps, in relation to the values.",
+                    number(coding, "error"), labels);
+  }
   std::vector<const json*> hops;
   for (const auto& hop : rank.at("hops"))
     if (hop.at("bytes") != 0) hops.push_back(&hop);
@@ -232,6 +244,9 @@ void add_rank(Metrics& metrics, const json& rank) {
     metrics.gauge("hop_longest_gap_seconds",
                   "The longest time between two chunks of one all-reduce, in the last 10 to 20 s.",
                   number(*hop, "recent_gap_us") * 1e-6, from);
+    if (rank.contains("coding"))
+      metrics.gauge("hop_coded_bits", "A value, in the last chunk that was sent to a neighbour; 0: it went as it is.",
+                    number(*hop, "coded_bits"), with("to", hop->at("replica")));
   }
   for (std::size_t i = 0; i < rank.at("rails").size(); ++i) {
     const auto& rail = rank.at("rails").at(i);

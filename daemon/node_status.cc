@@ -2,6 +2,7 @@
 #include <signal.h>
 
 #include <algorithm>
+#include <cmath>
 #include <nlohmann/json.hpp>
 
 #include "base/release.h"
@@ -68,7 +69,15 @@ nlohmann::json NodeServer::status() const {
                               {"chunks", hop.chunks()},
                               {"bytes", hop.bytes()},
                               {"longest_gap_us", hop.longest_gap_us()},
-                              {"recent_gap_us", hop.recent_gap_us()}});
+                              {"recent_gap_us", hop.recent_gap_us()},
+                              {"coded_bits", hop.coded_bits()}});
+    if (trainer.ring.has_coding()) {
+      const auto& coding = trainer.ring.coding();
+      rank["coding"] = {{"plain_bytes", coding.plain_bytes()},
+                        {"sent_bytes", coding.sent_bytes()},
+                        {"feedback_bytes", coding.feedback_bytes()}};
+      if (coding.has_error() && std::isfinite(coding.error())) rank["coding"]["error"] = coding.error();
+    }
     rank["rails"] = nlohmann::json::array();
     for (const auto& rail : trainer.ring.rails()) rank["rails"].push_back({{"peers", rail.peers()}, {"up", rail.up()}});
     json["ranks"].push_back(std::move(rank));

@@ -196,6 +196,15 @@ void print_roles(const nlohmann::json& status) {
       std::cout << fmt::format(
           "    {} all-reduces of {}, {} stale messages dropped\n", reduced.at("operations").get<std::uint64_t>(),
           human_bytes(reduced.at("bytes").get<std::uint64_t>()), reduced.at("stale_dropped").get<std::uint64_t>());
+      if (r.contains("coding")) {
+        const auto& c = r.at("coding");
+        std::cout << fmt::format(
+            "    coding: sent {} as {}, {}, {} to make up for it\n",
+            human_bytes(c.at("plain_bytes").get<std::uint64_t>()), human_bytes(c.at("sent_bytes").get<std::uint64_t>()),
+            c.contains("error") ? fmt::format("{:.2g} % is lost in a step", 100 * c.at("error").get<double>())
+                                : "nothing is lost so far",
+            human_bytes(c.at("feedback_bytes").get<std::uint64_t>()));
+      }
       for (const auto& hop : r.at("hops")) {
         if (hop.at("chunks").get<std::uint64_t>() == 0) {
           std::cout << fmt::format(
@@ -204,9 +213,11 @@ void print_roles(const nlohmann::json& status) {
               hop.at("replica").get<int>());
           continue;
         }
-        std::cout << fmt::format("    from replica {}: {} in {} chunks, longest gap {:.1f} ms\n",
+        const auto bits = hop.value("coded_bits", 0u);
+        std::cout << fmt::format("    from replica {}: {} in {} chunks, longest gap {:.1f} ms{}\n",
                                  hop.at("replica").get<int>(), human_bytes(hop.at("bytes").get<std::uint64_t>()),
-                                 hop.at("chunks").get<std::uint64_t>(), hop.at("longest_gap_us").get<double>() * 1e-3);
+                                 hop.at("chunks").get<std::uint64_t>(), hop.at("longest_gap_us").get<double>() * 1e-3,
+                                 bits > 0 ? fmt::format("; to it in {} bits", bits) : "");
       }
     }
     for (const auto& s : n.at("serving")) {

@@ -26,6 +26,8 @@ struct BucketCoding {
   static std::size_t room_for(DataType type, std::size_t bytes) {
     return round_up(coding::coded_bytes(type, bytes, coding::Width::eight), 64);
   }
+  // After an all-reduce: the error; then, where nobody has said the width, what the next one has.
+  void measure();
   void adapt(double bound);
 };
 

@@ -1,5 +1,7 @@
 // Chunks that travel coded, where the link is slower than the coder: who codes what, and when it is decoded. See "Coded
 // gradients" in docs/design-notes.md.
+#include <fmt/format.h>
+
 #include <cmath>
 
 #include "base/fail.h"
@@ -27,14 +29,18 @@ bool is_slow(double link, double rate, DataType type, Width width) {
   return 1 / link > kGain * (1 / (ratio * link) + 1 / rate);
 }
 
+void BucketCoding::measure() {
+  const double now = std::sqrt(loss.lost / loss.of);
+  if (!std::isfinite(now)) return;  // nothing was coded, or nothing is known
+  error = error ? *error + (now - *error) * kWeight : now;
+}
+
 void BucketCoding::adapt(double bound) {
   if (plain_for > 0) {
     --plain_for;
     return;
   }
-  const double now = std::sqrt(loss.lost / loss.of);
-  if (!std::isfinite(now)) return;  // nothing was coded, or nothing is known
-  error = error ? *error + (now - *error) * kWeight : now;
+  if (!error) return;
   if (width == Width::eight && *error > bound) {
     plain_for = kPause;
     error.reset();
@@ -108,8 +114,17 @@ bool Communicator::codes_to(Peer* peer, const Bucket& bucket) {
 
 void Communicator::adapt_coding(Bucket& bucket) {
   if (bucket.coding == nullptr) return;
-  bucket.coding->feedback.on_done();
-  if (options_.coding == Coding::automatic) bucket.coding->adapt(options_.coding_error);
+  BucketCoding& coding = *bucket.coding;
+  coding.feedback.on_done();
+  coding.measure();
+  if (options_.coding != Coding::automatic) return;
+  const auto before = std::pair(coding.width, coding.plain_for > 0);
+  const double error = coding.error.value_or(0);
+  coding.adapt(options_.coding_error);
+  if (before == std::pair(coding.width, coding.plain_for > 0)) return;
+  const std::string now = coding.plain_for > 0 ? fmt::format("not coded for {} steps", coding.plain_for)
+                                               : fmt::format("coded in {} bits", static_cast<int>(coding.width));
+  spdlog::info("over slow links bucket {} is {}: coding lost {:.2g} % of it", bucket.index, now, 100 * error);
 }
 
 // ---- one all-reduce

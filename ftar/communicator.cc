@@ -333,10 +333,14 @@ Stats Communicator::stats() const {
               .operations_done = operations_done_,
               .bytes_reduced = bytes_reduced_,
               .chunk_bytes_sent = chunk_bytes_sent_,
+              .plain_bytes_sent = plain_bytes_sent_,
               .coded_chunks_sent = coded_chunks_sent_};
   if (reducer_) stats.kernel_launches = reducer_->launches();
-  for (const auto& bucket : buckets_)
-    if (bucket.coding) stats.feedback_bytes += bucket.coding->feedback.bytes();
+  for (const auto& bucket : buckets_) {
+    if (!bucket.coding) continue;
+    stats.feedback_bytes += bucket.coding->feedback.bytes();
+    stats.coding_error = std::max(stats.coding_error, bucket.coding->error);
+  }
   for (const auto& [member, peer] : peers_) {
     stats.peers.push_back(peer->stats);
     stats.peers.back().member = member;

@@ -121,8 +121,9 @@ struct Wait {
 struct PeerStats {
   Member member;
   std::uint64_t chunks_received = 0, bytes_received = 0;
-  Duration longest_gap{};  // between two chunks of one all-reduce: a slow hop shows here
-  Duration recent_gap{};   // … of the last 10 to 20 s
+  Duration longest_gap{};        // between two chunks of one all-reduce: a slow hop shows here
+  Duration recent_gap{};         // … of the last 10 to 20 s
+  std::uint32_t coded_bits = 0;  // a value, in the last chunk that was sent to it; 0: it went as it is
 };
 
 struct Stats {
@@ -131,8 +132,10 @@ struct Stats {
   std::uint64_t bytes_reduced = 0;
   std::uint64_t kernel_launches = 0;   // on this member's GPU
   std::uint64_t chunk_bytes_sent = 0;  // as they travel
+  std::uint64_t plain_bytes_sent = 0;  // the same chunks, as they would travel if none were coded: whole blocks
   std::uint64_t coded_chunks_sent = 0;
-  std::uint64_t feedback_bytes = 0;  // memory that keeps what coding has lost
+  std::uint64_t feedback_bytes = 0;    // memory that keeps what coding has lost
+  std::optional<double> coding_error;  // as BucketCoding's, of the bucket where it is largest; none: nothing was coded
   std::vector<PeerStats> peers;
 };
 
@@ -316,7 +319,7 @@ class Communicator {
   TimePoint last_progress_{};
   std::vector<Outcome> outcomes_, handed_out_;
   std::uint64_t stale_dropped_ = 0, operations_done_ = 0, bytes_reduced_ = 0;
-  std::uint64_t chunk_bytes_sent_ = 0, coded_chunks_sent_ = 0;
+  std::uint64_t chunk_bytes_sent_ = 0, plain_bytes_sent_ = 0, coded_chunks_sent_ = 0;
   std::uint64_t strangers_ = 0, misdirected_ = 0;  // connections that were refused
 };
 

@@ -51,7 +51,11 @@ bool Communicator::post(Peer& peer, std::uint32_t bucket, std::uint32_t kind, co
   ++peer.writes_in_flight;
   peer.rate.on_posted(length, now_);
   chunk_bytes_sent_ += length;
-  coded_chunks_sent_ += form >= Tag::kEight ? 1 : 0;
+  const auto width = RingOperation::width_of(form);
+  peer.stats.coded_bits = static_cast<std::uint32_t>(width);
+  if (width == coding::Width::plain) return plain_bytes_sent_ += length, true;
+  plain_bytes_sent_ += length / coding::bytes_of_block(buckets_[bucket].spec.type, width) * coding::kPlainBlock;
+  ++coded_chunks_sent_;
   return true;
 }
 

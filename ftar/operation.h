@@ -183,6 +183,7 @@ class RingOperation final : public ChunkedOperation {
   void on_reduced(std::uint64_t number) override;
   bool done() const override { return final_count_ == chunks_ && outstanding_ == 0 && all_sent(); }
   std::optional<Wait> wait() const override;
+  static coding::Width width_of(std::uint32_t form);  // of a tag
 
  private:
   // One direction of the all-gather.
@@ -210,8 +211,7 @@ class RingOperation final : public ChunkedOperation {
   void begin_coding();
   bool takes_coded(const Gather& gather) const;
   static std::uint32_t form_of(coding::Width width, bool slow);
-  static coding::Width width_of(std::uint32_t form);
-  std::size_t length_of(std::uint32_t chunk, std::uint32_t form) const;  // bytes that travel
+  std::size_t length_of(std::uint32_t chunk, std::uint32_t form) const;  // bytes, as it travels
   std::byte* coded_place(std::uint32_t chunk) const;
   Source source_of(std::uint32_t chunk, bool own, bool takes_coded) const;
   void code_own(std::uint32_t chunk);

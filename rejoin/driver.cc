@@ -131,6 +131,14 @@ proto::FromNode Driver::heartbeat() const {
     hop.set_bytes(peer.bytes_received);
     hop.set_longest_gap_us(static_cast<std::uint64_t>(peer.longest_gap / std::chrono::microseconds(1)));
     hop.set_recent_gap_us(static_cast<std::uint64_t>(peer.recent_gap / std::chrono::microseconds(1)));
+    hop.set_coded_bits(peer.coded_bits);
+  }
+  if (config_.ring.coding != ftar::Coding::off) {
+    auto& coding = *counted.mutable_coding();
+    coding.set_plain_bytes(stats.plain_bytes_sent);
+    coding.set_sent_bytes(stats.chunk_bytes_sent);
+    if (stats.coding_error) coding.set_error(*stats.coding_error);
+    coding.set_feedback_bytes(stats.feedback_bytes);
   }
   for (const auto& rail : engine_.rails()) {
     auto& row = *counted.add_rails();

@@ -7,10 +7,13 @@
 #include <sys/un.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <future>
 #include <regex>
 
 #include "base/fd.h"
 #include "membership/log.h"
+#include "rejoin/session.h"
 #include "tests/daemon_support.h"
 
 namespace rejoin::test {
@@ -105,6 +108,57 @@ std::string get(const std::string& status, const std::string& path) {
   for (ssize_t n; (n = ::recv(caller.get(), buffer, sizeof buffer, 0)) > 0;)
     answer.append(buffer, static_cast<std::size_t>(n));
   return answer;
+}
+
+std::unique_ptr<Session> session_that_codes(const Job& job, std::uint32_t replica, const std::string& coding) {
+  SessionConfig config;
+  config.flight = "off";
+  config.replica = replica;
+  config.socket = job.socket(replica);
+  config.coding = coding;
+  auto session = *Session::open(config);
+  (void)*session->bucket({*session->add({.name = "w", .count = 100'000})});
+  return session->allocate() && session->join() ? std::move(session) : nullptr;
+}
+
+// Steps until it is interrupted.
+void train(Session& session) {
+  std::ranges::fill(Session::as<float>(*session.gradient({0})), 1.0f / 3);
+  for (auto step = session.begin_step(); step && *step; step = session.begin_step())
+    if (!session.all_reduce(0) || !session.commit([](const Update&) {})) return;
+}
+
+TEST(Status, TellsWhatCodingSavesAndWhatItLoses) {
+  Job job;
+  job.start(2, 0);
+  auto other = std::async(std::launch::async, [&] { return session_that_codes(job, 1, "4"); });
+  const auto first = session_that_codes(job, 0, "8"), second = other.get();
+  ASSERT_TRUE(first && second);
+  auto trains = std::async(std::launch::async, [&] { train(*first); }),
+       too = std::async(std::launch::async, [&] { train(*second); });
+  const std::string of_first = job.addresses("node0").at("status"), of_second = job.addresses("node1").at("status");
+  std::string told;
+  EXPECT_TRUE(eventually_says(of_second, "; to it in 4 bits", told)) << told;
+  EXPECT_TRUE(eventually_says(of_first, "; to it in 8 bits", told)) << told;
+  EXPECT_TRUE(std::regex_search(told, std::regex("coding: sent [^,]+ as [^,]+, [0-9.e-]+ % is lost in a step")))
+      << told;
+  const auto coding = nlohmann::json::parse(run({kCli, "status", "--json", of_first}).output)
+                          .at("node_role")
+                          .at("ranks")
+                          .at(0)
+                          .at("coding");
+  EXPECT_LT(coding.at("sent_bytes").get<double>(), coding.at("plain_bytes").get<double>() * 0.3) << coding;
+  EXPECT_GT(coding.at("error").get<double>(), 0) << coding;
+  EXPECT_LT(coding.at("error").get<double>(), 0.01) << coding;
+  EXPECT_EQ(coding.at("feedback_bytes"), 800'000) << coding;
+  const std::string metrics = get(of_first, "/metrics");
+  for (const char* name :
+       {"rejoin_hop_coded_bits{", "rejoin_chunk_plain_bytes_total{", "rejoin_chunk_sent_bytes_total{",
+        "rejoin_coding_error_ratio{", "rejoin_coding_feedback_bytes{"})
+    EXPECT_NE(metrics.find(name), std::string::npos) << name << " is missing in\n" << metrics;
+  for (auto* session : {first.get(), second.get()}) session->interrupt();
+  trains.wait();
+  too.wait();
 }
 
 TEST(Metrics, AreServedInPrometheusFormat) {
