@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include "base/digest.h"
 #include "membership/log.h"
 
 namespace rejoin::sim {
@@ -23,6 +24,7 @@ void Checker::begin_again(const proto::LogRecord& record) {
 void Checker::on_record(const proto::LogRecord& record) {
   begin_again(record);
   if (replay_) replay_->on_record(record);
+  check_lost();
   if (record.has_epoch()) {
     if (record.epoch().epoch() <= epoch_)
       violate("one-decision", fmt::format("epoch {} was begun after epoch {}", record.epoch().epoch(), epoch_));
@@ -53,7 +55,18 @@ void Checker::on_record(const proto::LogRecord& record) {
   }
 }
 
-void Checker::on_reduced(std::uint32_t replica, std::uint32_t rank, std::uint64_t step, std::uint64_t digest) {
+void Checker::check_lost() {
+  if (replay_ && replay_->lost()) violate("bounded-error", *replay_->lost());
+}
+
+void Checker::on_reduced(std::uint32_t replica, std::uint32_t rank, std::uint64_t step,
+                         const std::vector<ftar::BucketSpec>& buckets) {
+  std::uint64_t digest = 0;
+  std::vector<BytesView> results;
+  for (const auto& bucket : buckets) {
+    results.push_back(bucket.output);
+    digest = combine_digests(digest, rejoin::digest(bucket.output));
+  }
   if (!decided_.contains(step))
     violate("one-decision",
             fmt::format("replica {} rank {} applies step {}, which nobody decided", replica, rank, step));
@@ -61,6 +74,8 @@ void Checker::on_reduced(std::uint32_t replica, std::uint32_t rank, std::uint64_
   if (!first && known->second != digest)
     violate("one-decision",
             fmt::format("replica {} rank {} applies another gradient of step {} than its peers", replica, rank, step));
+  if (replay_) replay_->on_result(rank, step, results);
+  check_lost();
 }
 
 void Checker::on_trained(std::uint32_t replica, std::uint32_t rank, std::uint64_t step, const membership::Batch& batch,

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "control.pb.h"
+#include "ftar/communicator.h"
 #include "membership/ledger.h"
 #include "sim/replay.h"
 
@@ -18,8 +19,9 @@ struct Violation {
 
 class Checker {
  public:
-  Checker(std::string ignore, const Model& model, std::uint32_t ranks) : ignore_(std::move(ignore)) {
-    if (model.exact()) replay_.emplace(model, ranks);
+  Checker(std::string ignore, const Model& model, std::uint32_t ranks, const Travel& travel)
+      : ignore_(std::move(ignore)) {
+    if (model.exact()) replay_.emplace(model, ranks, travel);
   }
   // A record is on the coordinator's disk.
   void on_record(const proto::LogRecord& record);
@@ -29,8 +31,13 @@ class Checker {
     log_lost_ = true;
     epoch_ = 0;
   }
-  // A rank applies this step: the digest of its reduced gradients.
-  void on_reduced(std::uint32_t replica, std::uint32_t rank, std::uint64_t step, std::uint64_t digest);
+  // A rank begins a step, as this member.
+  void on_begun(std::uint32_t rank, Incarnation incarnation, const CodedRing::Place& place) {
+    if (replay_) replay_->on_begun(rank, incarnation.value, place);
+  }
+  // A rank applies this step: its reduced gradients, by bucket.
+  void on_reduced(std::uint32_t replica, std::uint32_t rank, std::uint64_t step,
+                  const std::vector<ftar::BucketSpec>& buckets);
   // … having trained these samples (contributors), from gradients that were `before` when it handed them over.
   void on_trained(std::uint32_t replica, std::uint32_t rank, std::uint64_t step, const membership::Batch& batch,
                   std::uint64_t before, std::uint64_t after);
@@ -67,6 +74,7 @@ class Checker {
   std::map<RankAt, Suspect> suspects_;  // wrong for too long, if a peer's digest is another one
   std::optional<Replay> replay_;
   void begin_again(const proto::LogRecord& record);
+  void check_lost();
   std::uint64_t epoch_ = 0;
   bool log_lost_ = false;  // and the next one says nothing yet
 };

@@ -15,6 +15,10 @@ struct TensorShape {
   bool elementwise = true;
 };
 
+inline std::span<float> floats(std::span<std::byte> bytes) {
+  return {reinterpret_cast<float*>(bytes.data()), bytes.size() / sizeof(float)};
+}
+
 class Model {
  public:
   using Views = std::vector<std::span<float>>;  // by tensor

@@ -1,6 +1,10 @@
 #include "sim/replay.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
+#include <cmath>
+#include <cstring>
 
 #include "base/digest.h"
 
@@ -12,7 +16,10 @@ Model::Views views_of(std::vector<std::vector<float>>& vectors) { return {vector
 
 }  // namespace
 
-Replay::Replay(const Model& model, std::uint32_t ranks) : model_(model), ranks_(ranks) { start_over(); }
+Replay::Replay(const Model& model, std::uint32_t ranks, const Travel& travel)
+    : model_(model), travel_(travel), ranks_(ranks) {
+  start_over();
+}
 
 void Replay::start_over() {
   steps_.clear();
@@ -21,6 +28,7 @@ void Replay::start_over() {
     for (const auto& tensor : model_.tensors()) {
       state.weights.emplace_back(tensor.count);
       state.moments.emplace_back(tensor.moments, std::vector<float>(tensor.count));
+      state.debts.resize(std::max<std::size_t>(state.debts.size(), tensor.bucket + 1));
     }
     model_.initialise(rank, views_of(state.weights));
     remember(rank, 0);
@@ -28,41 +36,93 @@ void Replay::start_over() {
 }
 
 void Replay::on_record(const proto::LogRecord& record) {
-  if (record.has_committed()) train(record.committed());
+  if (record.has_epoch()) members_.assign(record.epoch().members().begin(), record.epoch().members().end());
+  if (record.has_committed()) {
+    Step& step = steps_.emplace_back(record.committed());
+    step.results.resize(ranks_.size());
+    for (std::uint32_t rank = 0; rank < ranks_.size(); ++rank) {
+      auto& ring = step.rings.emplace_back();
+      for (const bool catching_up : {false, true})
+        for (const auto& member : members_)
+          if (member.catching_up() == catching_up) ring.push_back(places_[{rank, member.incarnation()}]);
+      if (!waits(step, rank)) train(step, rank);
+    }
+  }
   if (!record.has_rolled_back()) return;
   const auto before = std::move(steps_);
   const std::size_t kept = std::min<std::size_t>(before.size(), record.rolled_back().version());
   start_over();
-  for (std::size_t i = 0; i < kept; ++i) train(before[i]);
+  for (std::size_t i = 0; i < kept; ++i) {
+    steps_.push_back(before[i]);
+    for (std::uint32_t rank = 0; rank < ranks_.size(); ++rank)
+      if (!waits(before[i], rank)) train(before[i], rank);
+  }
 }
 
-void Replay::train(const proto::LogRecord::Committed& step) {
-  for (std::uint32_t rank = 0; rank < ranks_.size(); ++rank) train(rank, step);
-  steps_.push_back(step);
+void Replay::on_begun(std::uint32_t rank, std::uint64_t incarnation, const CodedRing::Place& place) {
+  places_[{rank, incarnation}] = place;
 }
 
-void Replay::train(std::uint32_t rank, const proto::LogRecord::Committed& step) {
+void Replay::on_result(std::uint32_t rank, std::uint64_t step, const std::vector<BytesView>& buckets) {
+  if (steps_.empty() || steps_.back().record.step() != step || !waits(steps_.back(), rank)) return;
+  Buckets& results = steps_.back().results[rank].emplace();
+  for (const auto bucket : buckets) {
+    auto& values = results.emplace_back(bucket.size() / sizeof(float));
+    std::memcpy(values.data(), bucket.data(), bucket.size());
+  }
+  train(steps_.back(), rank);
+}
+
+void Replay::train(const Step& step, std::uint32_t rank) {
   State& state = ranks_[rank];
-  std::vector<std::vector<float>> sum, one;
-  for (const auto& tensor : model_.tensors()) {
-    sum.emplace_back(tensor.count);
-    one.emplace_back(tensor.count);
-  }
-  std::uint64_t weights = 0;
-  for (const auto& member : step.members()) {
+  // Of a state that is not known neither are the gradients: nobody who lived has applied a step before.
+  if (state.digests.empty() || state.digests.rbegin()->first + 1 != step.record.step()) return;
+  std::vector<std::vector<float>> one;
+  for (const auto& tensor : model_.tensors()) one.emplace_back(tensor.count);
+  Contributions all;
+  for (const auto& member : step.record.members()) {
     const std::uint64_t weight = std::max<std::uint64_t>(1, member.weight());
-    weights += weight;
+    all.weights += weight;
     (void)model_.backward(rank, views_of(state.weights), views_of(one), membership::batch_of(member));
-    for (std::size_t t = 0; t < sum.size(); ++t)
-      for (std::size_t i = 0; i < sum[t].size(); ++i) sum[t][i] += one[t][i] * static_cast<float>(weight);
+    auto& buckets = all.of.emplace_back(state.debts.size());
+    for (std::size_t t = 0; t < one.size(); ++t)
+      for (const float value : one[t])
+        buckets[model_.tensors()[t].bucket].push_back(value * static_cast<float>(weight));
   }
-  const float share = 1.0f / static_cast<float>(weights);
-  for (std::uint32_t t = 0; t < sum.size(); ++t) {
-    if (weights > 1)
-      for (float& value : sum[t]) value *= share;
-    model_.update(step.step(), t, state.weights[t], views_of(state.moments[t]), sum[t]);
+  Buckets results;
+  for (std::uint32_t bucket = 0; bucket < state.debts.size(); ++bucket)
+    results.push_back(result_of(step, rank, bucket, all));
+  std::vector<std::size_t> used(results.size());
+  for (std::uint32_t t = 0; t < one.size(); ++t) {
+    const auto bucket = model_.tensors()[t].bucket;
+    const auto gradient = std::span(results[bucket]).subspan(used[bucket], one[t].size());
+    used[bucket] += one[t].size();
+    model_.update(step.record.step(), t, state.weights[t], views_of(state.moments[t]), gradient);
   }
-  remember(rank, step.step());
+  remember(rank, step.record.step());
+}
+
+std::vector<float> Replay::result_of(const Step& step, std::uint32_t rank, std::uint32_t bucket,
+                                     const Contributions& all) {
+  std::vector<std::vector<float>> inputs;
+  for (const auto& of_one : all.of) inputs.push_back(of_one[bucket]);
+  std::vector<float> mean(inputs[0].size()), magnitudes(mean.size());
+  const float share = 1.0f / static_cast<float>(all.weights);
+  for (const auto& input : inputs)
+    for (std::size_t i = 0; i < mean.size(); ++i) mean[i] += input[i], magnitudes[i] += std::abs(input[i]) * share;
+  if (all.weights > 1)
+    for (float& value : mean) value *= share;
+  if (!travel_.coded || mean.size() * sizeof(float) <= travel_.direct_bytes) return mean;
+  State& state = ranks_[rank];
+  const auto& ring = step.rings[rank];
+  auto result = travel_.follows_times ? (*step.results[rank])[bucket]
+                                      : state.ring.mean(step.record.step(), bucket, ring, inputs,
+                                                        static_cast<std::uint32_t>(all.weights));
+  std::set<std::uint64_t> processes;
+  for (std::size_t i = 0; i < inputs.size(); ++i) processes.insert(ring[i].process);
+  if (auto wrong = state.debts[bucket].add(mean, result, magnitudes, processes); wrong && !lost_)
+    lost_ = fmt::format("after step {} of rank {} in bucket {}: {}", step.record.step(), rank, bucket, *wrong);
+  return result;
 }
 
 void Replay::remember(std::uint32_t rank, std::uint64_t version) {

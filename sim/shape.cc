@@ -23,6 +23,9 @@ constexpr std::array<std::optional<std::uint32_t>, 8> kFullMesh{
 constexpr std::array<std::uint32_t, 3> kSpares{0, 1, 2};
 constexpr std::array<std::uint32_t, 3> kRanks{1, 2, 3};
 constexpr std::array<std::uint64_t, 3> kCheckpointSteps{0, 1, 10};
+constexpr std::array<Codings, 8> kCodingsDrawn{Codings::off,   Codings::off,  Codings::off,       Codings::off,
+                                               Codings::eight, Codings::four, Codings::automatic, Codings::mixed};
+constexpr std::array<std::string_view, kCodings> kCodingsNames{"off", "8", "4", "auto", "mixed"};
 
 template <typename T, std::size_t N>
 T one_of(const std::array<T, N>& values, std::uint64_t seed, std::string_view dimension) {
@@ -58,6 +61,7 @@ Shape Shape::of(std::uint64_t seed) {
           .balance = often("balance", 3),
           .located = often("located", 3),
           .measured = often("measured", 2),
+          .codings = one_of(kCodingsDrawn, seed, "codings"),
           .old = often("old", 3)};
 }
 
@@ -85,11 +89,15 @@ std::map<std::string, std::string> Shape::values() const {
           {"balance", balance ? "y" : "n"},
           {"located", located ? "y" : "n"},
           {"measured", measured ? "y" : "n"},
+          {"codings", std::string(kCodingsNames[static_cast<std::size_t>(codings)])},
           {"old", old ? "y" : "n"}};
 }
 
+// Where gradients are coded, one of the model's three buckets does.
+std::uint64_t direct_bytes(const Shape& shape) { return !shape.direct ? 0 : shape.coded() ? 1024 : 32768; }
+
 std::size_t pairs_of_values() {
-  constexpr std::array<std::size_t, 23> sizes{kReplicas.size(),
+  constexpr std::array<std::size_t, 24> sizes{kReplicas.size(),
                                               kRanks.size(),
                                               2,
                                               2,
@@ -104,6 +112,7 @@ std::size_t pairs_of_values() {
                                               5,  // full meshes
                                               kSpares.size(),
                                               kCheckpointSteps.size(),
+                                              kCodings,
                                               2,
                                               2,
                                               2,

@@ -6,8 +6,13 @@
 
 #include "base/clock.h"
 #include "base/ring_links.h"
+#include "ftar/coding.h"
 
 namespace rejoin::sim {
+
+// How the ranks' gradients travel: all uncoded, or coded in one way; or each process has a way of its own.
+enum class Codings : std::uint8_t { off, eight, four, automatic, mixed };
+constexpr std::size_t kCodings = 5;
 
 struct Shape {
   std::uint32_t replicas = 3, ranks = 2;
@@ -33,11 +38,17 @@ struct Shape {
   bool balance = false;                // … or less of them than others where they are slower: some are, for a while
   bool located = false;                // replicas are in four rooms, with slower links between, and say so
   bool measured = false;               // … they don't, and the links are so slow that it shows
+  Codings codings{};
   bool old = false;  // the job has been through so many epochs and instances that their numbers are long
+
+  bool coded() const { return codings != Codings::off; }
 
   static Shape of(std::uint64_t seed);
   std::map<std::string, std::string> values() const;  // by dimension
 };
+
+// Buckets up to this size skip the ring.
+std::uint64_t direct_bytes(const Shape& shape);
 
 // Of how many pairs of values, one of each of two dimensions, there could be.
 std::size_t pairs_of_values();

@@ -11,9 +11,6 @@ namespace {
 using namespace std::chrono_literals;
 
 const transport::Secret kControlSecret = transport::Secret::of({0x5ec7e7, 0});
-std::span<float> floats(std::span<std::byte> bytes) {
-  return {reinterpret_cast<float*>(bytes.data()), bytes.size() / sizeof(float)};
-}
 
 }  // namespace
 
@@ -60,8 +57,10 @@ Trainer::Trainer(World& world, std::uint32_t replica_number, std::uint32_t rank_
                    .weighs = true,
                    .ring = {.chunk_bytes = model_.chunk_bytes(),
                             .chunks_in_flight = 2,
-                            .direct_bytes = world.shape.direct ? 32768u : 0u,
-                            .direct_members = world.shape.doubling ? 0u : 8u},
+                            .direct_bytes = direct_bytes(world.shape),
+                            .direct_members = world.shape.doubling ? 0u : 8u,
+                            .coding = world.coding_of(*this),
+                            .coding_rate = world.coding_rate()},
                    .patience = 500ms,
                    .calls_at_once = 1 + rank_instance % 3,
                    .aside = [this](std::function<void()> work) { digest_aside(std::move(work)); }},
@@ -107,6 +106,9 @@ void Trainer::write_checkpoint() {
 
 Trainer::~Trainer() {
   world_.count("connections closed as surplus", driver_->links_closed());
+  const auto counted = driver_->heartbeat();
+  const auto& coding = counted.heartbeat().coding();
+  world_.count("bytes that coding saved", coding.plain_bytes() - coding.sent_bytes());
   world_.kill(rails);
   driver_.reset();
   engine.reset();
@@ -251,6 +253,7 @@ void Trainer::begin_step() {
   check_ahead(std::exchange(step_, *driver_->step()));
   driver_->take(step_.step, world_.now_at(machine));
   gradients_.reset();
+  world_.checker().on_begun(rank, incarnation(), {rank_instance, world_.coding_of(*this)});
   if (step_.contributes && !std::exchange(current_, true))
     world_.checker().on_state(replica, rank, rank_instance, step_.step - 1, state_digest());
   stage_ = Stage::reducing;
@@ -310,91 +313,6 @@ void Trainer::have_done() { driver_->occupy(std::nullopt, world_.now_at(machine)
 
 void Trainer::touch() {
   if (stage_ == Stage::reducing) floats(state_->gradient({0}))[5] += 1.0f;
-}
-
-void Trainer::begin_update() {
-  stage_ = Stage::updating;
-  world_.on_moment(Moment::update, replica);
-  contributed_ = driver_->committed() >= step_.step ? driver_->committed_contributes() : step_.contributes;
-  auto& checker = world_.checker();
-  checker.on_reduced(replica, rank, step_.step, digest(state_->reduced()));
-  if (contributed_ && gradients_)
-    checker.on_trained(replica, rank, step_.step, step_.batch, *gradients_, digest(state_->gradients()));
-  if (!contributed_) damage_at_rest();
-  updates_ = *state_->begin_update(Step(step_.step), contributed_, driver_->committed_contributors());
-  in(random.between(20us, 900us), &Trainer::end_update);
-}
-
-// One bit of a slice that arrived older than the rest and has not been brought up to date: its verification, which is
-// still to come, must find that.
-void Trainer::damage_at_rest() {
-  auto& owner = state_->owner();
-  const auto& slices = owner.manifest().slices();
-  std::vector<std::uint32_t> arrived;
-  for (std::uint32_t i = 0; i < slices.size(); ++i) {
-    const auto status = local::SliceStatus::unpack(owner.page().slice_statuses()[i].load());
-    if (status.state == local::SliceState::arrived && status.version() + 1 < step_.step) arrived.push_back(i);
-  }
-  if (arrived.empty() || !world_.take_damage_at_rest(replica)) return;
-  const auto& part = slices[arrived[random.pick(arrived.size())]].range;
-  const auto element = part.first + random.pick(part.count);
-  state_->column({part.tensor}, 0)[element * sizeof(float) + random.pick(sizeof(float))] ^= std::byte{16};
-  world_.count("damaged at rest");
-}
-
-// A contributor's, between updates.
-bool Trainer::flip_state() {
-  if (!current_ || stage_ == Stage::updating || stopped) return false;
-  const auto tensor = static_cast<std::uint32_t>(random.pick(model_.tensors().size()));
-  const auto column = state_->column(
-      {tensor}, static_cast<std::uint32_t>(random.pick(model_.tensors()[tensor].moments + std::uint64_t{1})));
-  column[random.pick(column.size())] ^= std::byte{2};
-  world_.went_wrong(*this, last_);
-  return true;
-}
-
-void Trainer::end_update() {
-  std::size_t skipped = updates_.size();
-  if (world_.planted(Plant::skip_an_update) && world_.plant_due()) skipped = random.pick(updates_.size());
-  for (std::size_t p = 0; p < updates_.size(); ++p) {
-    if (p == skipped) continue;
-    const auto& update = updates_[p];
-    const int times = world_.planted(Plant::apply_twice) && world_.plant_due() ? 2 : 1;
-    const std::span gradient(reinterpret_cast<const float*>(update.gradient.data()), update.count);
-    const auto column = [&](std::uint32_t number) {
-      return floats(state_->column({update.tensor}, number)).subspan(update.first, update.count);
-    };
-    Model::Views moments;
-    for (std::uint32_t m = 0; m < model_.tensors()[update.tensor].moments; ++m) moments.push_back(column(m + 1));
-    for (int time = 0; time < times; ++time)
-      model_.update(update.step.value, update.tensor, column(0), moments, gradient);
-  }
-  updates_.clear();
-  state_->end_update(Step(step_.step), contributed_);
-  last_ = step_.step;
-  stage_ = Stage::waiting;
-  if (drifts_ && contributed_) {
-    floats(state_->column({0}, 0))[instance % 300] += 1e-3f;
-    world_.went_wrong(*this, last_);
-  }
-  if (contributed_) world_.checker().on_state(replica, rank, rank_instance, last_, state_digest());
-  // Replicas write at different steps, so that their checkpoints differ in age.
-  const auto every = world_.shape.checkpoint_steps;
-  if (contributed_ && every > 0 && (last_ + replica) % every == 0 && !world_.checker().wrong(rank_instance))
-    write_checkpoint();
-  if (Daemon* daemon = world_.daemon_of(machine)) world_.wake(*daemon);  // the doorbell
-  if (world_.shape.evaluates && random.one_in(60)) evaluate();
-}
-
-// Between two steps, for up to five silences: nobody is to be put out for it.
-void Trainer::evaluate() {
-  const Duration lasting = random.of_any_size(1ms, 5 * world_.job.silence);
-  world_.note("replica {} rank {} evaluates for {:.1f} ms", replica, rank, milliseconds(lasting));
-  world_.count("evaluation");
-  if (lasting > world_.job.silence) world_.count("evaluation of more than a silence");
-  world_.on_evaluation(lasting);
-  evaluates_until_ = world_.now_at(machine) + lasting;
-  world_.after_of(*this, lasting, [this] { world_.wake(*this); });
 }
 
 }  // namespace rejoin::sim

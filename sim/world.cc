@@ -23,6 +23,7 @@ Shape shape_of(const Options& options) {
   if (options.coordinators != 0) shape.coordinators = options.coordinators;
   if (options.plant >= Plant::append_without_comparison) shape.coordinators = 3;
   if (options.balance) shape.balance = *options.balance;
+  if (options.model != nullptr) shape.codings = Codings::off;  // its report is of uncoded gradients
   shape.nodes = std::min(shape.nodes, shape.ranks);
   return shape;
 }
@@ -67,7 +68,10 @@ World::World(const Options& options)
       failures_random_(chance("failures of a long run")),
       plant_random_(chance("the planted bug")),
       fabric_(fabric_of(options, shape), clock_),
-      checker_(options.ignore, model(), shape.ranks),
+      checker_(options.ignore, model(), shape.ranks,
+               {.coded = shape.coded(),
+                .follows_times = shape.codings == Codings::automatic,
+                .direct_bytes = direct_bytes(shape)}),
       trainers_(shape.replicas),
       coordinators_(shape.coordinators),
       store_(*this),

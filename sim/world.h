@@ -124,6 +124,9 @@ class World {
   }
   // Of a coordinator that starts now: with an operator's word, if there is one.
   membership::JobConfig job_to_start(std::uint32_t coordinator);
+  // Of a rank's process, and what its coder is taken to code in a second.
+  ftar::Coding coding_of(const Process& process) const;
+  double coding_rate() const;
   Checker& checker() { return checker_; }
   const Model& model() const { return options_.model != nullptr ? *options_.model : noise_model(); }
   void on_loss(std::uint32_t replica, std::uint32_t rank, std::uint64_t step, double loss) {

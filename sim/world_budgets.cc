@@ -40,7 +40,7 @@ std::optional<std::string> World::leaked() const {
   std::uint32_t buckets = 0;
   for (const auto& tensor : model().tensors()) buckets = std::max(buckets, tensor.bucket + 1);
   const auto& members = deciding()->members();
-  const std::size_t of_trainer = shape.rails * (2 * buckets + 1);  // inputs, outputs and staging
+  const std::size_t of_trainer = 2 * buckets + 1;  // inputs, outputs and staging
   for (const auto& ranks : trainers_)
     for (const auto& trainer : ranks) {
       if (!trainer) continue;  // it has just been killed
@@ -53,7 +53,8 @@ std::optional<std::string> World::leaked() const {
       if (of.endpoints > links || (job.links.full_mesh_members && of.endpoints < links))
         return fmt::format("replica {} rank {} has {} connections on a rail, and should have {}", trainer->replica,
                            trainer->rank, of.endpoints, links);
-      if (of.regions > of_trainer)
+      const bool coded = coding_of(*trainer) != ftar::Coding::off;  // they have a room of their own
+      if (of.regions > shape.rails * (of_trainer + coded))
         return fmt::format("replica {} rank {} has {} regions", trainer->replica, trainer->rank, of.regions);
       if (const auto pins = trainer->pins_in_use(); pins > 0)
         return fmt::format("{} pins of replica {} rank {} are in use", pins, trainer->replica, trainer->rank);

@@ -1,5 +1,5 @@
 // The connections between daemons and coordinator: in order, late, cut, or never answered. And the rooms that nodes are
-// in, with what lies between.
+// in, with what lies between; and what coding they are given.
 #include <algorithm>
 #include <set>
 
@@ -135,5 +135,23 @@ void World::count_crossings(const proto::LogRecord::EpochBegun& begun) {
   std::ranges::sort(ring);
   count("rooms crossed by number", crossings());
 }
+
+// Who is of the release before knows of no coding.
+ftar::Coding World::coding_of(const Process& process) const {
+  using ftar::Coding;
+  constexpr Coding of_each[] = {Coding::off, Coding::eight, Coding::four};
+  if (process.is_older(shape.upgrade)) return Coding::off;
+  switch (shape.codings) {
+    case Codings::off: return Coding::off;
+    case Codings::eight: return Coding::eight;
+    case Codings::four: return Coding::four;
+    case Codings::automatic: return Coding::automatic;
+    case Codings::mixed: return of_each[chance("coding", process.instance).pick(std::size(of_each))];
+  }
+  return Coding::off;
+}
+
+// So that a link is slow when it takes longer than it does as a rule, and fast when it takes less.
+double World::coding_rate() const { return 5120 / seconds(shape.slowest); }
 
 }  // namespace rejoin::sim
