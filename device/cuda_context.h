@@ -40,7 +40,9 @@ struct Primary {
         loaded = fail(ErrorCode::unavailable,
                       "this build has no GPU kernels: no nvcc was found when it was configured; install the CUDA "
                       "toolkit (12 or later) and build again");
-      for (const auto& [id, name] : {std::pair{Kernel::reduce, "rejoin_reduce"}, {Kernel::digest, "rejoin_digest"}})
+      for (const auto& [id, name] : {std::pair{Kernel::reduce, "rejoin_reduce"},
+                                     {Kernel::code, "rejoin_code"},
+                                     {Kernel::digest, "rejoin_digest"}})
         if (loaded) loaded = driver->check(driver->module_function(&kernels[id], module, name), "finding a kernel");
     });
     if (!loaded) return tl::unexpected(loaded.error());

@@ -40,7 +40,7 @@ struct Handle {
 };
 
 // What runs where the memory is (kernels/), each with a struct of arguments of kernels/mailbox.h.
-enum class Kernel : std::uint8_t { reduce, digest };
+enum class Kernel : std::uint8_t { reduce, code, digest };
 struct Grid {
   unsigned blocks = 1, threads = 1;  // threads in each block
 };

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <new>
+#include <utility>
 
 #include "base/fail.h"
 
@@ -58,30 +59,38 @@ Reducer::~Reducer() {
 
 Result<std::uint64_t> Reducer::add(DataType type, std::byte* out, const std::byte* a, const std::byte* b,
                                    std::size_t count, std::uint32_t divisor) {
-  return give({.out = address(out),
-               .a = address(a),
-               .b = address(b),
-               .count = count,
-               .type = static_cast<std::uint32_t>(type),
-               .divisor = divisor},
+  return give({.work = {.out = address(out),
+                        .a = address(a),
+                        .b = address(b),
+                        .count = count,
+                        .type = static_cast<std::uint32_t>(type),
+                        .divisor = divisor}},
               count * size_of(type));
 }
 
 Result<std::uint64_t> Reducer::copy(std::byte* out, const std::byte* in, std::size_t size) {
-  return give({.out = address(out), .a = address(in), .count = size, .type = Work::kCopy}, size);
+  return give({.work = {.out = address(out), .a = address(in), .count = size, .type = Work::kCopy}}, size);
+}
+
+Result<std::uint64_t> Reducer::code(const coding::Pass& pass, std::shared_ptr<coding::Loss> loss) {
+  REJOIN_CHECK(options_.codes && coding::codes(pass.type), "a pass of {} for a kernel that does not code it",
+               to_string(pass.type));
+  return give({.work = {.count = pass.count, .type = Work::kPass}, .pass = pass, .loss = std::move(loss)},
+              pass.count * size_of(pass.type));
 }
 
 // Tiles are small enough for all warps to have some, and the larger, the less there is to coordinate.
-Result<std::uint64_t> Reducer::give(Work&& work, std::uint64_t bytes) {
+Result<std::uint64_t> Reducer::give(Given&& given, std::uint64_t bytes) {
   constexpr std::uint64_t page = 4096, most = 32768, for_each = 4;
   const std::uint64_t warps = std::uint64_t{options_.blocks} * options_.threads / 32;
   const std::uint64_t tile =
       std::clamp(bytes / (warps * for_each) / page * page, bytes < 512 * KiB ? page : 2 * page, most);
+  Work& work = given.work;
   work.first = tiles_;
   work.tiles = static_cast<std::uint32_t>(std::max<std::uint64_t>(1, (bytes + tile - 1) / tile));
   work.tile = static_cast<std::uint32_t>(tile);
   tiles_ += work.tiles;
-  waiting_.push_back(work);
+  waiting_.push_back(std::move(given));
   ++given_;
   if (auto posted = post_waiting(); !posted) return tl::unexpected(posted.error());
   return given_;
@@ -91,7 +100,11 @@ Result<> Reducer::post_waiting() {
   if (auto failed = failure(); !failed) return failed;
   see_done();
   while (!waiting_.empty() && posted_ - done_ < Mailbox::kWorks) {
-    mailbox_->works[(posted_ + 1) % Mailbox::kWorks] = waiting_.front();
+    const std::size_t slot = (posted_ + 1) % Mailbox::kWorks;
+    Given& next = waiting_.front();
+    mailbox_->works[slot] = next.work;
+    if (next.work.type == Work::kPass) mailbox_->passes[slot] = next.pass;
+    losses_[slot] = std::move(next.loss);
     waiting_.pop_front();
     release(mailbox_->posted, ++posted_);
   }
@@ -116,7 +129,11 @@ Result<std::uint64_t> Reducer::done() {
 
 // What has been seen is kept: the place of a work that is done is taken by a later one's.
 void Reducer::see_done() {
-  while (done_ < posted_ && acquire(mailbox_->done[(done_ + 1) % Mailbox::kWorks]) == done_ + 1) ++done_;
+  for (; done_ < posted_; ++done_) {
+    const std::size_t slot = (done_ + 1) % Mailbox::kWorks;
+    if (acquire(mailbox_->done[slot]) != done_ + 1) return;
+    if (const auto loss = std::exchange(losses_[slot], nullptr)) *loss += mailbox_->losses[slot];
+  }
 }
 
 // A launch that has to leave may take nothing more; the next goes on where it ends.
@@ -159,7 +176,8 @@ Result<> Reducer::launch(Duration patience) {
       .relay = relay_,
       .launch = before + 1,
       .patience_ns = static_cast<std::uint64_t>(std::chrono::nanoseconds(patience).count())};
-  auto launched = kernel_->launch(Kernel::reduce, {options_.blocks, options_.threads}, &arguments);
+  auto launched =
+      kernel_->launch(options_.codes ? Kernel::code : Kernel::reduce, {options_.blocks, options_.threads}, &arguments);
   if (!launched) {  // what was given would wait for ever
     const std::lock_guard lock(error_mutex_);
     error_ = launched.error();

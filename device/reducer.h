@@ -1,8 +1,9 @@
-// Additions and copies in a GPU's memory, chunk by chunk, driven by the CPU: a kernel that runs for as long as there is
-// something to come takes them from pinned memory (kernels/mailbox.h), so that a chunk costs no launch, and no call of
-// the driver.
+// Additions, copies and coding in a GPU's memory, chunk by chunk, driven by the CPU: a kernel that runs for as long as
+// there is something to come takes them from pinned memory (kernels/mailbox.h), so that a chunk costs no launch, and no
+// call of the driver.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <deque>
 #include <mutex>
@@ -22,6 +23,8 @@ struct ReducerOptions {
   // The kernel leaves when nothing has come for so long, and is launched again when something does: whatever becomes of
   // the other members, whoever waits for the whole device waits no longer than this.
   Duration patience = std::chrono::milliseconds(20);
+  // Passes can be given, too: by another kernel, so that who gives none has the one that is best at additions.
+  bool codes = false;
   // Only hold() and launch_if_wanted() call the driver; else whoever gives work launches the kernel for it.
   bool external_launcher = false;
 };
@@ -41,6 +44,9 @@ class Reducer {
   Result<std::uint64_t> add(DataType type, std::byte* out, const std::byte* a, const std::byte* b, std::size_t count,
                             std::uint32_t divisor);
   Result<std::uint64_t> copy(std::byte* out, const std::byte* in, std::size_t size);
+  // The pass, with the bits of the CPU's. What coding loses is added to `loss` (none: it is not wanted) before done()
+  // tells. Only where ReducerOptions::codes says so.
+  Result<std::uint64_t> code(const coding::Pass& pass, std::shared_ptr<coding::Loss> loss);
   // Returns the last number up to which all works are done.
   Result<std::uint64_t> done();
   bool idle() const { return given_ == done_; }
@@ -56,12 +62,18 @@ class Reducer {
   // Launches the kernel if it is wanted and not held, and sees whether it has died; the others tell from then on.
   Result<> launch_if_wanted();
 
+  bool codes() const { return options_.codes; }
   std::uint64_t launches() const { return launches_; }  // of the kernel, ever
   Result<bool> resting();                               // no kernel of this is on the device, or about to be
 
  private:
   explicit Reducer(const ReducerOptions& options) : options_(options) {}
-  Result<std::uint64_t> give(kernels::Work&& work, std::uint64_t bytes);
+  struct Given {
+    kernels::Work work;
+    coding::Pass pass{};
+    std::shared_ptr<coding::Loss> loss;
+  };
+  Result<std::uint64_t> give(Given&& given, std::uint64_t bytes);
   Result<> post_waiting();
   bool a_kernel_takes_it() const;
   Result<> launch(Duration patience);
@@ -76,7 +88,8 @@ class Reducer {
   kernels::Relay* relay_ = nullptr;  // on the device
 
   // The giving thread's.
-  std::deque<kernels::Work> waiting_;  // for room in the mailbox
+  std::deque<Given> waiting_;                                                   // for room in the mailbox
+  std::array<std::shared_ptr<coding::Loss>, kernels::Mailbox::kWorks> losses_;  // where those of what was posted go
   std::uint64_t given_ = 0, posted_ = 0, done_ = 0, tiles_ = 0, looks_ = 0;
   std::atomic<bool> wanted_{false};  // … and the launcher's
 

@@ -17,7 +17,7 @@ struct BucketCoding {
   coding::Width width = coding::Width::eight;
   std::uint32_t plain_for = 0;  // so many all-reduces, since even 8 bits have lost more
   std::optional<double> error;  // root mean square of what is lost, in relation to the values: of the last steps
-  coding::Loss loss;            // of the all-reduce under way
+  std::shared_ptr<coding::Loss> loss = std::make_shared<coding::Loss>();  // of the all-reduce under way
 
   // A block of the bucket has its place wherever the ring's chunks begin.
   std::size_t place(const Range& range) const {

@@ -2,12 +2,12 @@
 // gradients" in docs/design-notes.md.
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cmath>
 
 #include "base/fail.h"
 #include "base/log.h"
 #include "ftar/operation.h"
-#include "ftar/reduce.h"
 
 namespace rejoin::ftar {
 
@@ -30,7 +30,7 @@ bool is_slow(double link, double rate, DataType type, Width width) {
 }
 
 void BucketCoding::measure() {
-  const double now = std::sqrt(loss.lost / loss.of);
+  const double now = std::sqrt(loss->lost / loss->of);
   if (!std::isfinite(now)) return;  // nothing was coded, or nothing is known
   error = error ? *error + (now - *error) * kWeight : now;
 }
@@ -57,14 +57,13 @@ void BucketCoding::adapt(double bound) {
 
 Result<> Communicator::reserve_coding() {
   if (options_.coding == Coding::off) return {};
-  if (options_.device)
-    return fail(ErrorCode::invalid_argument,
-                "coding '{}' of gradients that are in a GPU's memory: only the host's are coded; turn it off",
+  if (reducer_ && !reducer_->codes())
+    return fail(ErrorCode::invalid_argument, "coding '{}' with a reducer of a GPU that adds only",
                 to_string(options_.coding));
   std::size_t total = 0;
   for (auto& bucket : buckets_) {
     if (bucket.small || !coding::codes(bucket.spec.type)) continue;
-    auto feedback = Feedback::make(bucket.bytes());
+    auto feedback = Feedback::make(*coder_, bucket.bytes());
     if (!feedback) return tl::unexpected(feedback.error());
     bucket.coding = std::make_unique<BucketCoding>();
     bucket.coding->type = bucket.spec.type;
@@ -74,15 +73,15 @@ Result<> Communicator::reserve_coding() {
     total += BucketCoding::room_for(bucket.spec.type, bucket.bytes());
   }
   if (total == 0) return {};
-  auto memory = device::make_host()->allocate(total);
+  const auto device = options_.device ? options_.device : device::make_host();
+  auto memory = device->allocate(total);
   if (!memory) return tl::unexpected(memory.error());
   coded_room_ = std::move(*memory);
-  auto region =
-      engine_.register_region(coded_room_.bytes, transport::MemoryKind::host, transport::Access::remote_write);
+  auto region = engine_.register_region(coded_room_.bytes, device->kind(), transport::Access::remote_write);
   if (!region) return tl::unexpected(region.error());
   coded_region_ = *region;
-  if (options_.coding == Coding::automatic && options_.coding_rate <= 0) options_.coding_rate = coding::rate();
-  return {};
+  if (options_.coding != Coding::automatic || options_.coding_rate > 0) return {};
+  return coder_->rate().map([&](double measured) { options_.coding_rate = measured; });
 }
 
 // Behind the introduction. Who knows of no coding drops it.
@@ -133,7 +132,8 @@ void RingOperation::begin_coding() {
   coding_ = bucket_.coding.get();
   if (coding_ == nullptr) return;
   forms_.resize(partial_.size(), Tag::kPlain);
-  coding_->loss = {};
+  decoding_.resize(partial_.size());
+  coding_->loss = std::make_shared<coding::Loss>();
   if (contributes_) coding_->feedback.begin(bucket_.step, bucket_.divisor);
   else coding_->feedback.forget();
   const Width width = coding_->plain_for > 0 ? Width::plain : coding_->width;
@@ -173,40 +173,45 @@ RingOperation::Source RingOperation::source_of(std::uint32_t chunk, bool own, bo
   return {{own && !partial_[chunk] ? bucket_.input : bucket_.output, range.offset}, range.length, form};
 }
 
-// A chunk of this member's own, which nobody has added to yet.
+// Chunks of this member's own, which nobody has added to yet, are coded in order: the next one to be sent, and where
+// that takes its time, as many more as there is room for.
+bool RingOperation::own_is_coded() {
+  const std::size_t most = std::min(scatter_own_, scatter_next_ + scatter_to_->free_slots.size());
+  while (scatter_coded_ <= scatter_next_ && scatter_given_ < most) code_own(scatter_sends_[scatter_given_++]);
+  return scatter_coded_ > scatter_next_;
+}
+
 void RingOperation::code_own(std::uint32_t chunk) {
-  if (partial_[chunk]) return;  // it was done before
+  const Range range = schedule_.chunk(chunk);
   const bool as_it_is = scatter_width_ == Width::plain && coding_->feedback.before({}) == nullptr;
   forms_[chunk] = form_of(scatter_width_, slow_);
-  if (as_it_is) return coding_->feedback.lose_nothing(schedule_.chunk(chunk));
-  combine(chunk, nullptr, Tag::kPlain, scatter_width_, false);
-  partial_[chunk] = true;
+  if (!as_it_is) return give(combine(chunk, nullptr, Tag::kPlain, scatter_width_, false), GivenWork::own(chunk));
+  ++scatter_coded_;
+  if (std::byte* zeros = coding_->feedback.after_nothing(range))
+    give(owner_.coder_->clear({zeros, range.length}), GivenWork::nothing_more());
 }
 
 // The fused pass of a hop: what arrived, plus our own input and what was lost of it before, goes coded to its place in
 // the room, or as it is to the output. Of the result, the output gets what all others will decode.
-void RingOperation::combine(std::uint32_t chunk, const std::byte* arrived, std::uint32_t form, Width width, bool last) {
+Result<std::uint64_t> RingOperation::combine(std::uint32_t chunk, const std::byte* arrived, std::uint32_t form,
+                                             Width width, bool last) {
   const Range range = schedule_.chunk(chunk);
   const auto& spec = bucket_.spec;
   Feedback& feedback = coding_->feedback;
   const bool plain = width == Width::plain;
-  const std::uint32_t divisor = last ? bucket_.divisor : 0;
-  const std::byte* before = feedback.before(range);
   coding::Pass pass{.type = spec.type,
                     .count = range.length / size_of(spec.type),
                     .own = spec.input.data() + range.offset,
                     .arrived = arrived,
                     .arrived_width = width_of(form),
-                    .feedback = before,
+                    .feedback = feedback.before(range),
                     .times = feedback.times(),
-                    .divisor = divisor,
+                    .residual = plain ? feedback.after_nothing(range) : feedback.after(range),
+                    .divisor = last ? bucket_.divisor : 0,
                     .width = width};
-  if (plain) feedback.lose_nothing(range);
-  else pass.residual = feedback.after(range), pass.coded = coded_place(chunk);
+  if (!plain) pass.coded = coded_place(chunk);
   if (plain || last) pass.out = spec.output.data() + range.offset;
-  if (plain && before == nullptr && arrived != nullptr && pass.arrived_width == Width::plain)
-    return add(spec.type, pass.out, arrived, pass.own, pass.count, divisor);
-  coding_->loss += coding::run(pass);
+  return owner_.coder_->run(pass, coding_->loss);
 }
 
 // What a lone contributor has is the result.
@@ -214,22 +219,26 @@ void RingOperation::code_alone() {
   for (std::uint32_t i = 0; i < schedule_.chunks_of(0); ++i) {
     const std::uint32_t chunk = schedule_.chunk_id(0, i);
     const Width width = slow_ ? final_width_ : Width::plain;
-    combine(chunk, nullptr, Tag::kPlain, width, true);
     forms_[chunk] = form_of(width, false);
+    give(combine(chunk, nullptr, Tag::kPlain, width, true), GivenWork::alone(chunk));
   }
 }
 
-void RingOperation::add_coded(const Tag& tag, const std::byte* arrived) {
+Result<std::uint64_t> RingOperation::add_coded(const Tag& tag, const std::byte* arrived) {
   const bool slow = slow_ || tag.form != Tag::kPlain, last = is_last(tag.chunk);
   const Width width = !last ? scatter_width_ : slow ? final_width_ : Width::plain;
-  combine(tag.chunk, arrived, tag.form, width, last);
   forms_[tag.chunk] = form_of(width, slow && !last);
+  return combine(tag.chunk, arrived, tag.form, width, last);
 }
 
 void RingOperation::decode(std::uint32_t chunk) {
   const Range range = schedule_.chunk(chunk);
-  coding::decode(bucket_.spec.type, width_of(forms_[chunk]), bucket_.spec.output.data() + range.offset,
-                 coded_place(chunk), range.length / size_of(bucket_.spec.type));
+  decoding_[chunk] = true;
+  give(owner_.flush().and_then([&] {
+    return owner_.coder_->decode(bucket_.spec.type, width_of(forms_[chunk]), bucket_.spec.output.data() + range.offset,
+                                 coded_place(chunk), range.length / size_of(bucket_.spec.type));
+  }),
+       GivenWork::decoded(chunk));
 }
 
 }  // namespace rejoin::ftar

@@ -159,13 +159,13 @@ REJOIN_INLINE void keep(std::byte* residual, float* lost) {
 template <typename Element, Width kArrived, Width kWidth>
 REJOIN_INLINE void block(const Pass& pass, const Places& at, float reciprocal, Sums& sums) {
   constexpr std::size_t n = kElements<Element>;
-  float values[n], before[n] = {};
-  load<Element>(values, at.own);
+  float values[n] = {}, before[n] = {};
+  if (at.own != nullptr) load<Element>(values, at.own);
   if (at.arrived != nullptr) {
     float arrived[n];
     if constexpr (kArrived == Width::plain) load<Element>(arrived, at.arrived);
     else decode_block<Element, kArrived>(arrived, at.arrived_scale, at.arrived);
-    for (std::size_t i = 0; i < n; ++i) values[i] = arrived[i] + values[i];
+    for (std::size_t i = 0; i < n; ++i) values[i] = at.own == nullptr ? arrived[i] : arrived[i] + values[i];
   }
   if (at.feedback != nullptr) {
     load<Element>(before, at.feedback);
@@ -175,7 +175,7 @@ REJOIN_INLINE void block(const Pass& pass, const Places& at, float reciprocal, S
   if (pass.divisor > 1)
     for (std::size_t i = 0; i < n; ++i) values[i] *= reciprocal;
   if constexpr (kWidth == Width::plain) {
-    store<Element>(at.out, values);
+    if (at.out != nullptr) store<Element>(at.out, values);
     if (at.residual != nullptr) std::memset(at.residual, 0, kPlainBlock);
   } else {
     float lost[n];
@@ -208,9 +208,11 @@ template <typename Element, Width kArrived, Width kWidth>
 REJOIN_INLINE void last_block(const Pass& pass, const Places& at, std::size_t bytes, float reciprocal, Sums& sums) {
   std::byte own[kPlainBlock] = {}, arrived[kPlainBlock] = {}, feedback[kPlainBlock] = {}, residual[kPlainBlock],
             out[kPlainBlock];
-  std::memcpy(own, at.own, bytes);
   Places here = at;
-  here.own = own;
+  if (at.own != nullptr) {
+    std::memcpy(own, at.own, bytes);
+    here.own = own;
+  }
   if (at.arrived != nullptr && kArrived == Width::plain) {
     std::memcpy(arrived, at.arrived, bytes);
     here.arrived = arrived;
@@ -234,14 +236,14 @@ constexpr std::size_t kNumbers = kWidth == Width::eight  ? kElements<Element>
 template <typename Element, Width kArrived, Width kWidth>
 REJOIN_INLINE Loss whole(const Pass& pass) {
   const std::size_t bytes = pass.count * sizeof(typename Element::Storage);
-  const std::size_t full = bytes / kPlainBlock, all = (bytes + kPlainBlock - 1) / kPlainBlock;
+  const std::size_t full = bytes / kPlainBlock, all = blocks_of(bytes);
   const float reciprocal = pass.divisor > 1 ? 1.0f / static_cast<float>(pass.divisor) : 1.0f;
   const std::byte* arrived = pass.arrived;
   if (arrived != nullptr && kArrived != Width::plain) arrived += all * bytes_of_scale(kArrived);
   std::byte* coded = kWidth == Width::plain ? nullptr : pass.coded + all * bytes_of_scale(kWidth);
   const auto places = [&](std::size_t i) __attribute__((always_inline)) {
     const std::size_t at = i * kPlainBlock;
-    return Places{.own = pass.own + at,
+    return Places{.own = pass.own == nullptr ? nullptr : pass.own + at,
                   .arrived = arrived == nullptr ? nullptr : arrived + i * kNumbers<Element, kArrived>,
                   .arrived_scale = pass.arrived == nullptr ? nullptr : pass.arrived + i * bytes_of_scale(kArrived),
                   .feedback = pass.feedback == nullptr ? nullptr : pass.feedback + at,
@@ -280,7 +282,7 @@ REJOIN_INLINE Loss by_arrived(const Pass& pass) {
 template <typename Element, Width kWidth>
 REJOIN_INLINE void decode_whole(std::byte* out, const std::byte* coded, std::size_t count) {
   const std::size_t bytes = count * sizeof(typename Element::Storage);
-  const std::size_t full = bytes / kPlainBlock, all = (bytes + kPlainBlock - 1) / kPlainBlock;
+  const std::size_t full = bytes / kPlainBlock, all = blocks_of(bytes);
   constexpr std::size_t of_scale = bytes_of_scale(kWidth);
   const std::byte* numbers = coded + all * of_scale;
   float values[kElements<Element>];

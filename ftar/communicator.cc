@@ -61,11 +61,14 @@ Result<std::unique_ptr<Communicator>> Communicator::prepare(transport::Engine& e
   if (options.device) {
     made->reducer_ = options.shared_reducer;
     if (!made->reducer_) {
-      auto reducer = device::Reducer::make(*options.device, options.reducer);
+      auto chosen = options.reducer;
+      chosen.codes = options.coding != Coding::off;
+      auto reducer = device::Reducer::make(*options.device, chosen);
       if (!reducer) return tl::unexpected(reducer.error());
       made->reducer_ = std::move(*reducer);
     }
   }
+  made->coder_ = options.device ? make_coder(options.device, made->reducer_) : make_host_coder();
   for (auto& spec : buckets) {
     const std::size_t bytes = spec.count * size_of(spec.type);
     if (bytes == 0)
@@ -254,7 +257,7 @@ void Communicator::work() {
 
 Result<> Communicator::flush() { return flushes_ ? options_.device->flush_remote_writes() : Result<>(); }
 
-// Whether the device took it.
+// Whether whoever adds took it.
 bool Communicator::reduced_on_device(const Result<std::uint64_t>& work) {
   if (!work) fail_device(work.error());
   else given_to_device_ = *work;

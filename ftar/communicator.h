@@ -33,6 +33,7 @@
 #include "base/ring_links.h"
 #include "base/types.h"
 #include "device/reducer.h"
+#include "ftar/coder.h"
 #include "ftar/coding.h"
 #include "ftar/results.h"
 #include "ftar/schedule.h"
@@ -82,10 +83,10 @@ struct Options {
   device::ReducerOptions reducer;                   // of it
   std::shared_ptr<device::Reducer> shared_reducer;  // … or one that is there already
   // How this member's chunks of floats travel: coded with a bounded error where that pays, or not. Each member may have
-  // its own setting; a hop is coded where both ends have one. Of the host's memory only.
+  // its own setting; a hop is coded where both ends have one. A shared reducer must be one that codes.
   Coding coding = Coding::off;
   double coding_error = 0.2;  // automatic: the root mean square of what is lost at a hop, in relation to the values
-  double coding_rate = 0;     // … bytes a second that the CPU codes; 0: measured
+  double coding_rate = 0;     // … bytes a second that the CPU, or the GPU, codes; 0: measured
 };
 
 // Whether these numbers are within their bounds.
@@ -298,6 +299,7 @@ class Communicator {
   device::Memory coded_room_;  // of all buckets that may travel coded
   transport::RegionId coded_region_;
   std::shared_ptr<device::Reducer> reducer_;                // of a device
+  std::unique_ptr<Coder> coder_;                            // … or the CPU
   std::uint64_t given_to_device_ = 0, done_by_device_ = 0;  // the last of its works that was, resp. is known to be
   bool flushes_ = false;                                    // NICs' writes, before the device reads them
   bool digesting_ = false;

@@ -1,13 +1,11 @@
 #include "ftar/feedback.h"
 
-#include <cstring>
-
 namespace rejoin::ftar {
 
-Result<Feedback> Feedback::make(std::size_t bytes) {
+Result<Feedback> Feedback::make(Coder& coder, std::size_t bytes) {
   Feedback made;
   for (auto& kept : made.kept_) {
-    auto memory = Mapping::anonymous(bytes);
+    auto memory = coder.allocate(bytes);
     if (!memory) return tl::unexpected(memory.error());
     kept.memory = std::move(*memory);
   }
@@ -34,16 +32,16 @@ void Feedback::forget() {
 
 std::byte* Feedback::after(const Range& range) {
   next().any = next().touched = true;
-  return next().memory.data() + range.offset;
+  return next().memory.bytes.data() + range.offset;
 }
 
-void Feedback::lose_nothing(const Range& range) {
-  if (next().touched) std::memset(next().memory.data() + range.offset, 0, range.length);
+std::byte* Feedback::after_nothing(const Range& range) {
+  return next().touched ? next().memory.bytes.data() + range.offset : nullptr;
 }
 
 std::size_t Feedback::bytes() const {
   std::size_t all = 0;
-  for (const auto& kept : kept_) all += kept.touched ? kept.memory.size() : 0;
+  for (const auto& kept : kept_) all += kept.touched ? kept.memory.bytes.size() : 0;
   return all;
 }
 

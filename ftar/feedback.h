@@ -10,16 +10,16 @@
 #include <cstdint>
 #include <optional>
 
-#include "base/fd.h"
 #include "base/ids.h"
+#include "ftar/coder.h"
 #include "ftar/schedule.h"
 
 namespace rejoin::ftar {
 
 class Feedback {
  public:
-  // Memory of this size twice, which costs something only where it is used. Errors: of the system.
-  static Result<Feedback> make(std::size_t bytes);
+  // Memory of this size twice, of the coder's. Errors: of the system, or the device.
+  static Result<Feedback> make(Coder& coder, std::size_t bytes);
 
   // An all-reduce begins, perhaps again. `divisor`: of its mean; what is kept is of sums, so that it counts as much
   // where the next step's divisor is another one.
@@ -29,18 +29,19 @@ class Feedback {
 
   // Of a range: what is to be added, times so much; none: nothing.
   const std::byte* before(const Range& range) const {
-    return kept_[now_].any ? kept_[now_].memory.data() + range.offset : nullptr;
+    return kept_[now_].any ? kept_[now_].memory.bytes.data() + range.offset : nullptr;
   }
   float times() const { return times_; }
-  // … and where to put what is lost now. Each byte is written in each all-reduce, here or by lose_nothing().
+  // … and where to put what is lost now; or zeros, since nothing is (none: they are there). Of each byte it is asked
+  // once in each all-reduce.
   std::byte* after(const Range& range);
-  void lose_nothing(const Range& range);
+  std::byte* after_nothing(const Range& range);
 
   std::size_t bytes() const;  // that are in use
 
  private:
   struct Kept {
-    Mapping memory;
+    device::Memory memory;
     bool any = false;      // of it is not zero, perhaps
     bool touched = false;  // … was
     std::uint32_t divisor = 1;

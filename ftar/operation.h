@@ -181,7 +181,9 @@ class RingOperation final : public ChunkedOperation {
   bool on_chunk(Peer& from, const Tag& tag) override;
   void on_write_completed(Peer& to, std::uint32_t kind) override;
   void on_reduced(std::uint64_t number) override;
-  bool done() const override { return final_count_ == chunks_ && outstanding_ == 0 && all_sent(); }
+  bool done() const override {
+    return final_count_ == chunks_ && outstanding_ == 0 && all_sent() && on_device_.empty();
+  }
   std::optional<Wait> wait() const override;
   static coding::Width width_of(std::uint32_t form);  // of a tag
 
@@ -211,31 +213,47 @@ class RingOperation final : public ChunkedOperation {
   void begin_coding();
   bool takes_coded(const Gather& gather) const;
   static std::uint32_t form_of(coding::Width width, bool slow);
-  std::size_t length_of(std::uint32_t chunk, std::uint32_t form) const;  // bytes, as it travels
+  std::size_t length_of(std::uint32_t chunk, std::uint32_t form) const;  // bytes that travel
   std::byte* coded_place(std::uint32_t chunk) const;
   Source source_of(std::uint32_t chunk, bool own, bool takes_coded) const;
+  bool own_is_coded();
   void code_own(std::uint32_t chunk);
-  void combine(std::uint32_t chunk, const std::byte* arrived, std::uint32_t form, coding::Width width, bool last);
+  Result<std::uint64_t> combine(std::uint32_t chunk, const std::byte* arrived, std::uint32_t form, coding::Width width,
+                                bool last);
   void code_alone();
-  void add_coded(const Tag& tag, const std::byte* arrived);
+  Result<std::uint64_t> add_coded(const Tag& tag, const std::byte* arrived);
   void decode(std::uint32_t chunk);
 
-  struct OnDevice {
-    std::uint64_t number = 0;  // the number of the work
-    Peer* from = nullptr;      // whose chunk is added; null: a lone contributor's input is copied
+  // What the coder works on, and what is to be done when it has: with all of a lone contributor, a hop, a chunk of this
+  // member's own to be sent, one of a lone contributor's that is final then, or one that is decoded.
+  struct GivenWork {
+    enum class Of : std::uint8_t { all, hop, own, alone, decoded, nothing_more };
+    Of of = Of::all;
+    std::uint32_t chunk = 0;
+    Peer* from = nullptr;  // of a hop
     Tag tag{};
+    std::uint64_t number = 0;
+    static GivenWork hop(Peer& from, const Tag& tag) { return {Of::hop, tag.chunk, &from, tag}; }
+    static GivenWork own(std::uint32_t chunk) { return {.of = Of::own, .chunk = chunk}; }
+    static GivenWork alone(std::uint32_t chunk) { return {.of = Of::alone, .chunk = chunk}; }
+    static GivenWork decoded(std::uint32_t chunk) { return {.of = Of::decoded, .chunk = chunk}; }
+    static GivenWork nothing_more() { return {.of = Of::nothing_more}; }
   };
+  void give(const Result<std::uint64_t>& number, GivenWork work);
+  void on_done(const GivenWork& work);
   Peer* scatter_from_ = nullptr;  // the contributor before this one
   Peer* scatter_to_ = nullptr;
   std::vector<std::uint32_t> scatter_sends_;
   std::size_t scatter_next_ = 0, scatter_own_ = 0;  // the first `own` come from the input
   std::uint32_t scatter_received_ = 0;
+  std::size_t scatter_given_ = 0, scatter_coded_ = 0;  // of those, where chunks are coded: to the coder; by it
   std::vector<bool> taken_, partial_;  // by chunk: it has arrived to be added to; the output holds a partial sum
   Gather right_, left_;
   std::size_t outstanding_ = 0;
-  std::deque<OnDevice> on_device_;
+  std::deque<GivenWork> on_device_;
   BucketCoding* coding_ = nullptr;   // null: nothing is coded here
   std::vector<std::uint8_t> forms_;  // by chunk: the form in which it is sent from here
+  std::vector<bool> decoding_;       // by chunk: the output does not hold yet what has come of it
   bool slow_ = false;                // a link from here is slow
   coding::Width scatter_width_ = coding::Width::plain, final_width_ = coding::Width::plain;
 };

@@ -18,7 +18,7 @@ PullOperation::PullOperation(Communicator& owner, Communicator::Bucket& bucket)
   to_.resize(owner.ring_.size());
   if (bucket.coding == nullptr) return;  // nothing is coded here: what was lost before is of another step
   bucket.coding->feedback.forget();
-  bucket.coding->loss = {};
+  bucket.coding->loss = std::make_shared<coding::Loss>();
 }
 
 void PullOperation::start() {

@@ -80,16 +80,13 @@ void RingOperation::start() {
     if (!owner_.send(*peer, MessageHeader::ready, bucket_.index, bucket_.step.value)) return;  // `closed` follows
   if (owner_.contributors_ == 1 && contributes_) {
     const auto& [type, count, in, out] = bucket_.spec;
-    if (owner_.reducer_) {
-      const auto work = bucket_.divisor > 1
-                            ? owner_.reducer_->add(type, out.data(), in.data(), in.data(), count, 2 * bucket_.divisor)
-                            : owner_.reducer_->copy(out.data(), in.data(), bucket_.bytes());
-      if (owner_.reduced_on_device(work)) on_device_.push_back({*work});
-      return;
-    }
     if (coding_ != nullptr) code_alone();
-    else bucket_.take(in, out.data());
-    make_all_final();
+    else if (owner_.reducer_)
+      give(bucket_.divisor > 1
+               ? owner_.reducer_->add(type, out.data(), in.data(), in.data(), count, 2 * bucket_.divisor)
+               : owner_.reducer_->copy(out.data(), in.data(), bucket_.bytes()),
+           {});
+    else bucket_.take(in, out.data()), make_all_final();
   }
   pump();
 }
@@ -111,7 +108,7 @@ void RingOperation::pump_reduce_scatter() {
     const std::uint32_t chunk = scatter_sends_[scatter_next_];
     const bool own = scatter_next_ < scatter_own_;
     if (!own && !partial_[chunk]) return;
-    if (own && coding_ != nullptr) code_own(chunk);
+    if (own && coding_ != nullptr && !own_is_coded()) return;
     const Source source = source_of(chunk, own, scatter_to_->coded_room.has_value());
     const std::uint8_t slot = scatter_to_->free_slots.back();
     if (!owner_.post(*scatter_to_, bucket_.index, Tag::kReduceScatter, source.local,
@@ -133,6 +130,7 @@ void RingOperation::pump_gather(Gather& gather) {
     const std::uint32_t direction = &gather == &right_ ? 0 : 1;
     // As it lies here: coded in the room for that, otherwise in the output.
     const bool coded = width_of(source.form) != coding::Width::plain;
+    if (!coded && coding_ != nullptr && decoding_[chunk]) return;
     if (!owner_.post(*gather.to, bucket_.index, Tag::kAllGather + direction, source.local,
                      {coded ? *gather.to->coded_room : gather.to->outputs[bucket_.index], source.local.offset},
                      source.length, 0, chunk, source.form))
@@ -187,25 +185,42 @@ bool RingOperation::on_reduce_scatter_chunk(Peer& from, const Tag& tag) {
   const std::uint32_t divisor = is_last(tag.chunk) ? bucket_.divisor : 0;
   from.stats.bytes_received += length_of(tag.chunk, tag.form);
   ++scatter_received_;
-  if (owner_.reducer_) {
-    auto work = owner_.flush().and_then(
-        [&] { return owner_.reducer_->add(bucket_.spec.type, out, arrived, own, count, divisor); });
-    if (owner_.reduced_on_device(work)) on_device_.push_back({*work, &from, tag});
-    return true;
-  }
-  if (coding_ != nullptr) add_coded(tag, arrived);
-  else add(bucket_.spec.type, out, arrived, own, count, divisor);
-  on_reduced(from, tag);
+  const auto sum = [&]() -> Result<std::uint64_t> {
+    if (coding_ != nullptr) return add_coded(tag, arrived);
+    return owner_.coder_->run(
+        {.type = bucket_.spec.type, .count = count, .own = own, .arrived = arrived, .divisor = divisor, .out = out},
+        nullptr);
+  };
+  give(owner_.flush().and_then(sum), GivenWork::hop(from, tag));
   return true;
 }
 
-void RingOperation::on_reduced(std::uint64_t number) {
-  while (!on_device_.empty() && on_device_.front().number <= number) {
-    const OnDevice work = on_device_.front();
-    on_device_.pop_front();
-    if (work.from != nullptr) on_reduced(*work.from, work.tag);
-    else make_all_final(), pump();
+void RingOperation::give(const Result<std::uint64_t>& number, GivenWork work) {
+  if (!owner_.reduced_on_device(number)) return;
+  if (*number == 0) return on_done(work);
+  work.number = *number;
+  on_device_.push_back(work);
+}
+
+void RingOperation::on_done(const GivenWork& work) {
+  switch (work.of) {
+    case GivenWork::Of::all: return make_all_final();
+    case GivenWork::Of::hop: return on_reduced(*work.from, work.tag);
+    case GivenWork::Of::own: ++scatter_coded_, partial_[work.chunk] = true; return;
+    case GivenWork::Of::alone: make_final(work.chunk), take_digest(work.chunk); return;
+    case GivenWork::Of::decoded: decoding_[work.chunk] = false; return;
+    case GivenWork::Of::nothing_more: return;
   }
+}
+
+void RingOperation::on_reduced(std::uint64_t number) {
+  bool any = false;
+  for (; !on_device_.empty() && on_device_.front().number <= number; any = true) {
+    const GivenWork work = on_device_.front();
+    on_device_.pop_front();
+    on_done(work);
+  }
+  if (any) pump();
 }
 
 void RingOperation::on_reduced(Peer& from, const Tag& tag) {
@@ -238,7 +253,8 @@ std::optional<Wait> RingOperation::wait() const {
     wait.what = std::move(what);
     return wait;
   };
-  if (!on_device_.empty()) return on(nullptr, fmt::format("{} chunks that its GPU adds up", on_device_.size()));
+  if (!on_device_.empty())
+    return on(nullptr, fmt::format("{} chunks that its GPU adds up or codes", on_device_.size()));
   for (auto* peer : {scatter_to_, right_.to, left_.to})
     if (peer != nullptr && !peer_ready(*peer)) return on(peer, fmt::format("its start of bucket {}", bucket_.index));
   if (contributes_ && n > 1) {

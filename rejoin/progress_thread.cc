@@ -148,8 +148,10 @@ Result<> ProgressThread::make_engine(bool on_gpu) {
 
 Result<> ProgressThread::prepare_device() {
   const auto& device = owner_.device();
-  auto reducer = device::Reducer::make(
-      *device, {.blocks = config_.reduce_blocks, .threads = config_.reduce_threads, .external_launcher = true});
+  auto reducer = device::Reducer::make(*device, {.blocks = config_.reduce_blocks,
+                                                 .threads = config_.reduce_threads,
+                                                 .codes = config_.coding != "off",
+                                                 .external_launcher = true});
   if (!reducer) return tl::unexpected(reducer.error());
   reducer_ = std::move(*reducer);
   auto streams = StreamOrder::make(device, reducer_, buckets_.size());

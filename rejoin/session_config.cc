@@ -94,10 +94,6 @@ Result<> SessionConfig::check() const {
     return fail(ErrorCode::invalid_argument, "--advertise {}", right.error().message);
   if (auto known = ftar::coding_named(coding); !known)
     return fail(ErrorCode::invalid_argument, "--coding (REJOIN_CODING): {}", known.error().message);
-  if (coding != "off" && device != "host")
-    return fail(ErrorCode::invalid_argument,
-                "--coding (REJOIN_CODING) {} with state and gradients on {}: only the host's are coded; set it to off",
-                coding, device);
   return ftar::check({.chunk_bytes = chunk_bytes, .chunks_in_flight = chunks_in_flight, .coding_error = coding_error});
 }
 

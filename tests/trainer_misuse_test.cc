@@ -103,9 +103,6 @@ TEST_F(Trained, EachIsToldAtTheEarliestCallWithItsRange) {
   wrong.coding_error = 2;
   EXPECT_REFUSED(Session::open(wrong), ErrorCode::invalid_argument, "a coding error of 2; it must be above 0");
   wrong = config(0);
-  wrong.coding = "8", wrong.device = "cuda:0";
-  EXPECT_REFUSED(Session::open(wrong), ErrorCode::invalid_argument, "on cuda:0: only the host's are coded");
-  wrong = config(0);
   wrong.socket = std::string(200, 's');
   EXPECT_REFUSED(Session::open(wrong), ErrorCode::invalid_argument, "must have 1 to 107 characters");
 

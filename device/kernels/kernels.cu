@@ -9,8 +9,12 @@ namespace {
 
 constexpr unsigned kLanes = 32, kAll = ~0u;
 
+template <bool kPasses>
 class Gpu {
  public:
+  static constexpr bool kCodes = kPasses;
+  __device__ static constexpr unsigned parts() { return 1; }
+
   __device__ unsigned lane() const { return threadIdx.x % kLanes; }
   __device__ unsigned lanes() const { return kLanes; }
   // The last warp of the first block does not work.
@@ -47,14 +51,8 @@ class Gpu {
              make_uint4(value.words[0], value.words[1], value.words[2], value.words[3]));
     else *reinterpret_cast<T*>(address) = value;
   }
-  __device__ Work work(const Work& passed) const {
-    struct {
-      Vector of[sizeof(Work) / sizeof(Vector)];
-    } vectors;
-    unrolled<sizeof(Work) / sizeof(Vector)>(
-        [&](unsigned i) { vectors.of[i] = load<Vector>(address_of(passed) + i * sizeof(Vector)); });
-    return std::bit_cast<Work>(vectors);
-  }
+  __device__ Work work(const Work& passed) const { return whole(passed); }
+  __device__ coding::Pass pass(const coding::Pass& passed) const { return whole(passed); }
 
   // Halves are converted by an instruction, with the same result.
   template <typename Element>
@@ -104,14 +102,50 @@ class Gpu {
     __syncwarp();
     if (lane() == 0) store();
   }
+
+  // Of the four lanes that share a block; the other half of it; of all lanes.
+  __device__ std::uint32_t most_of_block(std::uint32_t value) const {
+    for (unsigned step = 1; step < 4; step *= 2) value = std::max(value, __shfl_xor_sync(kAll, value, step));
+    return value;
+  }
+  template <unsigned kCount>
+  __device__ void swap_halves(std::uint32_t (&words)[kCount]) const {
+    unrolled<kCount>([&](unsigned i) { words[i] = __shfl_xor_sync(kAll, words[i], 2); });
+  }
+  __device__ float sum(float value) const {
+    for (unsigned step = 1; step < kLanes; step *= 2)
+      value += std::bit_cast<float>(__shfl_xor_sync(kAll, std::bit_cast<std::uint32_t>(value), step));
+    return value;
+  }
+  __device__ void accumulate(double& to, double more) const { ptx::accumulate(to, more); }
+
+ private:
+  template <typename T>
+  __device__ T whole(const T& passed) const {
+    struct {
+      Vector of[sizeof(T) / sizeof(Vector)];
+    } vectors;
+    unrolled<sizeof(T) / sizeof(Vector)>(
+        [&](unsigned i) { vectors.of[i] = load<Vector>(address_of(passed) + i * sizeof(Vector)); });
+    return std::bit_cast<T>(vectors);
+  }
 };
+
+template <typename Machine>
+__device__ __forceinline__ void take_works(const ReduceArguments& arguments) {
+  Machine gpu;
+  if (gpu.watches()) watch(gpu, arguments);
+  else serve(gpu, arguments);
+}
 
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(512, 1) rejoin_reduce(ReduceArguments arguments) {
-  Gpu gpu;
-  if (gpu.watches()) watch(gpu, arguments);
-  else serve(gpu, arguments);
+  take_works<Gpu<false>>(arguments);
+}
+// The same for whoever codes: passes need what additions have no use for.
+extern "C" __global__ void __launch_bounds__(512, 1) rejoin_code(ReduceArguments arguments) {
+  take_works<Gpu<true>>(arguments);
 }
 
 // What is behind a range's whole blocks, by a warp.

@@ -5,19 +5,21 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "base/coded_chunk.h"
+
 namespace rejoin::device::kernels {
 
-// out = a + b, element by element, or (a + b) / divisor as the last addition of a mean; or a copy, out = a. Addresses
-// of the device's memory, or of pinned memory. A work is done in tiles, which are numbered through all works ever
-// posted.
+// out = a + b, element by element, or (a + b) / divisor as the last addition of a mean; or a copy, out = a; or the pass
+// that is beside it, whose elements they are. Addresses of the device's memory, or of pinned memory. A work is done in
+// tiles, which are numbered through all works ever posted.
 struct alignas(64) Work {
-  static constexpr std::uint32_t kCopy = 0xffff;
+  static constexpr std::uint32_t kCopy = 0xffff, kPass = 0xfffe;
   std::uint64_t out = 0, a = 0, b = 0;
   std::uint64_t count = 0;    // elements; of a copy: bytes
   std::uint64_t first = 0;    // its first tile
   std::uint32_t tiles = 0;    // at least one, also of nothing
-  std::uint32_t tile = 0;     // bytes of the result in each: a multiple of 16
-  std::uint32_t type = 0;     // DataType, or kCopy
+  std::uint32_t tile = 0;     // bytes of the result in each: a multiple of 16, of a pass of 64
+  std::uint32_t type = 0;     // DataType, kCopy or kPass
   std::uint32_t divisor = 0;  // 0 or 1: a plain sum
 };
 static_assert(sizeof(Work) == 64 && offsetof(Work, tiles) == offsetof(Work, first) + 8);  // in one load of 16 bytes
@@ -30,7 +32,9 @@ struct Mailbox {
   alignas(64) std::uint64_t posted = 0;  // the CPU's
   std::uint64_t leave = 0;
   alignas(64) Work works[kWorks];
+  coding::Pass passes[kWorks];                  // of works that are
   alignas(64) std::uint64_t done[kWorks] = {};  // the kernel's
+  coding::Loss losses[kWorks];                  // … of passes that are done
   alignas(64) std::uint64_t left = 0;           // the last launch that is over
 };
 
@@ -44,7 +48,9 @@ struct Relay {
   std::uint64_t works = 0;                 // … that they belong to
   std::uint64_t firsts[Mailbox::kWorks] = {};
   Work passed[Mailbox::kWorks] = {};
+  coding::Pass passes[Mailbox::kWorks];
   alignas(128) std::uint64_t finished[Mailbox::kWorks] = {};  // tiles of each
+  coding::Loss losses[Mailbox::kWorks];                       // … of theirs
   std::uint64_t left = 0;                                     // warps
 };
 

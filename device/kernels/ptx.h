@@ -66,4 +66,8 @@ __device__ inline std::uint64_t add(std::uint64_t& to, std::uint64_t more) {
   return value;
 }
 
+__device__ inline void accumulate(double& to, double more) {
+  asm volatile("red.relaxed.gpu.add.f64 [%0], %1;" ::"l"(&to), "d"(more) : "memory");
+}
+
 }  // namespace rejoin::device::kernels::ptx

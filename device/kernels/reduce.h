@@ -1,24 +1,16 @@
 // The body of the reduce kernel, for whatever runs it: a GPU (kernels.cu), or threads of a CPU (tests/fake_cuda.cc).
-// The Machine says which lane of a warp this is and what warps there are, and how memory is reached that the CPU, a NIC
-// or other warps write meanwhile. A CPU's warps have one lane.
+// The Machine says which lane of a warp this is and what warps there are, how memory is reached that the CPU, a NIC
+// or other warps write meanwhile, and whether passes are among the works (kCodes). A CPU's warps have one lane.
 // The CPU-driven ring with the GPU as its arithmetic follows FT-HSDP's FTAR (arXiv 2602.00277) and NCCLX's (arXiv
 // 2510.20171): fixed chunks, a kernel per operation, flags in pinned memory.
 #pragma once
 
 #include "base/arithmetic.h"
+#include "device/kernels/code.h"
 #include "device/kernels/mailbox.h"
+#include "device/kernels/vector.h"
 
 namespace rejoin::device::kernels {
-
-struct alignas(16) Vector {
-  std::uint32_t words[4];
-};
-
-template <typename Storage>
-struct Lanes {
-  static constexpr unsigned kCount = 16 / sizeof(Storage);
-  Storage of[kCount];
-};
 
 template <typename Element, bool kMean, typename Machine, typename Value>
 REJOIN_INLINE typename Element::Storage reduced(Machine& m, typename Element::Storage a, typename Element::Storage b,
@@ -134,8 +126,12 @@ REJOIN_INLINE void copy_tile(Machine& m, const Work& work, std::uint64_t tile) {
 }
 
 template <typename Machine>
-REJOIN_INLINE void do_tile(Machine& m, const Work& work, std::uint64_t tile) {
+REJOIN_INLINE void do_tile(Machine& m, Relay& relay, const Work& work, std::uint64_t number, std::uint64_t tile) {
   if (work.type == Work::kCopy) return copy_tile(m, work, tile);
+  if constexpr (Machine::kCodes) {
+    const std::uint64_t slot = number % Mailbox::kWorks;
+    if (work.type == Work::kPass) return pass_tile(m, work, m.pass(relay.passes[slot]), tile, relay.losses[slot]);
+  }
   arithmetic::dispatch(
       static_cast<DataType>(work.type), [&](auto element) __attribute__((always_inline)) {
         if (work.divisor > 1) add_tile<decltype(element), true>(m, work, tile);
@@ -143,18 +139,14 @@ REJOIN_INLINE void do_tile(Machine& m, const Work& work, std::uint64_t tile) {
       });
 }
 
-template <typename Of>
-constexpr inline std::uint64_t address_of(const Of& of) {
-  return reinterpret_cast<std::uint64_t>(&of);
-}
-
 // The one warp that looks at the CPU's page: it passes works on as they are posted, until it has to leave or
 // nothing has come for its patience.
 template <typename Machine>
-constexpr inline void watch(Machine& m, const ReduceArguments& arguments) {
+REJOIN_INLINE void watch(Machine& m, const ReduceArguments& arguments) {
   Mailbox& box = *arguments.mailbox;
   Relay& relay = *arguments.relay;
-  constexpr std::uint64_t kVectors = sizeof(Work) / sizeof(Vector), kTiles = offsetof(Work, first) / sizeof(Vector);
+  constexpr std::uint64_t kWork = sizeof(Work) / sizeof(Vector), kTiles = offsetof(Work, first) / sizeof(Vector);
+  constexpr std::uint64_t kVectors = kWork + (Machine::kCodes ? sizeof(coding::Pass) / sizeof(Vector) : 0);
   std::uint64_t passed = m.peek(relay.works), tiles = m.peek(relay.tiles);
   for (std::uint64_t since = m.one([&] { return m.now(); });;) {
     auto [posted, leave] = m.both(box.posted, box.leave);
@@ -170,6 +162,11 @@ constexpr inline void watch(Machine& m, const ReduceArguments& arguments) {
     std::uint32_t more = 0;
     for (std::uint64_t i = m.lane(); i < (posted - passed) * kVectors; i += m.lanes()) {
       const std::uint64_t slot = (passed + 1 + i / kVectors) % Mailbox::kWorks, part = i % kVectors;
+      if (part >= kWork) {
+        const std::uint64_t at = (part - kWork) * sizeof(Vector);
+        m.store(address_of(relay.passes[slot]) + at, m.template load<Vector>(address_of(box.passes[slot]) + at));
+        continue;
+      }
       const auto vector = m.template load<Vector>(address_of(box.works[slot]) + part * sizeof(Vector));
       m.store(address_of(relay.passed[slot]) + part * sizeof(Vector), vector);
       if (part != kTiles) continue;
@@ -210,7 +207,7 @@ constexpr inline std::uint64_t work_of(Machine& m, Relay& relay, std::uint64_t t
 
 // What every other warp of a launch does: tiles of works, the next one claimed while it works at one.
 template <typename Machine>
-constexpr inline void serve(Machine& m, const ReduceArguments& arguments) {
+REJOIN_INLINE void serve(Machine& m, const ReduceArguments& arguments) {
   Mailbox& box = *arguments.mailbox;
   Relay& relay = *arguments.relay;
   Work work;  // at hand
@@ -223,6 +220,8 @@ constexpr inline void serve(Machine& m, const ReduceArguments& arguments) {
           const std::uint64_t slot = number % Mailbox::kWorks;
           if (m.add(relay.finished[slot], did) + did != work.tiles) return;
           m.poke(relay.finished[slot], 0);
+          if constexpr (Machine::kCodes)
+            if (work.type == Work::kPass) hand_over(m, relay.losses[slot], box.losses[slot]);
           m.release(box.done[slot], number);
         });
       did = 0;
@@ -232,7 +231,7 @@ constexpr inline void serve(Machine& m, const ReduceArguments& arguments) {
     }
     std::uint64_t next = 0;
     if (m.lane() == 0) next = m.claim(relay.claimed);
-    do_tile(m, work, tile - work.first);
+    do_tile(m, relay, work, number, tile - work.first);
     ++did;
     tile = m.of_first(next);
   }

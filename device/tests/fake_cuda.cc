@@ -153,8 +153,9 @@ int cuModuleUnload(void*) {
 }
 int cuModuleGetFunction(const char** function, void*, const char* name) {
   check("cuModuleGetFunction");
-  *function = std::strcmp(name, "rejoin_reduce") == 0 ? "reduce" : "digest";
-  return kSuccess;
+  for (const char* known : {"rejoin_reduce", "rejoin_code", "rejoin_digest"})
+    if (std::strcmp(name, known) == 0) return *function = known, kSuccess;
+  return kInvalidValue;
 }
 int cuLaunchKernel(const char* function, unsigned blocks, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
                    Stream* stream, void** arguments, void**) {
@@ -167,11 +168,14 @@ int cuLaunchKernel(const char* function, unsigned blocks, unsigned, unsigned, un
     first = launched.insert(function).second;
   }
   if (first) wait_for_device();  // it is loaded only now
-  const bool reduces = std::strcmp(function, "reduce") == 0;
-  if (!reduces) stand_if_wanted();
-  if (reduces)
-    stream->add([=, given = *static_cast<kernels::ReduceArguments*>(arguments[0])] { run_reduce(blocks, given); });
-  else stream->add([given = *static_cast<kernels::DigestArguments*>(arguments[0])] { run_digest(given); });
+  const std::string_view kernel = function;
+  if (kernel == "rejoin_digest") {
+    stand_if_wanted();
+    stream->add([given = *static_cast<kernels::DigestArguments*>(arguments[0])] { run_digest(given); });
+  } else {
+    const auto run = kernel == "rejoin_code" ? run_code : run_reduce;
+    stream->add([=, given = *static_cast<kernels::ReduceArguments*>(arguments[0])] { run(blocks, given); });
+  }
   return kSuccess;
 }
 

@@ -1,5 +1,6 @@
 #include "device/tests/fake_kernels.h"
 
+#include <algorithm>
 #include <cstring>
 #include <thread>
 #include <vector>
@@ -13,8 +14,16 @@ namespace rejoin::device::fake {
 
 namespace {
 
+template <typename Pointer>
+void make_reachable(Pointer& pointer, std::size_t size) {
+  if (pointer != nullptr) pointer = reinterpret_cast<Pointer>(resolve(reinterpret_cast<std::uintptr_t>(pointer), size));
+}
+
 // A warp of a kernel, of one lane: one thread of the CPU, which does what all of a block's would.
+template <bool kPasses>
 struct Warp {
+  static constexpr bool kCodes = kPasses;
+  static constexpr unsigned parts() { return 4; }
   unsigned count = 1;
   unsigned looks = 0;  // at nothing new
 
@@ -47,12 +56,24 @@ struct Warp {
   kernels::Work work(const kernels::Work& passed) {
     looks = 0;
     kernels::Work work = passed;
+    if (work.type == kernels::Work::kPass) return work;
     const std::size_t size = work.type == kernels::Work::kCopy
                                  ? work.count
                                  : work.count * rejoin::size_of(static_cast<rejoin::DataType>(work.type));
     for (auto* address : {&work.out, &work.a, &work.b})
       *address = reinterpret_cast<std::uintptr_t>(resolve(*address, size));
     return work;
+  }
+  coding::Pass pass(const coding::Pass& passed) const {
+    coding::Pass pass = passed;
+    const std::size_t size = pass.count * rejoin::size_of(pass.type);
+    make_reachable(pass.own, size);
+    make_reachable(pass.arrived, coding::coded_bytes(pass.type, size, pass.arrived_width));
+    make_reachable(pass.feedback, size);
+    make_reachable(pass.residual, size);
+    make_reachable(pass.coded, coding::coded_bytes(pass.type, size, pass.width));
+    make_reachable(pass.out, size);
+    return pass;
   }
   template <typename Element>
   auto value(typename Element::Storage stored) const {
@@ -82,23 +103,34 @@ struct Warp {
   void from_first(Store store) const {
     store();
   }
+  std::uint32_t most_of_block(std::uint32_t value) const { return value; }
+  template <unsigned kCount>
+  void swap_halves(std::uint32_t (&words)[kCount]) const {
+    std::swap_ranges(words, words + kCount / 2, words + kCount / 2);
+  }
+  float sum(float value) const { return value; }
+  void accumulate(double& to, double more) const { kernels::ptx::accumulate(to, more); }
 };
 
-}  // namespace
-
-void run_reduce(unsigned blocks, kernels::ReduceArguments arguments) {
+template <bool kPasses>
+void run(unsigned blocks, kernels::ReduceArguments arguments) {
   const auto relay = reinterpret_cast<std::uintptr_t>(arguments.relay);
   arguments.relay = reinterpret_cast<kernels::Relay*>(resolve(relay, sizeof(kernels::Relay)));
   std::vector<std::thread> running;
   for (unsigned b = 0; b < blocks; ++b)
     running.emplace_back([=] {
-      Warp warp{.count = blocks};
+      Warp<kPasses> warp{.count = blocks};
       kernels::serve(warp, arguments);
     });
-  Warp warp{.count = blocks};
+  Warp<kPasses> warp{.count = blocks};
   kernels::watch(warp, arguments);
   for (auto& thread : running) thread.join();
 }
+
+}  // namespace
+
+void run_reduce(unsigned blocks, const kernels::ReduceArguments& arguments) { run<false>(blocks, arguments); }
+void run_code(unsigned blocks, const kernels::ReduceArguments& arguments) { run<true>(blocks, arguments); }
 
 void run_digest(const kernels::DigestArguments& arguments) {
   constexpr std::size_t block = kernels::xxh3::kBytes;

@@ -5,7 +5,8 @@
 
 namespace rejoin::device::fake {
 
-void run_reduce(unsigned blocks, kernels::ReduceArguments arguments);
+void run_reduce(unsigned blocks, const kernels::ReduceArguments& arguments);
+void run_code(unsigned blocks, const kernels::ReduceArguments& arguments);
 void run_digest(const kernels::DigestArguments& arguments);
 
 }  // namespace rejoin::device::fake

@@ -11,8 +11,8 @@ namespace {
 const std::vector<std::size_t> kCodedSizes{5, 200, 3000, 10001};
 
 struct Coded : Cluster {
-  Coded(std::uint64_t seed, Coding coding, std::vector<std::size_t> elements = kCodedSizes)
-      : Cluster(seed, std::move(elements)) {
+  Coded(Over over, std::uint64_t seed, Coding coding, std::vector<std::size_t> elements = kCodedSizes)
+      : Cluster(seed, std::move(elements), over) {
     options.coding = coding;
   }
   void reduce(Step step, ReduceOp op = ReduceOp::sum, std::uint64_t weights = 0) {
@@ -51,12 +51,16 @@ struct Coded : Cluster {
 
 unsigned bits_of(Coding coding) { return coding == Coding::eight ? 8 : 4; }
 
-TEST(FtarCoded, AllMembersEndWithTheSameBitsNearTheSum) {
+struct FtarCoded : FtarRing {};
+INSTANTIATE_TEST_SUITE_P(Memory, FtarCoded, testing::Values(Over::host, Over::gpu),
+                         [](const auto& i) { return std::string(i.param == Over::gpu ? "gpu" : "host"); });
+
+TEST_P(FtarCoded, AllMembersEndWithTheSameBitsNearTheSum) {
   for (const Coding coding : {Coding::eight, Coding::four})
     for (const int contributors : {2, 3, 5})
       for (const int joiners : {0, 1, 2})
-        for (std::uint64_t seed = 1; seed <= 2; ++seed) {
-          Coded cluster(seed, coding);
+        for (std::uint64_t seed = on_gpu ? 2 : 1; seed <= 2; ++seed) {
+          Coded cluster(over, seed, coding);
           cluster.options.both_ways = seed % 2 == 0;
           for (int i = 0; i < contributors + joiners; ++i) cluster.add().communicator->digest_results(true);
           auto ring = cluster.ring_members();
@@ -76,9 +80,9 @@ TEST(FtarCoded, AllMembersEndWithTheSameBitsNearTheSum) {
         }
 }
 
-TEST(FtarCoded, FewerBytesTravel) {
-  const auto sent = [](Coding coding) {
-    Coded cluster(1, coding, {40000});
+TEST_P(FtarCoded, FewerBytesTravel) {
+  const auto sent = [&](Coding coding) {
+    Coded cluster(over, 1, coding, {40000});
     for (int i = 0; i < 3; ++i) cluster.add();
     cluster.enter(Epoch(1), cluster.ring_members());
     cluster.reduce(Step(1));
@@ -89,9 +93,9 @@ TEST(FtarCoded, FewerBytesTravel) {
   EXPECT_NEAR(plain / sent(Coding::four), 64.0 / 10, 0.1);
 }
 
-TEST(FtarCoded, ALoneContributorsResultIsCodedForItsJoinersAlone) {
+TEST_P(FtarCoded, ALoneContributorsResultIsCodedForItsJoinersAlone) {
   for (const bool joiner : {false, true}) {
-    Coded cluster(2, Coding::eight);
+    Coded cluster(over, 2, Coding::eight);
     for (int i = 0; i < (joiner ? 2 : 1); ++i) cluster.add();
     cluster.enter(Epoch(1), cluster.ring_members(joiner ? Role::catching_up : Role::contributor));
     cluster.reduce(Step(1), ReduceOp::mean, 7);
@@ -106,9 +110,9 @@ TEST(FtarCoded, ALoneContributorsResultIsCodedForItsJoinersAlone) {
 }
 
 // The same inputs in each step: the sum of the results is off by what the last step has lost, however many there were.
-TEST(FtarCoded, WhatCodingLosesIsMadeUpForInLaterSteps) {
+TEST_P(FtarCoded, WhatCodingLosesIsMadeUpForInLaterSteps) {
   for (const bool weights : {false, true}) {
-    Coded cluster(4, Coding::four, {3000});
+    Coded cluster(over, 4, Coding::four, {3000});
     for (int i = 0; i < 3; ++i) cluster.add();
     cluster.enter(Epoch(1), cluster.ring_members());
     std::vector<double> sums(3000), first(3000);
@@ -118,6 +122,7 @@ TEST(FtarCoded, WhatCodingLosesIsMadeUpForInLaterSteps) {
       // By what the sum is divided changes from step to step: what is lost counts as much.
       cluster.reduce(Step(static_cast<std::uint64_t>(step)), ReduceOp::mean, weights ? step % 5 + 1 : 0);
       all += 1.0 / (weights ? step % 5 + 1 : 3);
+      cluster.look();
       for (std::size_t i = 0; i < sums.size(); ++i) sums[i] += cluster.ranks[0]->output[0][i];
       if (step == 1) first = sums, all_first = all;
     }
@@ -134,9 +139,9 @@ TEST(FtarCoded, WhatCodingLosesIsMadeUpForInLaterSteps) {
 }
 
 // A step that fails in its midst and is repeated, once or more, with the same members.
-TEST(FtarCoded, ARepeatedStepHasTheBitsOfOneThatNeverFailed) {
-  const auto run = [](std::uint64_t seed, bool fails) {
-    Coded cluster(7, Coding::eight);
+TEST_P(FtarCoded, ARepeatedStepHasTheBitsOfOneThatNeverFailed) {
+  const auto run = [&](std::uint64_t seed, bool fails) {
+    Coded cluster(over, 7, Coding::eight);
     for (int i = 0; i < 3; ++i) cluster.add();
     cluster.random.seed(seed);
     std::uint64_t epoch = 1;
@@ -151,17 +156,18 @@ TEST(FtarCoded, ARepeatedStepHasTheBitsOfOneThatNeverFailed) {
       }
       EXPECT_TRUE(cluster.until([&] { return cluster.all_done(Step(step)); }));
     }
+    cluster.look();
     return std::pair(cluster.ranks[0]->output, cluster.ranks[2]->output);
   };
   const auto calm = run(1, false);
   EXPECT_EQ(calm.first, calm.second);
-  for (std::uint64_t seed = 1; seed <= 20; ++seed) EXPECT_EQ(run(seed, true), calm) << "seed " << seed;
+  for (std::uint64_t seed = 1; seed <= seeds(20); ++seed) EXPECT_EQ(run(seed, true), calm) << "seed " << seed;
 }
 
-TEST(FtarCoded, SurvivorsFinishFromIntactInputsWhereverAMemberDies) {
-  for (std::uint64_t seed = 1; seed <= (kSanitized ? 10 : 40); ++seed) {
+TEST_P(FtarCoded, SurvivorsFinishFromIntactInputsWhereverAMemberDies) {
+  for (std::uint64_t seed = 1; seed <= seeds(40); ++seed) {
     SCOPED_TRACE(seed);
-    Coded cluster(seed, seed % 2 == 0 ? Coding::eight : Coding::four);
+    Coded cluster(over, seed, seed % 2 == 0 ? Coding::eight : Coding::four);
     for (int i = 0; i < 4; ++i) cluster.add();
     cluster.enter(Epoch(1), cluster.ring_members(seed % 3 == 0 ? Role::catching_up : Role::contributor));
     cluster.reduce(Step(1));
@@ -172,6 +178,7 @@ TEST(FtarCoded, SurvivorsFinishFromIntactInputsWhereverAMemberDies) {
     cluster.kill(*cluster.ranks[seed % 4]);
     ASSERT_TRUE(cluster.until(
         [&] { return std::ranges::all_of(cluster.ranks, [](auto& r) { return !r->alive || r->lost_someone(); }); }));
+    cluster.look_at_inputs();
     for (std::size_t i = 0; i < inputs.size(); ++i) EXPECT_EQ(cluster.ranks[i]->input, inputs[i]) << "input-intact";
     for (auto& rank : cluster.ranks) rank->outcomes.clear();
     cluster.enter(Epoch(2), cluster.ring_members());
@@ -181,8 +188,8 @@ TEST(FtarCoded, SurvivorsFinishFromIntactInputsWhereverAMemberDies) {
 }
 
 // A joiner that has become a contributor, and one that has gone: nobody's bits differ.
-TEST(FtarCoded, MembersComeAndGoAndTakeNothingWithThem) {
-  Coded cluster(6, Coding::four);
+TEST_P(FtarCoded, MembersComeAndGoAndTakeNothingWithThem) {
+  Coded cluster(over, 6, Coding::four);
   for (int i = 0; i < 4; ++i) cluster.add();
   std::uint64_t step = 0;
   const auto steps = [&](Epoch epoch, std::vector<RingMember> ring) {
@@ -204,10 +211,10 @@ TEST(FtarCoded, MembersComeAndGoAndTakeNothingWithThem) {
 }
 
 // Somebody knows of no coding, or does without: what goes to it and from it is plain, and all have the same bits.
-TEST(FtarCoded, AMemberWithoutCodingTakesPartInTheRing) {
+TEST_P(FtarCoded, AMemberWithoutCodingTakesPartInTheRing) {
   for (std::uint32_t without = 0; without < 4; ++without)
     for (const bool joiner : {false, true}) {
-      Coded cluster(3, Coding::eight);
+      Coded cluster(over, 3, Coding::eight);
       for (std::uint32_t i = 0; i < 4; ++i) {
         cluster.options.coding = i == without ? Coding::off : Coding::eight;
         cluster.add();
@@ -225,9 +232,9 @@ TEST(FtarCoded, AMemberWithoutCodingTakesPartInTheRing) {
 }
 
 // The links to one member are slow by this coder's rate, which is set for each member: those over which it sends.
-TEST(FtarCoded, ChunksAreCodedWhereTheLinkIsSlowerThanTheCoder) {
+TEST_P(FtarCoded, ChunksAreCodedWhereTheLinkIsSlowerThanTheCoder) {
   for (const bool any_slow : {false, true}) {
-    Coded cluster(5, Coding::automatic, {100000});
+    Coded cluster(over, 5, Coding::automatic, {100000});
     cluster.options.chunk_bytes = 64 * KiB;
     for (int i = 0; i < 4; ++i) {
       cluster.options.coding_rate = any_slow && i == 1 ? 1e15 : 1;
@@ -254,12 +261,12 @@ TEST(FtarCoded, ChunksAreCodedWhereTheLinkIsSlowerThanTheCoder) {
   }
 }
 
-TEST(FtarCoded, FewBitsAreTakenWhereTheyLoseLittle) {
+TEST(FtarCodedWidth, FewBitsAreTakenWhereTheyLoseLittle) {
   BucketCoding coding;
   const auto steps = [&](double eight, int count) {  // with what 8 bits lose
     for (int i = 0; i < count; ++i) {
       const double error = coding.width == coding::Width::four ? eight * 12 : eight;
-      coding.loss = {error * error, 1};
+      *coding.loss = {error * error, 1};
       coding.adapt(0.2);
     }
     return coding.plain_for > 0 ? coding::Width::plain : coding.width;
@@ -270,15 +277,59 @@ TEST(FtarCoded, FewBitsAreTakenWhereTheyLoseLittle) {
   EXPECT_EQ(steps(0.02, 20), coding::Width::eight);
   EXPECT_EQ(steps(0.5, 20), coding::Width::plain);
   EXPECT_EQ(steps(0.015, 70), coding::Width::eight) << "tried again later";
-  coding.loss = {0, 0};  // nothing was coded
+  *coding.loss = {0, 0};  // nothing was coded
   coding.adapt(0.2);
   EXPECT_EQ(coding.width, coding::Width::eight);
 }
 
-TEST(FtarCoded, WhatCanNotBeCodedIsRefusedOrGoesAsItIs) {
-  Cluster on_gpu(1, {1000}, Over::gpu);
-  on_gpu.options.coding = Coding::eight;
-  EXPECT_THROW(on_gpu.add(), std::runtime_error);
+// Steps in which one member dies in the midst of the last, which is repeated without it: whatever had been coded by
+// then. `in_host`: of a cluster over a GPU's memory, whose buckets are in the host's.
+std::vector<std::vector<float>> after_a_death(Over over, Coding coding, std::uint64_t moment,
+                                              const std::set<std::uint32_t>& in_host = {}) {
+  Coded cluster(over, 8, coding);
+  for (std::uint32_t i = 0; i < 4; ++i) cluster.add(in_host.contains(i));
+  cluster.enter(Epoch(1), cluster.ring_members());
+  for (std::uint64_t step = 1; step <= 3; ++step) cluster.reduce(Step(step), ReduceOp::mean);
+  cluster.start(Step(4), ReduceOp::mean);
+  for (; moment > 0; --moment) cluster.fabric.step(), cluster.pump();
+  cluster.kill(*cluster.ranks[1]);
+  EXPECT_TRUE(cluster.until(
+      [&] { return std::ranges::all_of(cluster.ranks, [](auto& r) { return !r->alive || r->lost_someone(); }); }));
+  for (auto& rank : cluster.ranks) rank->outcomes.clear();
+  cluster.enter(Epoch(2), cluster.ring_members());
+  for (std::uint64_t step = 4; step <= 5; ++step) cluster.reduce(Step(step), ReduceOp::mean);
+  cluster.expect_near(cluster.live(), bits_of(coding), 3, 2);  // all have the same bits
+  return cluster.ranks[3]->output;
+}
+
+TEST(FtarCodedMemories, MembersInAnyMemoryHaveTheSameBitsWhateverOneOfThemDiesIn) {
+  for (const Coding coding : {Coding::eight, Coding::four}) {
+    const auto expected = after_a_death(Over::host, coding, 100);
+    EXPECT_EQ(after_a_death(Over::host, coding, 40), expected);
+    for (const std::uint64_t moment : {30, 170, 260}) EXPECT_EQ(after_a_death(Over::gpu, coding, moment), expected);
+    for (const auto& in_host : {std::set{0u, 2u}, std::set{0u, 1u, 2u}, std::set{3u}})
+      EXPECT_EQ(after_a_death(Over::gpu, coding, 120, in_host), expected);
+  }
+}
+
+TEST(FtarCodedMemories, AGpusReducerThatOnlyAddsIsRefused) {
+  Cluster cluster(1, {1000}, Over::gpu);
+  cluster.options.shared_reducer = *device::Reducer::make(*cluster.device, {.blocks = 2, .threads = 64});
+  cluster.add();
+  cluster.options.coding = Coding::eight;
+  EXPECT_THROW(cluster.add(), std::runtime_error);
+}
+
+TEST(FtarCodedMemories, WhatAGpuCodesIsMeasured) {
+  Cluster cluster(1, {1000}, Over::gpu);
+  const auto reducer = std::shared_ptr(
+      *device::Reducer::make(*cluster.device, {.blocks = 2, .threads = 64, .codes = true, .external_launcher = true}));
+  const auto rate = make_coder(cluster.device, reducer)->rate();
+  ASSERT_TRUE(rate) << rate.error().message;
+  EXPECT_GT(*rate, 0);
+}
+
+TEST(FtarCodedWidth, ABoundOutsideOfItsRangeIsRefused) {
   EXPECT_FALSE(check({.coding_error = 0}));
   EXPECT_FALSE(check({.coding_error = 1.5}));
 }

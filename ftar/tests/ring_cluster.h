@@ -73,7 +73,8 @@ struct Cluster {
     options.reducer = {.blocks = 2, .threads = 64};
   }
 
-  Rank& add() {
+  // `in_host`: this one's buckets are in the host's memory, whatever the others'.
+  Rank& add(bool in_host = false) {
     auto rank = std::make_unique<Rank>();
     rank->engine = fabric.make_engine();
     rank->on_fabric = rank->engine.get();
@@ -92,7 +93,7 @@ struct Cluster {
     for (std::size_t i = 0; i < sizes.size(); ++i) {
       const auto memory_of = [&](std::vector<float>& values, std::vector<device::Memory>& on_device) {
         const auto bytes = std::as_writable_bytes(std::span(values));
-        if (!device) return bytes;
+        if (!device || in_host) return bytes;
         on_device.push_back(*device->allocate(bytes.size()));
         EXPECT_TRUE(stream->copy(on_device.back().bytes.data(), bytes.data(), bytes.size()));
         EXPECT_TRUE(stream->synchronize());
@@ -101,7 +102,9 @@ struct Cluster {
       buckets.push_back({DataType::float32, sizes[i], memory_of(rank->input[i], rank->inputs),
                          memory_of(rank->output[i], rank->outputs)});
     }
-    auto made = Communicator::make(*rank->engine, options, rank->self, std::move(buckets), group);
+    Options its = options;
+    if (in_host) its.device = nullptr;
+    auto made = Communicator::make(*rank->engine, its, rank->self, std::move(buckets), group);
     if (!made) throw std::runtime_error(made.error().message);
     rank->communicator = std::move(*made);
     for (auto& other : ranks) EXPECT_TRUE(rank->communicator->connect(other->self, other->address));

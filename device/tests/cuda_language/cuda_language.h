@@ -12,6 +12,7 @@
 
 #define __global__
 #define __device__
+#define __forceinline__ inline
 #define __launch_bounds__(...)
 #define __grid_constant__
 
@@ -83,8 +84,9 @@ template <typename T>
 void __stcg(T* to, T value) {
   *to = value;
 }
-inline std::uint64_t __shfl_xor_sync(unsigned, std::uint64_t value, unsigned mask) {
-  return exchanged(value, [&](const auto& all, unsigned lane) { return all[lane ^ mask]; });
+template <typename T>
+T __shfl_xor_sync(unsigned, T value, unsigned mask) {
+  return exchanged(value, [&](const auto& all, unsigned lane) { return static_cast<T>(all[lane ^ mask]); });
 }
 inline std::uint64_t __shfl_sync(unsigned, std::uint64_t value, unsigned from) {
   return exchanged(value, [&](const auto& all, unsigned) { return all[from]; });

@@ -37,5 +37,6 @@ inline std::uint64_t claim(std::uint64_t& from) {
 inline std::uint64_t add(std::uint64_t& to, std::uint64_t more) {
   return std::atomic_ref(to).fetch_add(more, std::memory_order_acq_rel);
 }
+inline void accumulate(double& to, double more) { std::atomic_ref(to).fetch_add(more, std::memory_order_relaxed); }
 
 }  // namespace rejoin::device::kernels::ptx
