@@ -1,5 +1,5 @@
 // rejoin_kernel_bw: what a GPU's kernels move, beside the card's own measured copy bandwidth: the all-reduce's
-// additions, by number of blocks and size of a work, and the digests of catch-up.
+// additions and coding, by number of blocks and size of a work, and the digests of catch-up.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -8,6 +8,7 @@
 #include <nlohmann/json.hpp>
 #include <random>
 
+#include "base/coded_chunk.h"
 #include "base/command_line.h"
 #include "base/log.h"
 #include "bench/chart.h"
@@ -31,15 +32,42 @@ struct Settings {
 // A copy reads and writes each byte of its result, an addition also reads the other input, a digest only reads.
 constexpr double kCopyMoves = 2, kAddMoves = 3, kDigestMoves = 1;
 
-// In GB/s of results.
+// What works do: additions; a hop of the reduce-scatter, which takes and gives coded chunks, or the end of the
+// all-gather, which decodes them.
+struct Kind {
+  std::string what, title;
+  coding::Width width = coding::Width::plain;
+  bool decodes = false;
+  // Bytes read and written for each of the elements. A hop reads what arrives, its own input and what was lost before.
+  double moves(DataType type) const {
+    const double coded =
+        static_cast<double>(coding::bytes_of_block(type, width)) / static_cast<double>(coding::kPlainBlock);
+    return width == coding::Width::plain ? kAddMoves : decodes ? coded + 1 : 2 * coded + 3;
+  }
+};
+std::vector<Kind> kinds_of(DataType type) {
+  using coding::Width;
+  std::vector<Kind> kinds{{.what = "add", .title = "additions"}};
+  if (!coding::codes(type)) return kinds;
+  for (const Width width : {Width::eight, Width::four}) {
+    const int bits = static_cast<int>(width);
+    kinds.push_back({fmt::format("code{}", bits), fmt::format("hops coded in {} bits", bits), width, false});
+    kinds.push_back({fmt::format("decode{}", bits), fmt::format("decoding {} bits", bits), width, true});
+  }
+  return kinds;
+}
+
+// In GB/s of results, or of elements.
 struct Results {
   double copy = 0, digest = 0;
-  std::vector<std::vector<double>> additions;  // by chunk, by number of blocks
+  using Rates = std::vector<std::vector<double>>;  // by chunk, by number of blocks
+  std::vector<std::pair<Kind, Rates>> works;
 };
 
 class Bench {
  public:
-  Bench(const Settings& settings, std::shared_ptr<device::Device> device) : s_(settings), device_(std::move(device)) {}
+  Bench(const Settings& settings, std::shared_ptr<device::Device> device)
+      : s_(settings), type_(*data_type_named(settings.type)), device_(std::move(device)) {}
 
   Result<Results> run() {
     if (auto filled = fill(); !filled) return tl::unexpected(filled.error());
@@ -48,12 +76,17 @@ class Bench {
       if (auto copied = stream_->copy(out_.bytes.data(), a_.bytes.data(), s_.bytes); !copied) return copied;
       return stream_->synchronize();
     });
-    for (std::size_t c = 0; c < s_.chunks.size(); ++c) {
-      auto& row = results.additions.emplace_back(s_.blocks.size());
-      for (std::size_t b = 0; b < s_.blocks.size() && done; ++b) {
-        auto reducer = device::Reducer::make(*device_, {.blocks = s_.blocks[b], .threads = s_.threads});
-        if (!reducer) return tl::unexpected(reducer.error());
-        done = measure(row[b], [&] { return add(**reducer, s_.chunks[c]); });
+    for (const auto& kind : kinds_of(type_)) {
+      auto& rates = results.works.emplace_back(kind, Results::Rates()).second;
+      for (std::size_t c = 0; c < s_.chunks.size(); ++c) {
+        auto& row = rates.emplace_back(s_.blocks.size());
+        for (std::size_t b = 0; b < s_.blocks.size() && done; ++b) {
+          auto reducer = device::Reducer::make(
+              *device_, {.blocks = s_.blocks[b], .threads = s_.threads, .codes = kind.width != coding::Width::plain});
+          if (!reducer) return tl::unexpected(reducer.error());
+          if (kind.width != coding::Width::plain) done = code_first(**reducer, kind, s_.chunks[c]);
+          if (done) done = measure(row[b], [&] { return all_works(**reducer, kind, s_.chunks[c]); });
+        }
       }
     }
     if (done) {
@@ -83,7 +116,7 @@ class Bench {
       const std::uint64_t bits = (random() & 0x8fff8fff8fff8fff) | 0x3000300030003000;
       std::copy_n(reinterpret_cast<const std::byte*>(&bits), sizeof bits, pinned->bytes.data() + at);
     }
-    for (auto* memory : {&a_, &b_, &out_}) {
+    for (auto* memory : {&a_, &b_, &out_, &arrived_, &coded_}) {
       auto made = device_->allocate(s_.bytes);
       if (!made) return tl::unexpected(made.error());
       *memory = std::move(*made);
@@ -112,23 +145,48 @@ class Bench {
   }
 
   // As the ring does it: chunk by chunk, each given when there is room, in a kernel that is already running.
-  Result<> add(device::Reducer& reducer, std::uint64_t chunk) {
-    const auto type = *data_type_named(s_.type);
-    for (std::uint64_t at = 0; at < s_.bytes; at += chunk) {
-      const std::uint64_t size = std::min(chunk, s_.bytes - at);
-      auto given = reducer.add(type, out_.bytes.data() + at, a_.bytes.data() + at, b_.bytes.data() + at,
-                               size / size_of(type), 0);
-      if (!given) return tl::unexpected(given.error());
-    }
+  Result<> in_chunks(device::Reducer& reducer, std::uint64_t chunk, auto give) {
+    for (std::uint64_t at = 0; at < s_.bytes; at += chunk)
+      if (auto given = give(at, std::min(chunk, s_.bytes - at) / size_of(type_)); !given)
+        return tl::unexpected(given.error());
     while (!reducer.idle())
       if (auto done = reducer.done(); !done) return tl::unexpected(done.error());
     return {};
   }
+  Result<> all_works(device::Reducer& reducer, const Kind& kind, std::uint64_t chunk) {
+    return in_chunks(reducer, chunk, [&](std::uint64_t at, std::uint64_t count) {
+      if (kind.width == coding::Width::plain)
+        return reducer.add(type_, out_.bytes.data() + at, a_.bytes.data() + at, b_.bytes.data() + at, count, 0);
+      coding::Pass pass{
+          .type = type_, .count = count, .arrived = arrived_.bytes.data() + at, .arrived_width = kind.width};
+      if (kind.decodes) {
+        pass.out = out_.bytes.data() + at;
+      } else {
+        pass.own = b_.bytes.data() + at;
+        pass.feedback = pass.residual = out_.bytes.data() + at;
+        pass.width = kind.width;
+        pass.coded = coded_.bytes.data() + at;
+      }
+      return reducer.code(pass, nullptr);
+    });
+  }
+  // What arrives.
+  Result<> code_first(device::Reducer& reducer, const Kind& kind, std::uint64_t chunk) {
+    return in_chunks(reducer, chunk, [&](std::uint64_t at, std::uint64_t count) {
+      return reducer.code({.type = type_,
+                           .count = count,
+                           .own = a_.bytes.data() + at,
+                           .width = kind.width,
+                           .coded = arrived_.bytes.data() + at},
+                          nullptr);
+    });
+  }
 
   const Settings& s_;
+  const DataType type_;
   std::shared_ptr<device::Device> device_;
   std::unique_ptr<device::Stream> stream_;
-  device::Memory a_, b_, out_;
+  device::Memory a_, b_, out_, arrived_, coded_;
   SteadyClock clock_;
 };
 
@@ -138,14 +196,19 @@ std::string table(const Settings& s, const std::string& device, const Results& r
                                 human_bytes(s.bytes), s.type);
   out += fmt::format("copy, by the driver: {:.1f} GB/s, {:.1f} GB/s of memory\n", results.copy, limit);
   out += fmt::format("digest: {:.1f} GB/s ({:.2f})\n", results.digest, results.digest * kDigestMoves / limit);
-  out += fmt::format("additions in GB/s of result (ratio), by size of a work and blocks of {}:\n{:>10}", s.threads, "");
-  for (const unsigned blocks : s.blocks) out += fmt::format(" {:>14}", blocks);
-  for (std::size_t c = 0; c < s.chunks.size(); ++c) {
-    out += fmt::format("\n{:>10}", human_bytes(s.chunks[c]));
-    for (const double rate : results.additions[c])
-      out += fmt::format(" {:>14}", fmt::format("{:.1f} ({:.2f})", rate, rate * kAddMoves / limit));
+  for (const auto& [kind, rates] : results.works) {
+    out += fmt::format("{} in GB/s of elements (ratio), by size of a work and blocks of {}:\n{:>10}", kind.title,
+                       s.threads, "");
+    for (const unsigned blocks : s.blocks) out += fmt::format(" {:>14}", blocks);
+    for (std::size_t c = 0; c < s.chunks.size(); ++c) {
+      out += fmt::format("\n{:>10}", human_bytes(s.chunks[c]));
+      for (const double rate : rates[c])
+        out += fmt::format(" {:>14}",
+                           fmt::format("{:.1f} ({:.2f})", rate, rate * kind.moves(*data_type_named(s.type)) / limit));
+    }
+    out += "\n";
   }
-  return out + "\n";
+  return out;
 }
 
 nlohmann::json json(const Settings& s, const std::string& device, const Results& results) {
@@ -159,9 +222,11 @@ nlohmann::json json(const Settings& s, const std::string& device, const Results&
   };
   row("copy", results.copy, kCopyMoves);
   row("digest", results.digest, kDigestMoves);
-  for (std::size_t c = 0; c < s.chunks.size(); ++c)
-    for (std::size_t b = 0; b < s.blocks.size(); ++b)
-      row("add", results.additions[c][b], kAddMoves).update({{"blocks", s.blocks[b]}, {"chunk", s.chunks[c]}});
+  for (const auto& [kind, rates] : results.works)
+    for (std::size_t c = 0; c < s.chunks.size(); ++c)
+      for (std::size_t b = 0; b < s.blocks.size(); ++b)
+        row(kind.what, rates[c][b], kind.moves(*data_type_named(s.type)))
+            .update({{"blocks", s.blocks[b]}, {"chunk", s.chunks[c]}});
   return out;
 }
 
@@ -169,7 +234,7 @@ std::string drawn(const Settings& s, const std::string& device, const Results& r
   std::vector<Line> lines;
   for (std::size_t c = 0; c < s.chunks.size(); ++c) {
     auto& line = lines.emplace_back(Line{.name = "works of " + human_bytes(s.chunks[c])});
-    for (const double rate : results.additions[c])
+    for (const double rate : results.works.front().second[c])
       line.values.push_back(rate * kAddMoves / (results.copy * kCopyMoves));
   }
   return chart(fmt::format("Additions of {} on {}: bytes read and written, of the driver's copy's {:.0f} GB/s", s.type,
@@ -205,17 +270,17 @@ int main(int argc, char** argv) {
   std::vector<std::string> types;
   for (const auto type : kDataTypes) types.emplace_back(to_string(type));
   line.add("--use_cuda", s.cuda, "which CUDA device").range(0, 1 << 30).show_default();
-  line.add("-s,--size", s.bytes, "bytes of each of three buffers")
+  line.add("-s,--size", s.bytes, "bytes of each of five buffers")
       .sized()
       .range(std::uint64_t{64}, 256 * MiB)
       .show_default();
-  line.add("--chunk", s.chunks, "what is added at a time, each size in turn")
+  line.add("--chunk", s.chunks, "what is added or coded at a time, each size in turn")
       .separated_by(',')
       .sized()
       .range(std::uint64_t{64}, 256 * MiB);
   line.add("-d,--datatype", s.type, "of the elements").one_of(types).show_default();
   line.add("-n,--iters", s.iterations, "timed iterations; the median counts").range(1, 100000).show_default();
-  line.add("--blocks", s.blocks, "blocks that add, each number in turn")
+  line.add("--blocks", s.blocks, "blocks of the kernel, each number in turn")
       .separated_by(',')
       .range(1, 1 << 30)
       .show_default();
@@ -223,9 +288,9 @@ int main(int argc, char** argv) {
   line.add("--svg", s.svg, "draws the additions into this file");
   line.flag("--json", s.json, "as JSON");
   if (const auto status = line.parse(argc, argv)) return *status;
-  const auto odd = [](std::uint64_t size) { return size % 8 != 0; };
+  const auto odd = [](std::uint64_t size) { return size % coding::kPlainBlock != 0; };
   if (odd(s.bytes) || std::any_of(s.chunks.begin(), s.chunks.end(), odd)) {
-    std::cerr << "rejoin_kernel_bw: --size and --chunk must be multiples of 8\n";
+    std::cerr << "rejoin_kernel_bw: --size and --chunk must be multiples of 64\n";
     return 2;
   }
   init_logging("kernel_bw", "warn");

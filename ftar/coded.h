@@ -19,12 +19,20 @@ struct BucketCoding {
   std::optional<double> error;  // root mean square of what is lost, in relation to the values: of the last steps
   std::shared_ptr<coding::Loss> loss = std::make_shared<coding::Loss>();  // of the all-reduce under way
 
-  // A block of the bucket has its place wherever the ring's chunks begin.
-  std::size_t place(const Range& range) const {
-    return room + range.offset / coding::kPlainBlock * coding::bytes_of_block(type, coding::Width::eight);
+  // A block of the bucket has its place wherever the ring's chunks begin. Segments are a little apart, so that each
+  // begins at a multiple of 16 bytes, and all chunks that are multiples of 1 KiB do: GPUs copy and code such faster.
+  static constexpr std::size_t kAlign = 16;
+  std::size_t place(const Schedule& schedule, std::uint32_t chunk) const {
+    const std::uint32_t segment = schedule.segment_of(chunk);
+    const std::size_t begin = schedule.segment(segment).offset;
+    return room + round_up(most(type, begin), kAlign) + segment * kAlign +
+           most(type, schedule.chunk(chunk).offset - begin);
   }
   static std::size_t room_for(DataType type, std::size_t bytes) {
-    return round_up(coding::coded_bytes(type, bytes, coding::Width::eight), 64);
+    return round_up(most(type, bytes) + kAlign * (kMaxMembers + 1), 64);
+  }
+  static std::size_t most(DataType type, std::size_t bytes) {
+    return coding::coded_bytes(type, bytes, coding::Width::eight);
   }
   // After an all-reduce: the error; then, where nobody has said the width, what the next one has.
   void measure();

@@ -161,7 +161,7 @@ std::size_t RingOperation::length_of(std::uint32_t chunk, std::uint32_t form) co
 }
 
 std::byte* RingOperation::coded_place(std::uint32_t chunk) const {
-  return owner_.coded_room_.bytes.data() + coding_->place(schedule_.chunk(chunk));
+  return owner_.coded_room_.bytes.data() + coding_->place(schedule_, chunk);
 }
 
 // Where what is sent of a chunk is.
@@ -169,7 +169,7 @@ RingOperation::Source RingOperation::source_of(std::uint32_t chunk, bool own, bo
   const Range range = schedule_.chunk(chunk);
   const std::uint32_t form = coding_ == nullptr || !takes_coded ? Tag::kPlain : forms_[chunk];
   if (width_of(form) != Width::plain)
-    return {{owner_.coded_region_, coding_->place(range)}, length_of(chunk, form), form};
+    return {{owner_.coded_region_, coding_->place(schedule_, chunk)}, length_of(chunk, form), form};
   return {{own && !partial_[chunk] ? bucket_.input : bucket_.output, range.offset}, range.length, form};
 }
 

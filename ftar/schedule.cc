@@ -19,7 +19,7 @@ constexpr std::size_t kLeastChunk = 64 * KiB;
 std::size_t tuned_chunk(std::size_t bytes, std::uint32_t contributors, std::size_t limit) {
   const std::size_t segment = bytes / std::max(contributors, 1u);
   // Four chunks a segment let a round begin before the one before it has ended.
-  return round_up(std::clamp(segment / 4, std::min(kLeastChunk, limit), limit), kAlign);
+  return std::min(round_up(std::max(segment / 4, kLeastChunk), KiB), limit);
 }
 
 Doubling::Doubling(std::uint32_t contributors, std::uint32_t members, std::uint32_t position)

@@ -100,7 +100,8 @@ class Doubling {
   std::uint32_t contributors_, members_, position_, core_, rounds_;
 };
 
-// The chunk size for a buffer: large enough to be efficient, small enough that the rounds overlap; never above `limit`.
+// The chunk size for a buffer: large enough to be efficient, small enough that the rounds overlap; a multiple of 1 KiB,
+// but never above `limit`.
 std::size_t tuned_chunk(std::size_t bytes, std::uint32_t contributors, std::size_t limit);
 // No chunk of it has a larger number, whatever the ring: each segment has a chunk that is not full, or a few small
 // ones.

@@ -40,7 +40,7 @@ def kernels(found, directory):
         return ""
     picture = directory / "kernels.svg"
     drawn = picture.read_text() if picture.exists() else ""
-    rows = [(row["what"] if row["what"] != "add" else f"add, {row['blocks']} blocks, works of {size(row['chunk'])}",
+    rows = [(f"{row['what']}, {row['blocks']} blocks, works of {size(row['chunk'])}" if "blocks" in row else row["what"],
              f"{row['gigabytes_per_second']:.1f}", f"{row['ratio']:.2f}") for row in found["kernels"]["rows"]]
     return ("<h2>Kernels</h2><p>Ratios are of bytes read and written to those of the driver's copy.</p>" + drawn +
             "<details><summary>all figures</summary>" + table(("what", "GB/s", "ratio"), rows) + "</details>")

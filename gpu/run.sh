@@ -119,7 +119,7 @@ case ${1:-} in
     export REJOIN_CUDA=$library
     step "the seam, the kernels against float64 and the CPU's digests" "$bin/device_test"
     step "staging" "$bin/transport_test" --gtest_filter='Staged*:*staged*'
-    step "the ring in GPU memory, with members dying" "$bin/ftar_test" --gtest_filter='*gpu*:*Gpu*:*Kernel*'
+    step "the coder beside the CPU's, the ring in GPU memory, plain and coded, with members dying" "$bin/ftar_test" --gtest_filter='*gpu*:*Gpu*:*Kernel*'
     step "catch-up into GPU memory" "$bin/catchup_test" --gtest_filter='*gpu*'
     step "sessions' streams and state" "$bin/session_test"
     # As frameworks set it, for their streams to share one queue of the hardware.
@@ -128,6 +128,7 @@ case ${1:-} in
     if sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda/bin/compute-sanitizer 2>/dev/null); then
       for tool in memcheck racecheck synccheck; do
         step "compute-sanitizer, $tool" "$sanitizer" --tool $tool --error-exitcode 9 "$bin/device_test" --gtest_filter='Kernels.*'
+        STEP_LIMIT=300 step "compute-sanitizer, $tool, of the coder" "$sanitizer" --tool $tool --error-exitcode 9 "$bin/ftar_test" --gtest_filter='GpuCoder.*'
       done
     else
       echo "gpu: no compute-sanitizer here (it is in the CUDA toolkit): the kernels were not run under it" >&2
@@ -138,6 +139,13 @@ case ${1:-} in
       for type in float32 float64 bfloat16 float16 int32 int64; do
         step "all-reduce of $type over $transport" \
           "$bin/rejoin_allreduce_perf" --transport $transport --use_cuda 0 --ranks 3 -d $type -o mean -b 1000 -e 8M -f 31 -n 3 --reduce-blocks 2
+        case $type in
+          float32|bfloat16|float16)
+            for bits in 8 4; do
+              step "the same, coded in $bits bits" \
+                "$bin/rejoin_allreduce_perf" --transport $transport --use_cuda 0 --ranks 3 -d $type -o mean -b 1000 -e 8M -f 31 -n 3 --reduce-blocks 2 --coding $bits
+            done ;;
+        esac
       done
       for state in session pool expandable; do
         step "kill and rejoin over $transport, tensors in GPU memory: $state" \

@@ -68,7 +68,7 @@ struct SessionConfig {
   // A drill: in this step one bit of what the all-reduce brings here is flipped, as if on its way; 0: never. Of the
   // host's memory only.
   std::uint64_t flip_bit_at = 0;
-  // Whether gradients of floats in the host's memory travel with a bounded error: "off", "auto" (where the link is
+  // Whether gradients of floats travel with a bounded error: "off", "auto" (where the link is
   // slower than the coder), "8" or "4" (always, in so many bits a value). Each replica may have its own: a hop is coded
   // where both ends have other than "off". All replicas have the same bits in any case. See "Coded gradients" in
   // docs/design-notes.md.

@@ -46,7 +46,7 @@ void SessionConfig::bind(CommandLine& line) {
   line.setting("--chunks-in-flight", chunks_in_flight, "REJOIN_CHUNKS_IN_FLIGHT",
                "all-reduce: chunks in flight per neighbour");
   line.setting("--coding", coding, "REJOIN_CODING",
-               "gradients in the host's memory travel with a bounded error: auto (over links slower than the coder), 8 "
+               "gradients travel with a bounded error: auto (over links slower than the coder), 8 "
                "or 4 (always, in so many bits); off: as they are");
   line.setting("--coding-error", coding_error, "REJOIN_CODING_ERROR",
                "--coding auto: 4 bits where a hop loses at most this (root mean square, in relation to the values), "

@@ -302,7 +302,7 @@ std::vector<std::vector<float>> after_a_death(Over over, Coding coding, std::uin
   return cluster.ranks[3]->output;
 }
 
-TEST(FtarCodedMemories, MembersInAnyMemoryHaveTheSameBitsWhateverOneOfThemDiesIn) {
+TEST(FtarCodedMemories, MembersInAGpusMemoryOrTheHostsHaveTheSameBitsWhenOneDies) {
   for (const Coding coding : {Coding::eight, Coding::four}) {
     const auto expected = after_a_death(Over::host, coding, 100);
     EXPECT_EQ(after_a_death(Over::host, coding, 40), expected);
@@ -327,6 +327,31 @@ TEST(FtarCodedMemories, WhatAGpuCodesIsMeasured) {
   const auto rate = make_coder(cluster.device, reducer)->rate();
   ASSERT_TRUE(rate) << rate.error().message;
   EXPECT_GT(*rate, 0);
+}
+
+TEST(FtarCodedRoom, EachChunkHasAPlaceOfItsOwnThatIsAlignedWhereItsSizeIs) {
+  for (const auto type : {DataType::float32, DataType::bfloat16})
+    for (const std::uint32_t contributors : {1u, 2u, 3u, 7u, 1024u})
+      for (const std::size_t bytes : {std::size_t{1000}, std::size_t{64000}, std::size_t{3000004}})
+        for (const std::size_t limit : {std::size_t{192}, std::size_t{64 * KiB}}) {
+          const Schedule schedule({.bytes = bytes,
+                                   .element = size_of(type),
+                                   .contributors = contributors,
+                                   .members = contributors,
+                                   .chunk_bytes = tuned_chunk(bytes, contributors, limit)});
+          BucketCoding coding;
+          coding.type = type;
+          coding.room = 64;
+          std::size_t end = coding.room;
+          for (std::uint32_t chunk = 0; chunk < contributors * schedule.stride(); ++chunk) {
+            if (!schedule.valid(chunk)) continue;
+            const std::size_t place = coding.place(schedule, chunk);
+            ASSERT_GE(place, end) << chunk;
+            if (limit % KiB == 0) ASSERT_EQ(place % 16, 0u) << chunk;
+            end = place + coding::coded_bytes(type, schedule.chunk(chunk).length, coding::Width::eight);
+          }
+          ASSERT_LE(end, coding.room + BucketCoding::room_for(type, bytes));
+        }
 }
 
 TEST(FtarCodedWidth, ABoundOutsideOfItsRangeIsRefused) {

@@ -103,6 +103,7 @@ class Gpu(unittest.TestCase):
         rows = json.loads(ran.stdout)["rows"]
         added = {(row["blocks"], row["chunk"]) for row in rows if row["what"] == "add"}
         self.assertEqual(added, {(2, 65536), (2, 1 << 20), (3, 65536), (3, 1 << 20)})
+        self.assertEqual({row["what"] for row in rows}, {"copy", "digest", "add", "code8", "code4", "decode8", "decode4"})
         self.assertTrue(all(row["gigabytes_per_second"] > 0 for row in rows), rows)
         self.assertTrue(picture.read_text().lstrip().startswith("<svg"))
         self.assertEqual(self.page(kernels=ran.stdout).returncode, 0)
