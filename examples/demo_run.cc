@@ -38,9 +38,9 @@ Result<> Run::go() {
     std::this_thread::sleep_for(std::chrono::milliseconds(2));
   }
   if (auto mended = mend(TimePoint::max()); !mended) return mended;
-  auto reports = job_.settle();
-  if (!reports) return tl::unexpected(reports.error());
-  stores_ = std::move(*reports);
+  auto statuses = job_.settle();
+  if (!statuses) return tl::unexpected(statuses.error());
+  stores_ = std::move(*statuses);
   story_.name(job_.coordinators());
   story_.read();
   view.draw(story_);
@@ -50,8 +50,8 @@ Result<> Run::go() {
 
 nlohmann::json Run::report() const {
   auto report = story_.report(s_.job, job_.log_paths());
-  for (const auto& [name, report] : stores_.items()) {
-    auto write = report.at("store").at("write_us");
+  for (const auto& [name, status] : stores_.items()) {
+    auto write = status.at("store").at("write_us");
     write["who"] = name;
     if (!report.contains("write_us") || write.at("count") > report.at("write_us").at("count"))
       report["write_us"] = std::move(write);

@@ -53,7 +53,7 @@ class Run {
   std::set<std::string> lead_broken_;
   std::int64_t lead_broken_at_ = 0;
   std::deque<std::pair<TimePoint, std::function<Result<>()>>> later_;  // in the order of their times
-  nlohmann::json stores_ = nlohmann::json::object();                   // by several coordinators, at the end
+  nlohmann::json stores_ = nlohmann::json::object();  // the statuses of several coordinators, at the end
 };
 
 }  // namespace rejoin::demo
