@@ -100,7 +100,17 @@ nlohmann::json stragglers_of(const membership::Coordinator& machine, const JobHi
                    {"times", static_cast<double>(one.slower) * 1e-3},
                    {"since_step", one.since.value},
                    {"for_ms", ms(now - one.since_at)}});
-  if (!all.empty()) return all;  // whoever waits for it finds gaps
+  if (const auto slow = machine.slow_link())
+    all.push_back({{"what", "link"},
+                   {"replica", slow->link.to.value},
+                   {"rank", slow->link.rank},
+                   {"from", slow->link.from.value},
+                   {"below_mb_per_second", mb_of(slow->link.rate)},
+                   {"usual_below_mb_per_second", mb_of(slow->usual)},
+                   {"times", static_cast<double>(mb_of(slow->usual)) / static_cast<double>(mb_of(slow->link.rate))},
+                   {"since_step", slow->since.value},
+                   {"for_ms", ms(now - slow->since_at)}});
+  if (!all.empty()) return all;  // whoever waits for them finds gaps
   if (const auto hop = history.slow_hop(now))
     all.push_back(
         {{"what", "hop"},

@@ -110,11 +110,11 @@ void add_versions(Metrics& metrics, const json& versions) {
 }
 
 void add_stragglers(Metrics& metrics, const json& stragglers) {
-  metrics.gauge("stragglers", "Replicas that compute more slowly than others, or a hop that is slow.",
+  metrics.gauge("stragglers", "Replicas that compute more slowly than others, and a link or hop that is slow.",
                 static_cast<double>(stragglers.size()));
   auto& times = metrics.gauges("straggler_times",
                                "How many times as long as the median a straggler takes: a replica to compute a sample, "
-                               "or a hop between two chunks.");
+                               "a link to carry bytes, or a hop between two chunks.");
   for (const auto& one : stragglers) {
     Labels labels{{"what", one.at("what").get<std::string>()},
                   {"replica", std::to_string(one.at("replica").get<int>())}};

@@ -57,6 +57,15 @@ std::string straggler_line(const nlohmann::json& one) {
   if (one.at("what") == "compute")
     return fmt::format("SLOW replica {}: it computes {:.2f} times as long for a sample as the median replica, {}",
                        one.at("replica").get<int>(), one.at("times").get<double>(), since);
+  if (one.at("what") == "link") {
+    const auto about = [&](const char* key) {
+      const auto below = one.at(key).get<std::uint64_t>();
+      return fmt::format("{} to {} MB/s", below / 2, below);
+    };
+    return fmt::format("SLOW link from replica {} to replica {} rank {}: {}, the median link {}, {}",
+                       one.at("from").get<int>(), one.at("replica").get<int>(), one.at("rank").get<int>(),
+                       about("below_mb_per_second"), about("usual_below_mb_per_second"), since);
+  }
   return fmt::format("SLOW hop from replica {} to replica {} rank {}: gaps of up to {:.1f} ms, of others {:.1f} ms, {}",
                      one.at("from").get<int>(), one.at("replica").get<int>(), one.at("rank").get<int>(),
                      one.at("gap_us").get<double>() * 1e-3, one.at("usual_us").get<double>() * 1e-3, since);

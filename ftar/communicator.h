@@ -178,7 +178,10 @@ class Communicator {
   // Closes (fences) the connection; nothing of the peer lands any more.
   void forget(Member peer);
   bool connected(Member peer) const;
-  std::optional<Duration> round_trip(Member peer) const;           // as Engine's
+  std::optional<Duration> round_trip(Member peer) const;  // as Engine's
+  // Of this epoch's neighbours: the best since the last call of our writes to each, in bytes a second, where there were
+  // any of some size.
+  std::vector<std::pair<Member, double>> take_link_rates();
   bool knows(Member peer) const { return peers_.contains(peer); }  // connected, or on the way
   std::size_t connecting() const;                                  // connections of its own that are on the way
   bool needs(Member peer) const;                                   // in this epoch the two send each other something

@@ -55,6 +55,17 @@ std::optional<Duration> Communicator::round_trip(Member member) const {
   return found == peers_.end() || !found->second->up ? std::nullopt : engine_.round_trip(found->second->endpoint);
 }
 
+std::vector<std::pair<Member, double>> Communicator::take_link_rates() {
+  std::vector<std::pair<Member, double>> all;
+  for (auto& [member, peer] : peers_) {
+    const auto best = peer->rate.take_best();
+    const std::size_t position = position_of(*peer), members = ring_.size();
+    if (!best || position == members) continue;
+    if ((position + 1) % members == position_ || (position_ + 1) % members == position) all.emplace_back(member, *best);
+  }
+  return all;
+}
+
 std::size_t Communicator::connecting() const {
   return static_cast<std::size_t>(
       std::ranges::count_if(peers_, [](const auto& one) { return one.second->called && !one.second->up; }));

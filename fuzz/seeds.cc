@@ -4,6 +4,7 @@
 #include <iostream>
 
 #include "local/owner.h"
+#include "membership/link_rates.h"
 #include "membership/log.h"
 #include "membership/rank_set.h"
 #include "membership/round_trips.h"
@@ -55,12 +56,16 @@ std::string conversation() {
       membership::RoundTrips near;
       near.put(2 - replica, static_cast<RoundTripLength>(kNear + rank));
       near.to(links.mutable_links()->mutable_round_trips());
+      membership::LinkRates rates;
+      rates.keep_lower({2 - replica, static_cast<CoarseRate>(7 + rank), rank});
+      rates.to(links.mutable_links()->mutable_rates());
       proto::FromNode status;
       status.mutable_replica_status()->set_replica(replica);
       status.mutable_replica_status()->set_incarnation(replica + 1);
       membership::RankSet(2 - replica).to(status.mutable_replica_status()->mutable_links());
       membership::RankSet(rank).to(status.mutable_replica_status()->mutable_ranks());
       near.to(status.mutable_replica_status()->mutable_round_trips());
+      rates.to(status.mutable_replica_status()->mutable_rates());
       bytes += framed(links, 6) + framed(status, 0);
     }
   for (std::uint32_t replica : {0, 1}) {

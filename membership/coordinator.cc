@@ -93,6 +93,7 @@ Actions Coordinator::on_tick(TimePoint now) {
   settle_declarations(now);
   forget_declarations();
   if (!mend(now)) judge(now);
+  look_for_slow_link(now);
   lower_protocol();
   try_start(now);
   tell_prospect();
@@ -142,7 +143,8 @@ void Coordinator::on_replica_status(const proto::ReplicaStatus& status, TimePoin
   ConnectedRanks current{.ranks = RankSet(status.ranks(), config_.ranks),
                          .links = Incarnations(status.links(), ~std::uint64_t{0}),
                          .unreached = {status.unreached().begin(), status.unreached().end()},
-                         .round_trips = RoundTrips(status.round_trips())};
+                         .round_trips = RoundTrips(status.round_trips()),
+                         .rates = LinkRates(status.rates())};
   auto& statuses = found->second.statuses;
   const RoundTrips trips_before = round_trips(found->first, found->second.incarnation);
   for (auto& before : statuses) before.ranks.remove(current.ranks);

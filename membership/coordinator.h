@@ -159,6 +159,7 @@ class Coordinator {
   const BalanceRule& balance_rule() const { return config_.balance; }
   std::optional<std::uint64_t> pace(ReplicaId replica) const { return paces_.of(replica); }  // picoseconds a sample
   std::vector<Paces::Straggler> stragglers() const;  // contributors that are slower than the others, the slowest first
+  std::optional<SlowLinkFinder::Found> slow_link() const { return slow_link_.found(); }
 
  private:
   void on_rank_up(NodeId node, const proto::RankUp& up, TimePoint now);
@@ -181,6 +182,7 @@ class Coordinator {
   bool may_balance(const ReplicaState& replica) const;
   std::uint64_t plausible(std::uint64_t compute_us, TimePoint now) const;
   void measure(Step step, TimePoint now);
+  void look_for_slow_link(TimePoint now);
   std::optional<Balance> change_of_balance(Step step);
 
   // coordinator_claims.cc
@@ -359,8 +361,7 @@ class Coordinator {
     TimePoint since{};
     bool reported = false;
   } waits_;  // of a job that does not start
-  using NodeState = ConnectedNode;
-  std::map<NodeId, NodeState> nodes_;
+  std::map<NodeId, ConnectedNode> nodes_;
   std::map<std::pair<std::uint32_t, std::uint32_t>, Stranger> strangers_;
   std::map<Declared, Declaration> declarations_;
   std::vector<Differing> misfits_;
@@ -386,8 +387,9 @@ class Coordinator {
   bool has_log_ = false;                 // it was not the first to decide
   DriftAudit audit_;
   Paces paces_;
-  std::optional<Step> balanced_at_;  // when shares were last changed
-  bool all_weigh_ = true;            // as far as was told
+  SlowLinkFinder slow_link_{24 * config_.silence};  // what is measured every 16 shows it twice
+  std::optional<Step> balanced_at_;                 // when shares were last changed
+  bool all_weigh_ = true;                           // as far as was told
   std::optional<std::string> stopped_;
   std::vector<ReplicaId> differing_;                                               // … since these do
   std::map<std::pair<std::uint32_t, std::uint32_t>, AccusationEdge> accusations_;  // accuser → suspect, in this epoch

@@ -37,7 +37,7 @@ void Coordinator::lose_silent_nodes(TimePoint now) {
   for (const auto& [node, state] : nodes_)
     if (now - state.heard > config_.silence) silent.push_back(node);
   for (auto node : silent) {
-    const NodeState& state = nodes_.at(node);
+    const ConnectedNode& state = nodes_.at(node);
     warn("node {} at {} was silent for {:.0f} ms", state.name, state.address, milliseconds(config_.silence));
     lose_node(node, now - config_.silence);
     // Its ranks may be out by the time that it is heard again: it has to connect anew, and to introduce them.

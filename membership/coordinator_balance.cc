@@ -57,6 +57,22 @@ std::vector<Paces::Straggler> Coordinator::stragglers() const {
   return here;
 }
 
+// Sums go around the ring, and results both ways.
+void Coordinator::look_for_slow_link(TimePoint now) {
+  std::vector<RingLink> links;
+  for (std::size_t i = 0; i < members_.size(); ++i) {
+    const ReplicaState* here = registration(members_[i].replica, members_[i].incarnation);
+    if (here == nullptr) continue;
+    LinkRates rates;
+    for (const auto& status : here->statuses) rates.keep_lower(status.rates);
+    std::set neighbours{(i + 1) % members_.size(), (i + members_.size() - 1) % members_.size()};
+    for (auto next : neighbours)
+      if (const auto link = rates.of(members_[next].incarnation.value))
+        links.push_back({members_[i].replica, members_[next].replica, link->rank, link->rate});
+  }
+  slow_link_.look(links, committed_, now);
+}
+
 // How the steps after the next one are to be shared from now on, where that changes with this commit: the plan that
 // goes out with it then foretells what these hand out.
 std::optional<Balance> Coordinator::change_of_balance(Step step) {

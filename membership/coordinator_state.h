@@ -8,6 +8,7 @@
 #include "base/clock.h"
 #include "control.pb.h"
 #include "membership/coordinator_actions.h"
+#include "membership/link_rates.h"
 #include "membership/rank_set.h"
 #include "membership/round_trips.h"
 #include "membership/versions.h"
@@ -51,6 +52,7 @@ struct ConnectedRanks {
   Incarnations links;
   std::vector<proto::Unreached> unreached;
   RoundTrips round_trips{};
+  LinkRates rates{};
 };
 
 // A replica that is out and has the state of the last committed step: it may be taken back until the next commit.

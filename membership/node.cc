@@ -206,6 +206,7 @@ Node::Actions Node::on_rank_message(RankConnection connection, const proto::From
     rank.links.emplace(message.links().incarnations(), ~std::uint64_t{0});
     rank.unreached.assign(message.links().unreached().begin(), message.links().unreached().end());
     rank.round_trips = RoundTrips(message.links().round_trips());
+    rank.rates = LinkRates(message.links().rates());
     report_status(rank, actions);
   } else if (message.kind_case() == proto::FromNode::kCaughtUp) {
     if (message.caught_up().instance() == rank.up.instance()) rank.caught_up = true;
@@ -239,6 +240,7 @@ void Node::report_status(const RankInfo& one, Actions& actions) {
   RankSet together;
   std::optional<Incarnations> links;
   RoundTrips round_trips;
+  LinkRates rates;
   for (const auto& [connection, rank] : ranks_) {
     if (rank.up.replica() != one.up.replica() || rank.up.incarnation() != one.up.incarnation()) continue;
     if (!rank.links) return;
@@ -246,11 +248,13 @@ void Node::report_status(const RankInfo& one, Actions& actions) {
     if (!rank.caught_up) status.set_caught_up(false);
     keep_common(links, *rank.links);
     round_trips.keep_longer(rank.round_trips);
+    rates.keep_lower(rank.rates);
     for (const auto& unreached : rank.unreached) add_unreached(unreached, status);
   }
   together.to(status.mutable_ranks());
   links->to(status.mutable_links());
   round_trips.to(status.mutable_round_trips());
+  rates.to(status.mutable_rates());
   auto& sent = statuses_[{one.up.replica(), one.up.incarnation()}];
   if (std::string now = status.SerializeAsString(); std::exchange(sent, now) != now)
     actions.to_coordinator.push_back(std::move(message));

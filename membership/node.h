@@ -22,6 +22,7 @@
 #include "base/clock.h"
 #include "base/ids.h"
 #include "control.pb.h"
+#include "membership/link_rates.h"
 #include "membership/note.h"
 #include "membership/pause_detector.h"
 #include "membership/peer_table.h"
@@ -47,6 +48,7 @@ class Node {
     std::optional<Incarnations> links;
     std::vector<proto::Unreached> unreached;
     RoundTrips round_trips;
+    LinkRates rates;
     std::uint64_t compute_us = 0;  // of the last reduction, as in Reduced
     bool caught_up = false;
     bool knows_peers = false;  // it has been told of all; from then on of what changes

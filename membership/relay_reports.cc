@@ -44,6 +44,7 @@ void Relay::report_status(std::uint32_t replica, std::uint64_t incarnation, Grou
   RankSet together;
   std::optional<Incarnations> links;
   RoundTrips round_trips;
+  LinkRates rates;
   bool caught_up = true;
   proto::FromNode message;
   auto& all_of_it = *message.mutable_replica_status();
@@ -53,6 +54,7 @@ void Relay::report_status(std::uint32_t replica, std::uint64_t incarnation, Grou
     caught_up = caught_up && status.caught_up();
     keep_common(links, Incarnations(status.links(), kNoLimit));
     round_trips.keep_longer(RoundTrips(status.round_trips()));
+    rates.keep_lower(LinkRates(status.rates()));
   }
   if (!together.includes(group.registered)) return;
   all_of_it.set_replica(replica);
@@ -60,6 +62,7 @@ void Relay::report_status(std::uint32_t replica, std::uint64_t incarnation, Grou
   all_of_it.set_caught_up(caught_up);
   links->to(all_of_it.mutable_links());
   round_trips.to(all_of_it.mutable_round_trips());
+  rates.to(all_of_it.mutable_rates());
   together.to(all_of_it.mutable_ranks());
   if (std::string now = all_of_it.SerializeAsString(); std::exchange(group.last_status, now) != now)
     up() = std::move(message);

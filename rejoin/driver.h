@@ -8,6 +8,7 @@
 #include <set>
 #include <tuple>
 
+#include "base/coarse_rate.h"
 #include "base/deadlines.h"
 #include "control.pb.h"
 #include "ftar/communicator.h"
@@ -165,6 +166,7 @@ class Driver {
   bool all_linked() const;
   void measure(const ftar::Member& peer);
   void measure_all();
+  bool measure_rates();
   membership::RoundTrips round_trips() const;
   bool not_reached(const ftar::Member& member, const std::string& why);
   void look_for_stalls(TimePoint now);
@@ -210,6 +212,7 @@ class Driver {
   std::string links_reported_;
   std::map<std::uint64_t, RoundTripLength> round_trips_;  // by incarnation, of peers: the least, ever
   membership::RoundTrips round_trips_reported_;
+  std::map<ftar::Member, CoarseRate> rates_reported_;      // of neighbours in the ring
   std::map<Incarnation, proto::Unreached> unreached_;  // the first reason that was found
   std::vector<proto::FromNode> reports_;
   std::vector<bool> wanted_, submitted_, done_;  // by bucket, in this epoch and step

@@ -52,6 +52,12 @@ void Driver::report_links() {
   // Not with each connection that a member makes, nor with each of those that one makes which is to become one.
   if (!machine_.member() && all_linked()) round_trips_reported_ = round_trips();
   round_trips_reported_.to(links.mutable_round_trips());
+  for (const auto& [member, rate] : rates_reported_) {
+    auto& one = *links.add_rates();
+    one.set_incarnation(member.incarnation.value);
+    one.set_rate(rate);
+    one.set_rank(config_.rank);
+  }
   std::string reported = links.SerializeAsString();
   if (links_ && links_reported_ == reported) return;
   links_reported_ = std::move(reported);
@@ -77,9 +83,21 @@ void Driver::measure(const ftar::Member& peer) {
 void Driver::measure_all() {
   for (const auto& member : ring_->peers()) measure(member);
   auto measured = round_trips();
-  if (measured == round_trips_reported_) return;
+  const bool others = measure_rates();
+  if (measured == round_trips_reported_ && !others) return;
   round_trips_reported_ = std::move(measured);
   report_links();
+}
+
+// True: they have changed. A neighbour that nothing was written to stays as it was.
+bool Driver::measure_rates() {
+  const auto before = rates_reported_;
+  std::erase_if(rates_reported_, [&](const auto& one) { return !ring_->needs(one.first); });
+  for (const auto& [member, rate] : ring_->take_link_rates()) {
+    const auto told = rates_reported_.find(member);
+    rates_reported_[member] = coarse_rate(rate, told == rates_reported_.end() ? std::nullopt : std::optional(told->second));
+  }
+  return rates_reported_ != before;
 }
 
 // Also of connections that are closed since: with others it may be different, but those are not measured now.

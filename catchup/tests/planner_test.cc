@@ -119,7 +119,7 @@ TEST(Planner, ASourceOfATenthOfTheSpeedHasATenthOfTheWorkAndIsNotWaitedFor) {
   }
 }
 
-TEST(Planner, ASourceThatComesLateOrBecomesFastHasItsShare) {
+TEST(Planner, ASourceThatComesLateHasItsShare) {
   const Served late(2000, {{}, {.from = 1000}});
   EXPECT_LT(late.took, 1550);
   EXPECT_GT(late.sources[1].delivered, 450u);
