@@ -34,7 +34,7 @@ struct BucketCoding {
   static std::size_t most(DataType type, std::size_t bytes) {
     return coding::coded_bytes(type, bytes, coding::Width::eight);
   }
-  // After an all-reduce: the error; then, where nobody has said the width, what the next one has.
+  // After an all-reduce: what it has lost; and, where nobody has said the width, that of the next one.
   void measure();
   void adapt(double bound);
 };

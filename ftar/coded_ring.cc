@@ -40,6 +40,7 @@ void BucketCoding::adapt(double bound) {
     --plain_for;
     return;
   }
+  measure();
   if (!error) return;
   if (width == Width::eight && *error > bound) {
     plain_for = kPause;
@@ -115,15 +116,16 @@ void Communicator::adapt_coding(Bucket& bucket) {
   if (bucket.coding == nullptr) return;
   BucketCoding& coding = *bucket.coding;
   coding.feedback.on_done();
-  coding.measure();
-  if (options_.coding != Coding::automatic) return;
+  if (options_.coding != Coding::automatic) return coding.measure();
   const auto before = std::pair(coding.width, coding.plain_for > 0);
-  const double error = coding.error.value_or(0);
   coding.adapt(options_.coding_error);
   if (before == std::pair(coding.width, coding.plain_for > 0)) return;
   const std::string now = coding.plain_for > 0 ? fmt::format("not coded for {} steps", coding.plain_for)
                                                : fmt::format("coded in {} bits", static_cast<int>(coding.width));
-  spdlog::info("over slow links bucket {} is {}: coding lost {:.2g} % of it", bucket.index, now, 100 * error);
+  const std::string why = coding.loss.of > 0 ? fmt::format(": coding lost {:.2g} % of it",
+                                                           100 * std::sqrt(coding.loss.lost / coding.loss.of))
+                                             : "";
+  spdlog::info("over slow links bucket {} is {} from here on{}", bucket.index, now, why);
 }
 
 // ---- one all-reduce

@@ -96,8 +96,6 @@ MUTANTS = [
     ("differing states are committed", "membership/drift_audit.cc", "if (!states_reported_alike_ || !differ(states)) continue;", "continue;"),
     ("what a step that failed has lost is added to its retry", "ftar/feedback.cc",
      "if (step_ && step != *step_) {", "if (step_) {"),
-    ("a step that was not ended counts as committed", "ftar/feedback.cc",
-     "if (step < *step_ || !whole_) forget();", "if (step < *step_) forget();"),
     ("what coding has lost is lost", "ftar/coded_ring.cc", "const std::byte* before = feedback.before(range);",
      "const std::byte* before = nullptr;"),
     ("what plain chunks have not lost is not noted", "ftar/coded_ring.cc",
