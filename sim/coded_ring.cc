@@ -12,22 +12,22 @@ namespace {
 using ftar::Coding;
 using ftar::coding::Width;
 
-bool codes(const CodedRing::Place& from, const CodedRing::Place& to) {
+bool hop_codes(const CodedRing::Place& from, const CodedRing::Place& to) {
   return from.coding != Coding::off && to.coding != Coding::off;
 }
 
 // Whether one of those to whom it sends anything is sent coded chunks.
 bool codes_at_all(const std::vector<CodedRing::Place>& ring, std::size_t contributors, std::size_t at) {
   const std::size_t members = ring.size();
-  if (contributors > 1 && codes(ring[at], ring[(at + 1) % contributors])) return true;
+  if (contributors > 1 && hop_codes(ring[at], ring[(at + 1) % contributors])) return true;
   return members > 1 &&
-         (codes(ring[at], ring[(at + 1) % members]) || codes(ring[at], ring[(at + members - 1) % members]));
+         (hop_codes(ring[at], ring[(at + 1) % members]) || hop_codes(ring[at], ring[(at + members - 1) % members]));
 }
 
-const std::byte* bytes(const std::vector<float>& values, const ftar::Range& range) {
+const std::byte* bytes_at(const std::vector<float>& values, const ftar::Range& range) {
   return values.empty() ? nullptr : reinterpret_cast<const std::byte*>(values.data()) + range.offset;
 }
-std::byte* bytes(std::vector<float>& values, const ftar::Range& range) {
+std::byte* bytes_at(std::vector<float>& values, const ftar::Range& range) {
   return reinterpret_cast<std::byte*>(values.data()) + range.offset;
 }
 
@@ -59,10 +59,10 @@ std::vector<float> CodedRing::mean(std::uint64_t step, std::uint32_t bucket, con
       const bool last = k + 1 == n, on = ring[p].coding != Coding::off;
       const Width own_width = ring[p].coding == Coding::four ? Width::four : Width::eight;
       over_slow = over_slow || (on && codes_at_all(ring, n, p));
-      const bool to_next = !last && codes(ring[p], ring[(p + 1) % n]);
+      const bool to_next = !last && hop_codes(ring[p], ring[(p + 1) % n]);
       const Width width = (last ? on && over_slow : to_next) ? own_width : Width::plain;
-      std::byte* out = last ? bytes(result, range) : next.data();
-      const std::byte* own = bytes(inputs[p], range);
+      std::byte* out = last ? bytes_at(result, range) : next.data();
+      const std::byte* own = bytes_at(inputs[p], range);
       if (!on) {  // as every member did before there was any coding
         if (k > 0) ftar::add(DataType::float32, out, arrived.data(), own, elements, last ? divisor : 0);
         else if (last && divisor > 1) ftar::add(DataType::float32, out, own, own, elements, 2 * divisor);
@@ -73,13 +73,13 @@ std::vector<float> CodedRing::mean(std::uint64_t step, std::uint32_t bucket, con
                                 .own = own,
                                 .arrived = k == 0 ? nullptr : arrived.data(),
                                 .arrived_width = form,
-                                .feedback = bytes(std::as_const(before[p].values), range),
+                                .feedback = bytes_at(std::as_const(before[p].values), range),
                                 .times = static_cast<float>(after[p].divisor) / static_cast<float>(before[p].divisor),
                                 .divisor = last ? divisor : 0,
                                 .width = width};
         if (width != Width::plain) {
           after[p].any = true;
-          pass.residual = bytes(after[p].values, range);
+          pass.residual = bytes_at(after[p].values, range);
           pass.coded = coded.data();
         }
         if (width == Width::plain || last) pass.out = out;
