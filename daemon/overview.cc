@@ -131,19 +131,19 @@ void put_reports(json& into, const JobHistory& history, TimePoint now) {
 }
 
 // Where members are, and who of them is near whom, as far as anybody tells of either: in the ring's order.
-void put_places(json& into, const json& c) {
-  json places = json::array(), near = json::array();
+void put_locations(json& into, const json& c) {
+  json located = json::array(), near = json::array();
   for (const auto& one : c.at("neighbourhoods"))
     near.push_back(fmt::format("{}", fmt::join(one.get<std::vector<std::uint32_t>>(), " ")));
   for (const auto& m : c.at("members")) {
-    json place{{"replica", m.at("replica")}, {"catches_up", m.at("role") == "catching_up"}};
-    if (m.contains("location")) place["location"] = m.at("location");
-    if (m.contains("round_trip_us") && !near.empty()) place["round_trip_us"] = m.at("round_trip_us");
-    places.push_back(std::move(place));
+    json member{{"replica", m.at("replica")}, {"catches_up", m.at("role") == "catching_up"}};
+    if (m.contains("location")) member["location"] = m.at("location");
+    if (m.contains("round_trip_us") && !near.empty()) member["round_trip_us"] = m.at("round_trip_us");
+    located.push_back(std::move(member));
   }
-  const auto told = [](const json& place) { return place.size() > 2; };
-  if (std::none_of(places.begin(), places.end(), told)) places = json::array();
-  put_rows(into, "places", places);
+  const auto tells = [](const json& member) { return member.size() > 2; };
+  if (std::none_of(located.begin(), located.end(), tells)) located = json::array();
+  put_rows(into, "locations", located);
   put_rows(into, "neighbourhoods", near);
 }
 
@@ -205,7 +205,7 @@ json of_coordinator(const json& c, const JobHistory& history, TimePoint now) {
   for (const char* key : {"out", "waiting_for", "alarms", "refused", "blocked_on", "stragglers"})
     put_rows(o, key, c.at(key));
   put_reports(o, history, now);
-  put_places(o, c);
+  put_locations(o, c);
   o["orders_by_round_trips"] = c.at("orders_by_round_trips");
   o["steps"] = steps_of(history);
   o["epochs"] = epochs_of(history, now);

@@ -122,9 +122,9 @@ void Communicator::adapt_coding(Bucket& bucket) {
   if (before == std::pair(coding.width, coding.plain_for > 0)) return;
   const std::string now = coding.plain_for > 0 ? fmt::format("not coded for {} steps", coding.plain_for)
                                                : fmt::format("coded in {} bits", static_cast<int>(coding.width));
-  const std::string why = coding.loss.of > 0 ? fmt::format(": coding lost {:.2g} % of it",
-                                                           100 * std::sqrt(coding.loss.lost / coding.loss.of))
-                                             : "";
+  const std::string why = coding.loss->of > 0 ? fmt::format(": coding lost {:.2g} % of it",
+                                                            100 * std::sqrt(coding.loss->lost / coding.loss->of))
+                                              : "";
   spdlog::info("over slow links bucket {} is {} from here on{}", bucket.index, now, why);
 }
 

@@ -212,7 +212,7 @@ class Driver {
   std::string links_reported_;
   std::map<std::uint64_t, RoundTripLength> round_trips_;  // by incarnation, of peers: the least, ever
   membership::RoundTrips round_trips_reported_;
-  std::map<ftar::Member, CoarseRate> rates_reported_;      // of neighbours in the ring
+  std::map<ftar::Member, CoarseRate> rates_reported_;  // of neighbours in the ring
   std::map<Incarnation, proto::Unreached> unreached_;  // the first reason that was found
   std::vector<proto::FromNode> reports_;
   std::vector<bool> wanted_, submitted_, done_;  // by bucket, in this epoch and step

@@ -95,7 +95,8 @@ bool Driver::measure_rates() {
   std::erase_if(rates_reported_, [&](const auto& one) { return !ring_->needs(one.first); });
   for (const auto& [member, rate] : ring_->take_link_rates()) {
     const auto told = rates_reported_.find(member);
-    rates_reported_[member] = coarse_rate(rate, told == rates_reported_.end() ? std::nullopt : std::optional(told->second));
+    rates_reported_[member] =
+        coarse_rate(rate, told == rates_reported_.end() ? std::nullopt : std::optional(told->second));
   }
   return rates_reported_ != before;
 }

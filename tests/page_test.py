@@ -49,7 +49,7 @@ def large_job(real):
                              for r, s in enumerate(states) if s == "j"]),
              rails=[{"peers": 8000, "up": 7999}], rails_down=listed(
                  [{"replica": 5, "node": HOSTILE, "rail": 0, "peers": 9, "up": 8}]),
-             places=listed([{"replica": r, "catches_up": r > 1000, "location": f"{HOSTILE}/room{r % 2}/rack{r % 64}",
+             locations=listed([{"replica": r, "catches_up": r > 1000, "location": f"{HOSTILE}/room{r % 2}/rack{r % 64}",
                              "round_trip_us": {"nearest": 128, "farthest": 2048}} for r in range(1024)]),
              neighbourhoods=listed([" ".join(str(r) for r in range(room, 128, 4)) for room in range(4)]))
     return job
@@ -109,7 +109,7 @@ def real_job(browser, job):
     assert has_color(page, "--in") and not has_color(page, "--lost")
     # All daemons tell of themselves, the one behind a relay, too.
     page.wait_for_function("() => heard.coordinator.told === 3")
-    assert not page.is_visible("#places"), "nobody tells of a place"
+    assert not page.is_visible("#locations"), "nobody tells of a location"
     browser.shoot(page, "all")
     job.kill_trainer(1)
     says(page, "#verdict", "without replica 1")
@@ -169,7 +169,7 @@ def large(browser, job):
         page = browser.open(job.address("coordinator"), overview, width, scheme)
         says(page, "#out", "replica 0" if overview["coordinator"]["states"].startswith("1s") else "replica")
         assert HOSTILE in text(page, "#out") and HOSTILE in text(page, "#verdict"), text(page, "#out")
-        assert "<128 µs to <2.0 ms" in text(page, "#places") and "near each other" in text(page, "#places")
+        assert "<128 µs to <2.0 ms" in text(page, "#locations") and "near each other" in text(page, "#locations")
         assert page.evaluate("window.hacked") is None and not page.query_selector("main img, main b")
         fits(page)
         rows, nodes = page.evaluate("[grid.rows.length, document.querySelectorAll('*').length]")

@@ -2,6 +2,7 @@
 """Style as a failing test: layering, lengths, banned calls. See docs/design-notes.md."""
 import pathlib
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -112,6 +113,10 @@ cmake = "\n".join((root / f).read_text() for f in tracked if f.endswith("CMakeLi
 for path in sources:
     if path.suffix == ".cc" and path.name not in cmake:
         problems.append(f"{path.relative_to(root)}: not built by any CMakeLists.txt")
+
+# The simulator's mutants are of the code as it is.
+mutants = runpy.run_path(str(root / "sim/mutants.py"))
+problems += mutants["misplaced"](mutants["MUTANTS"])
 
 print("\n".join(problems) or f"tidy: {len(sources)} files")
 sys.exit(1 if problems else 0)

@@ -316,18 +316,18 @@ TEST(Overview, SaysWhereMembersAreWhereTheyOrRoundTripsTell) {
     c.at("members").push_back({{"replica", replica},
                                {"role", replica == 3 ? "catching_up" : "contributor"},
                                {"round_trip_us", {{"nearest", 128}, {"farthest", 128}}}});
-  EXPECT_EQ(told().at("places"), nothing) << "all are near each other";
+  EXPECT_EQ(told().at("locations"), nothing) << "all are near each other";
   c.at("neighbourhoods") = {{0, 2}, {1, 3}};
   json o = told();
   EXPECT_EQ(o.at("neighbourhoods").at("rows"), json({"0 2", "1 3"}));
-  EXPECT_EQ(o.at("places").at("count"), 4);
-  EXPECT_EQ(o.at("places").at("rows").at(3),
+  EXPECT_EQ(o.at("locations").at("count"), 4);
+  EXPECT_EQ(o.at("locations").at("rows").at(3),
             json({{"replica", 3}, {"catches_up", true}, {"round_trip_us", {{"nearest", 128}, {"farthest", 128}}}}));
   c.at("neighbourhoods") = json::array();
   c.at("members").at(1)["location"] = "dc/a";
   o = told();
   EXPECT_EQ(o.at("neighbourhoods"), nothing);
-  EXPECT_EQ(o.at("places").at("rows").at(1), json({{"replica", 2}, {"catches_up", false}, {"location", "dc/a"}}));
+  EXPECT_EQ(o.at("locations").at("rows").at(1), json({{"replica", 2}, {"catches_up", false}, {"location", "dc/a"}}));
 }
 
 TEST(StatusPages, AnswerByTheirPathsAndKeepWhatTheyMadeForAMoment) {
