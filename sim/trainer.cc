@@ -259,7 +259,7 @@ void Trainer::begin_step() {
   stage_ = Stage::reducing;
   if (!step_.contributes) return world_.wake(*this);
   stage_ = Stage::computing;
-  in(world_.computing(*this, samples_of(step_.batch), random.between(2ms, 8ms)), &Trainer::compute);
+  in(world_.computing(*this, membership::samples_of(step_.batch), random.between(2ms, 8ms)), &Trainer::compute);
 }
 
 // Where nobody has come or gone, the plan before has said what this one hands out.
