@@ -1,5 +1,5 @@
-// How a process listens that others connect to without a coordinator: a checkpoint server (checkpoint_transfer.h), a
-// member of a process group (process_group.h).
+// Says how a process listens that others connect to without a coordinator: a checkpoint server (checkpoint_transfer.h)
+// or a member of a process group (process_group.h).
 #pragma once
 
 #include <string>

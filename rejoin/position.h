@@ -17,8 +17,8 @@ namespace rejoin {
 
 class Position {
  public:
-  Position() = default;  // of a fresh job
-  // For the session; a trainer gets it from Session::position() or from_text().
+  Position() = default;  // the position of a fresh job
+  // The session calls this; a trainer gets a position from Session::position() or from_text().
   Position(std::uint64_t step, std::vector<SampleRange> trained, std::optional<std::uint64_t> digest)
       : step_(step), trained_(std::move(trained)), digest_(digest) {}
 
@@ -28,10 +28,10 @@ class Position {
   static Result<Position> from_text(std::string_view text);
 
   std::uint64_t step() const { return step_; }
-  const std::vector<SampleRange>& trained() const { return trained_; }    // ascending, apart
+  const std::vector<SampleRange>& trained() const { return trained_; }    // ascending, and none touches the next
   const std::optional<std::uint64_t>& digest() const { return digest_; }  // of the rank's state
-  // For a state that was changed on purpose since it was saved, say converted or divided otherwise among ranks: join()
-  // does not compare it with what was saved.
+  // Returns the position for a state that was changed on purpose since it was saved, say converted or divided otherwise
+  // among ranks: join() does not compare that with what was saved.
   Position without_digest() const { return {step_, trained_, std::nullopt}; }
   bool operator==(const Position&) const = default;
 

@@ -40,31 +40,32 @@ using ProcessGroupConfig = ListenConfig;
 //   send, receive   one, in place                 –
 struct CollectiveCall {
   Collective kind{};
-  DataType type{};         // of the elements, where they are combined
-  Combine combine{};       // …
-  std::uint32_t root = 0;  // of those that have one; of send and receive, the other rank
-  std::uint32_t tag =
-      0;  // send, receive: messages of one tag arrive in order; a new tag takes memory until reconfigure()
+  DataType type{};         // the elements' type, where they are combined
+  Combine combine{};       // how they are
+  std::uint32_t root = 0;  // the root's rank, where there is one; for send and receive the other member's
+  // For send and receive: messages of one tag arrive in order. A new tag takes memory until reconfigure().
+  std::uint32_t tag = 0;
   std::vector<std::span<std::byte>> inputs, outputs;
-  Duration limit{};  // after which it fails, and with it the group
+  Duration limit{};  // the operation fails when it takes longer, and the group with it
   // Buffers are in the memory of the group's device, and the operation begins when this CUDA stream (a cudaStream_t)
   // has come to what start() queues there. What is reduced is summed or averaged; other ways take the host's memory.
   bool on_device = false;
   void* stream = nullptr;
 };
 
-// An operation under way. Any thread.
+// An operation under way. Thread: any.
 class Work {
  public:
   virtual ~Work() = default;
   virtual bool done() const = 0;
-  // Waits until it has ended, and returns how. `cancelled` is asked about every 50 ms, and ends the wait alone. Errors:
-  // `timeout`: not within `limit`, and it goes on; `cancelled`; those of the operation.
+  // Waits until the operation has ended, and returns how. It asks `cancelled` about every 50 ms, which ends the wait
+  // and not the operation. Errors: `timeout`: the operation has not ended within `limit`, and goes on; `cancelled`;
+  // those of the operation.
   virtual Result<> wait(Duration limit, const std::function<bool()>& cancelled = {}) = 0;
   // Has ProcessGroup::next_done() return `number` once when it has ended.
   virtual void notify(std::uint64_t number) = 0;
-  // Of a device's memory: what is queued on this CUDA stream from now on waits until it has ended, well or not; the
-  // caller waits for nothing. Errors: of the operation, if it has failed already; of the device.
+  // For a device's memory: what is queued on this CUDA stream from now on waits until the operation has ended, well or
+  // not; the caller waits for nothing. Errors: the operation's, if it has failed already; the device's.
   virtual Result<> wait_on(void* stream) = 0;
 };
 
@@ -72,33 +73,34 @@ class Work {
 // collective operations in the same order. Messages between two wait for nothing else.
 class ProcessGroup {
  public:
-  // Errors: of the transport, and of its address.
+  // Opens a group without a device. Errors: those of the transport and its address.
   static Result<std::unique_ptr<ProcessGroup>> open(const ProcessGroupConfig& config);
-  // … with a device, by its name: "cuda:0" (device 0), "host". Operations of its memory don't go through the host's but
-  // where the transport can't reach it. All members have such devices, or none. To close the group waits for the
-  // device, as cudaFree() does. Errors: also of the device; `unavailable`: it has no kernels here.
+  // Opens a group with a device, by its name: "cuda:0" (device 0), "host". Operations on its memory go through the
+  // host's only where the transport can't reach it. All members have such devices, or none. Closing the group waits for
+  // the device, as cudaFree() does. Errors: also those of the device; `unavailable`: it has no kernels here.
   static Result<std::unique_ptr<ProcessGroup>> open(const ProcessGroupConfig& config, const std::string& device);
   virtual ~ProcessGroup() = default;  // what is under way fails
 
-  // What others give to reconfigure() for this member: text, and whoever has it may connect.
+  // Returns the text that others give to reconfigure() for this member. Whoever has it may connect.
   virtual const std::string& handle() const = 0;
-  // These are the members, by rank, with this one among them; all give the same list and the same number, which is a
-  // new one each time, also after one that has failed. What is under way fails with `cancelled`. Errors: `timeout`,
-  // with those that did not come; `cancelled`; `invalid_argument`; `mismatch`: a member's transport is of another
-  // family.
+  // Names the members, by rank, with this one among them. All give the same list and the same number, which is a new
+  // one each time, also after a call that has failed. What is under way fails with `cancelled`. Errors: `timeout`, with
+  // those that did not come; `cancelled`; `invalid_argument`; `mismatch`: a member's transport is of another family.
   virtual Result<> reconfigure(std::uint64_t number, const std::vector<std::string>& members, Duration limit,
                                const std::function<bool()>& cancelled = {}) = 0;
   virtual std::uint32_t rank() const = 0;
   virtual std::uint32_t size() const = 0;  // 0 before the first reconfigure()
 
-  // Errors: `invalid_argument`: buffers or a rank that can't be; of the group comes with the work.
+  // Starts an operation. Errors: `invalid_argument`: buffers or a rank that can't be. The group's errors come with the
+  // work.
   virtual Result<std::shared_ptr<Work>> start(const CollectiveCall& call) = 0;
-  // The number of an operation that has ended, of those that notify(). Errors: `timeout`; `cancelled`: shut down, and
+  // Waits for an operation with notify() to end, and returns its number. Errors: `timeout`; `cancelled`: shut down, and
   // there are no more.
   virtual Result<std::uint64_t> next_done(Duration limit) = 0;
-  // Everything under way fails on all members, for this reason.
+  // Has everything under way fail on all members, for this reason.
   virtual void abort(const std::string& reason) = 0;
-  // The others may go on with what they have of this one. Waits, at most so long, until they know that it leaves.
+  // Leaves the group: waits, at most so long, until the others know it. They may go on with what they have of this
+  // member.
   virtual void shutdown(Duration limit) = 0;
 };
 

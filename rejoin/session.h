@@ -1,5 +1,6 @@
-// What a trainer links: it declares its state and gradients once, then runs steps. Failures of other replicas show as
-// nothing but a step that takes a little longer; this replica's own catching up shows as steps that do not contribute.
+// The library that a trainer links. The trainer declares its state and gradients once, then runs steps. Failures of
+// other replicas show as nothing but a step that takes a little longer; this replica's own catching up shows as steps
+// that do not contribute.
 //
 //   auto session = *rejoin::Session::open(config);
 //   auto w = *session->add({.name = "w", .count = 1000, .moments = 2});
@@ -48,12 +49,12 @@ struct SessionConfig {
   std::string transport = "shm";            // of the all-reduce: see transport/factory.h; the same on all replicas
   std::string data_listen = "127.0.0.1:0";  // address for data connections, where the transport has addresses
   // The host, or a host for each rail, that other ranks connect to instead of the one listened on, without a port.
-  // None, and listening on 0.0.0.0 or [::]: the node's address as its daemon knows it.
+  // Empty while data_listen is 0.0.0.0 or [::]: they connect to the node's address as its daemon knows it.
   std::string advertise;
   std::uint64_t chunk_bytes = 1 << 20;            // all-reduce: largest chunk
   std::uint32_t chunks_in_flight = 4;             // … and how many per neighbour
   std::uint64_t gradient_log_budget = 256 << 20;  // bytes of gradients kept while catching up
-  // Of a GPU: blocks of the kernel that adds while gradients are reduced, and threads of each. Two of 512 are the
+  // On a GPU a kernel adds while gradients are reduced: so many blocks, of so many threads each. Two of 512 are the
   // least that keep up with 400 Gb/s.
   std::uint32_t reduce_blocks = 8, reduce_threads = 512;
   // "auto": on a machine with several NUMA nodes the progress thread runs on that of the GPU, or of the NICs, and
@@ -65,16 +66,16 @@ struct SessionConfig {
   // Directory for the flight recording of this process (base/flight.h), which is always on and outlives it; empty: the
   // default, "off": none. A process with several sessions has one recording.
   std::string flight;
-  // A drill: in this step one bit of what the all-reduce brings here is flipped, as if on its way; 0: never. Of the
-  // host's memory only.
+  // A drill: in this step the library flips one bit of what the all-reduce brings into the host's memory, as if on its
+  // way; 0: never.
   std::uint64_t flip_bit_at = 0;
-  // Whether gradients of floats travel with a bounded error: "off", "auto" (where the link is
-  // slower than the coder), "8" or "4" (always, in so many bits a value). Each replica may have its own: a hop is coded
-  // where both ends have other than "off". All replicas have the same bits in any case. See "Coded gradients" in
+  // Says whether gradients of floats travel with a bounded error: "off", "auto" (where the link is
+  // slower than the coder), "8" or "4" (always, in so many bits a value). Each replica may have its own setting: a hop
+  // is coded where neither end has "off". All replicas have the same bits in any case. See "Coded gradients" in
   // docs/design-notes.md.
   std::string coding = "off";
-  // "auto": 4 bits where they lose no more, otherwise 8. The root mean square of what a hop loses, in relation to the
-  // values; above 0, at most 1.
+  // "auto" codes in 4 bits where a hop then loses no more than this, and in 8 bits otherwise: the root mean square of
+  // what it loses, in relation to the values. Above 0, at most 1.
   double coding_error = 0.2;
   // A trainer may evaluate, or write a checkpoint, for so long between commit() and the next begin_step() while the
   // others wait for it. One that takes longer is taken for one that hangs. Session::busy() says more, and elsewhere.
@@ -89,9 +90,9 @@ struct SessionConfig {
 
   // Adds these settings to a program's flags, each also settable as REJOIN_* variable.
   void bind(CommandLine& line);
-  // From REJOIN_* variables alone.
+  // Takes the settings from REJOIN_* variables alone.
   static Result<SessionConfig> from_environment();
-  // What Session::open() begins with: whether each can be as it is.
+  // Says whether each setting can be as it is; Session::open() begins with this.
   Result<> check() const;
 };
 
@@ -103,9 +104,9 @@ struct TensorSpec {
   std::uint64_t count = 0;    // elements
   std::uint32_t moments = 0;  // optimizer moments of the same count: 0 to kMostMoments
   bool elementwise = true;    // the optimizer updates each element from its own gradient and moments alone
-  // Of each moment, where not all are of the weight's type: say, a float32 master of a bfloat16 weight, and two more.
+  // The type of each moment, where not all have the weight's: say, a float32 master of a bfloat16 weight, and two more.
   std::vector<DataType> moment_types = {};
-  // Of the gradient, where it is not the weight's type: it is reduced in this one.
+  // The type of the gradient, where it is not the weight's. The gradient is reduced in it.
   std::optional<DataType> gradient_type = std::nullopt;
 };
 
@@ -132,12 +133,13 @@ struct Update {
   std::uint64_t first = 0, count = 0;
   std::uint64_t step = 0;
   std::span<const std::byte> gradient;
-  std::uint32_t contributors = 0;  // whose gradients are in this mean: as many replicas as `step` was decided with
+  std::uint32_t contributors = 0;  // how many replicas' gradients are in this mean: those that `step` was decided with
   template <typename T>
   std::span<const T> gradient_as() const {
     return {reinterpret_cast<const T*>(gradient.data()), count};
   }
-  // Of a whole column of this tensor, the weight or a moment: the elements that are to be updated.
+  // Returns the elements that are to be updated of `column`, which is the whole weight or a whole moment of this
+  // tensor.
   template <typename T>
   std::span<T> of(std::span<T> column) const {
     return column.subspan(first, count);
@@ -146,23 +148,23 @@ struct Update {
 
 class Session {
  public:
-  // Errors: `invalid_argument` for settings that can't work. Does not talk to the daemon yet.
+  // Makes a session; it does not talk to the daemon yet. Errors: `invalid_argument` for settings that can't work.
   static Result<std::unique_ptr<Session>> open(const SessionConfig& config);
-  // As leave(), without waiting for the daemon's answer. Quiet, where the job has finished.
+  // Leaves as leave() does, without waiting for the daemon's answer. Nothing is said where the job has finished.
   virtual ~Session() = default;
 
   // ---- declaring, before allocate(); the same on every replica
   virtual Result<TensorId> add(const TensorSpec& tensor) = 0;
-  // The same where it lies already: `memory` has the weight and then the moments, as the trainer's framework has
-  // allocated them on the session's device, anywhere in its allocations or over several ("expandable segments"), each
-  // from a multiple of 16 bytes on. They stay there until the session has gone, and hold what they held. The host's
-  // memory can't be shared afterwards: there the session allocates.
+  // Declares a tensor where it lies already: `memory` has the weight and then the moments, as the trainer's framework
+  // has allocated them on the session's device, anywhere in its allocations or over several ("expandable segments"),
+  // each from a multiple of 16 bytes on. They stay there until the session has gone, and hold what they held. The
+  // host's memory can't be shared afterwards: there the session allocates.
   virtual Result<TensorId> add(const TensorSpec& tensor, const std::vector<std::span<std::byte>>& memory) = 0;
   // Every tensor belongs to exactly one bucket; all gradients of a bucket have one type.
   virtual Result<BucketId> bucket(const std::vector<TensorId>& tensors) = 0;
-  // The same with the gradients in memory of the trainer's own, one tensor's after the other's in this order: a flat
-  // gradient buffer that its framework has allocated, of the session's device, anywhere in an allocation or over
-  // several. It outlives the session.
+  // Makes a bucket of gradients in the trainer's own memory, one tensor's after the other's in this order: a flat
+  // gradient buffer that its framework has allocated on the session's device, anywhere in an allocation or over
+  // several. The buffer outlives the session.
   virtual Result<BucketId> bucket(const std::vector<TensorId>& tensors, std::span<std::byte> gradients) = 0;
   // Allocates the weights, moments (shared with the daemon) and gradients that are not there yet, all zero, in the
   // device's memory: what the next three give are then addresses for its kernels and copies, and no host may look
@@ -173,11 +175,12 @@ class Session {
   virtual Result<std::span<std::byte>> weight(TensorId tensor) = 0;
   virtual Result<std::span<std::byte>> moment(TensorId tensor, std::uint32_t index) = 0;
   virtual Result<std::span<std::byte>> gradient(TensorId tensor) = 0;  // write here before all_reduce() of its bucket
-  // The caller's, up to 4 KiB of text, before join(): what else must be the same on all replicas for their bits to be,
-  // such as the framework's version and the optimizer's settings. Whoever joins with another one is refused with both.
+  // The caller says, before join() and in up to 4 KiB of text, what else must be the same on all replicas for their
+  // bits to be: the framework's version, the optimizer's settings. Who joins with another text is refused and sees
+  // both.
   virtual Result<> set_fingerprint(std::string text) = 0;
-  // Up to 1 KiB, before join(): what this rank's trainer says to those of the same rank of the other replicas, such as
-  // an address. They have it with each step that it contributes to.
+  // The caller says, before join() and in up to 1 KiB, what trainers of the same rank of other replicas are to know,
+  // such as an address. They get it with each step that this rank contributes to.
   virtual Result<> set_card(std::string card) = 0;
   template <typename T>
   static std::span<T> as(std::span<std::byte> bytes) {
@@ -189,7 +192,7 @@ class Session {
   // daemon, until begin_step() gives a step to contribute to. Errors: `unavailable` (no daemon there), `mismatch`
   // (versions of library and daemon, or the state is not the one that the position was taken with), `refused` (the job
   // says no, and why: it has other sizes, tensors or settings), `timeout` (the daemon does not answer), `cancelled`.
-  // Where it fails nothing has been joined, and it may be tried again.
+  // Where it fails nothing has been joined, and the caller may try again.
   Result<> join() { return join(Position{}); }
   virtual Result<> join(const Position& from) = 0;
 
@@ -218,26 +221,26 @@ class Session {
     explicit Step(Facts facts) : facts_(std::move(facts)) {}
     std::uint64_t number() const { return facts_.number; }   // the state is at the version before it
     bool contributes() const { return facts_.contributes; }  // false: catching up; no backward, no all_reduce()
-    // True on all ranks of one contributor: for what one replica does for all, such as writing a checkpoint. Where the
-    // members change just then it may be none or two of them; states at one version are the same, whoever writes them.
+    // True on all ranks of one contributor, which does what one replica does for all, such as writing a checkpoint.
+    // Where the members change just then none or two may lead; states at one version are the same, whoever writes them.
     bool leads() const { return facts_.leads; }
-    // Replicas that contribute, as it is planned. Where one is lost in the step there are fewer in the mean:
-    // Update::contributors has as many as it was decided with.
+    // How many replicas are planned to contribute. Where one is lost in the step fewer are in the mean:
+    // Update::contributors is the number that the step was decided with.
     std::uint32_t contributors() const { return facts_.contributors; }
     const Batch& batch() const { return facts_.batch; }
     // The batches that this replica will have in the next `steps` steps, in order, if no replica comes or goes and
-    // shares stay as they are (with `--balance-batches` they may change, but for the next step): for fetching data
-    // before it is asked for. It is what the coordinator does with what it has told, and no promise:
-    // which samples count in a step only its batch() says. Fewer, or none, where it is not known, as while catching up.
+    // shares stay as they are (with `--balance-batches` they may change, but for the next step). The caller may fetch
+    // data ahead by it. It is no promise: only batch() says which samples count in a step. Fewer batches, or none, are
+    // returned where they are not known, as while catching up.
     std::vector<Batch> upcoming(std::uint32_t steps) const { return facts_.upcoming(steps); }
-    // What all gradients of this step are to be multiplied with before all_reduce(): 1, or the number of samples in
-    // batch(), as in a job with `--constant-batch`, or with `--balance-batches` once replicas share by speed. There
-    // they may have different numbers, and what comes out is the mean over all samples, if each hands over the mean
-    // over its own times this. (The sum over its own is that.)
+    // The caller multiplies all gradients of this step with this before all_reduce(). It is 1, or the number of samples
+    // in batch(): in a job with `--constant-batch`, and with `--balance-batches` once replicas share by speed. There
+    // replicas may have different numbers of samples, and the result is the mean over all samples if each hands over
+    // the mean over its own times this. (The sum over its own is that.)
     std::uint64_t weight() const { return facts_.weight; }
-    // For connections of the trainers' own, among those that contribute. The epoch is that in which this step began
-    // here: a number of these members, later ones are larger. Settled: all members begin the step in this epoch, so
-    // that all of them have the same cards; otherwise somebody has been lost in this step, and the next one will do.
+    // These three serve connections of the trainers' own among those that contribute. The epoch is the one in which
+    // this step began here; later ones have larger numbers. Settled means that all members begin the step in this
+    // epoch, so that all have the same cards; otherwise somebody has been lost in this step, and the next one will do.
     std::uint64_t epoch() const { return facts_.epoch; }
     bool settled() const { return facts_.settled; }
     const std::vector<Card>& cards() const { return facts_.cards; }
@@ -255,9 +258,9 @@ class Session {
   // due once in a step that this replica contributes to. Errors: besides, `invalid_argument` for a bucket that is not
   // there, has been handed over already, or is caught up with.
   virtual Result<> all_reduce(BucketId bucket) = 0;
-  // The same of a bucket in GPU memory whose gradients will be there when the stream comes to this point. What is
-  // queued on the stream afterwards waits until the bucket has been reduced; this thread waits for nothing. If the
-  // session fails or ends, its streams go on.
+  // Reduces a bucket in GPU memory whose gradients will be written when the stream comes to this point. What is queued
+  // on the stream afterwards waits until the bucket has been reduced; this thread waits for nothing. If the session
+  // fails or ends, its streams go on.
   virtual Result<> all_reduce(BucketId bucket, CudaStream stream) = 0;
   // Waits until the step is committed (through as many retries as it takes, from the same gradients), then calls
   // `optimizer` for all updates and publishes the new version. Where a joiner that has caught up has to take the
@@ -306,27 +309,26 @@ class Session {
   virtual Result<> done() = 0;
 
   // ---- looking
-  // The version that all of the state has, where it is complete: what a checkpoint is of. Nothing while it is not, or
-  // not known to be: before the first step, and while this replica catches up, when its weights are of several
-  // versions.
-  // After a commit() with a stream: as whatever comes after it on that stream sees the state.
+  // Returns the version that all of the state has, where it is complete: a checkpoint is of that version. It returns
+  // nothing before the first step, and while this replica catches up, when its weights are of several versions. After a
+  // commit() with a stream it is the version that work queued on that stream afterwards sees.
   virtual std::optional<std::uint64_t> version() const = 0;
-  // The last step that commit() has ended here, contributing or catching up: for schedules and logs. It says nothing of
-  // the state.
+  // Returns the last step that commit() has ended here, contributing or catching up, for schedules and logs. It says
+  // nothing of the state.
   virtual std::uint64_t committed() const = 0;
-  // Whether no epoch has begun since the step under way, or the last one, began here. Otherwise one of its contributors
-  // may be lost, or begin the step late and unsettled, so that who waits for it, by a connection of the trainers' own,
-  // may wait in vain. It waits for up to `during` until that is not so. Any thread.
+  // Returns false once an epoch has begun since the step under way, or the last one, began here; for up to `during` it
+  // waits for that. One of the step's contributors may then be lost, or begin the step late and unsettled, so who waits
+  // for it by a connection of the trainers' own may wait in vain. Thread: any.
   virtual bool intact(std::chrono::milliseconds during) = 0;
-  // Whether this replica is still in the job: the error that begin_step() or commit() would return now. For trainers
-  // that wait for something else within a step or an update, such as another rank.
+  // Says whether this replica is still in the job, by the error that begin_step() or commit() would return now. A
+  // trainer calls it while it waits for something else within a step or an update, such as another rank.
   virtual Result<> check() const = 0;
-  // Where the job stands with the state as it is: a checkpoint is this rank's weights, its moments, and this. Reads all
-  // of the state, for its digest. Errors: `unavailable` while the replica catches up and within commit(), when the
-  // state is of no one step.
+  // Returns where the job stands with the state as it is. A checkpoint is this rank's weights, its moments, and this.
+  // The call reads all of the state, for its digest. Errors: `unavailable` while the replica catches up and within
+  // commit(), when the state is of no one step.
   virtual Result<Position> position() const = 0;
-  // Digest of weights and moments: equal on all replicas at the same version, wherever they are. Waits for the last
-  // commit's stream. Errors: of the device; `invalid_argument` before allocate().
+  // Returns the digest of weights and moments, which is equal on all replicas at the same version. It waits for the
+  // last commit's stream. Errors: of the device; `invalid_argument` before allocate().
   virtual Result<std::uint64_t> state_digest() const = 0;
 
   // ---- ending
@@ -335,8 +337,9 @@ class Session {
   // `cancelled`; calling it again, after a failure or before join() tells nobody anything. Errors: `unavailable` where
   // the daemon is away: the others go on when the process has ended.
   virtual Result<> leave() = 0;
-  // Any thread, and a signal's handler (async-signal-safe), while the session lives: join(), begin_step() and commit()
-  // return with `cancelled` if they wait, and so do they and all_reduce() from then on. leave() is what is to follow.
+  // Has join(), begin_step() and commit() return with `cancelled` if they wait, and these and all_reduce() from then
+  // on. The caller calls leave() next. Thread: any, and a signal's handler (async-signal-safe), while the session
+  // lives.
   virtual void interrupt() noexcept = 0;
 };
 

@@ -19,8 +19,9 @@ class Idle {
  public:
   struct Options {
     int spins = 2000;  // polls without result before yielding; small where processes share cores
-    int yields = 200;  // … before sleeping
-    // Whatever the counts: on a slow or crowded machine they would take the cores from those who are waited for.
+    int yields = 200;  // yields before sleeping
+    // It sleeps after so long whatever the counts: on a slow or crowded machine spinning would take the cores from
+    // those who are waited for.
     Duration longest = std::chrono::microseconds(300);
   };
   Idle(Engine& engine, Options options) : engine_(engine), options_(options) {}

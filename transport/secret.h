@@ -1,4 +1,5 @@
-// What the two ends of a connection know, and prove to each other before either spends anything on the other.
+// The secret that the two ends of a connection know, and prove to each other before either spends anything on the
+// other.
 #pragma once
 
 #include <array>
@@ -11,10 +12,10 @@
 namespace rejoin::transport {
 
 struct Secret {
-  std::array<std::byte, 32> bytes{};  // zeros: none, whoever comes is taken
+  std::array<std::byte, 32> bytes{};  // all zero: there is none, and whoever comes is taken
   bool operator==(const Secret&) const = default;
 
-  // Of two numbers that are themselves secret.
+  // Makes a secret of two numbers that are themselves secret.
   static Secret of(const std::array<std::uint64_t, 2>& numbers) {
     Secret secret;
     std::memcpy(secret.bytes.data(), numbers.data(), sizeof numbers);
@@ -22,7 +23,7 @@ struct Secret {
   }
 };
 
-// What a listener takes: its own secret and, while a job's key is being changed, another one.
+// A listener takes who proves its own secret or, while a job's key is being changed, the other one.
 struct Secrets {
   Secret own{};
   std::optional<Secret> other{};

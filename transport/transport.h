@@ -33,8 +33,8 @@ using device::DmaBuf, device::MemoryKind;
 using EndpointId = Id<struct EndpointTag>;  // never reused in an engine
 using RegionId = Id<struct RegionTag>;      // never reused in an engine
 
-// What peers may do with a region by its key; flags, as verbs have them. Operations of this engine's own may take bytes
-// from it and put them there in any case.
+// What peers may do with a region by its key; flags, as verbs have them. This engine's own operations may read and
+// write it in any case.
 enum class Access : std::uint8_t { local = 0, remote_read = 1, remote_write = 2 };
 constexpr Access operator|(Access a, Access b) {
   return static_cast<Access>(static_cast<unsigned>(a) | static_cast<unsigned>(b));
@@ -44,16 +44,16 @@ constexpr bool allows(Access access, Access needed) { return (access | needed) =
 // "host:port" for real networks, "sim:N" for the simulated one.
 struct Address {
   std::string text;
-  Secret secret{};  // where one is to connect to: of set_secrets() there, one
+  Secret secret{};  // of an address to connect to: one of the secrets that set_secrets() was given there
 };
 
-// What a peer must know to write into or read from a region of ours. Plain bytes: send it in any message.
+// What a peer must know to write into or read from a region of ours. It is plain bytes, to be sent in any message.
 struct RemoteRegion {
   std::uint64_t key = 0;     // a capability: unguessable, void after deregistration
   std::uint64_t length = 0;  // bytes
 };
 
-// Where a region of ours lies, for peers that can look at it in place. Plain bytes: send it in any message.
+// Where a region of ours lies, for peers that can read it in place. It is plain bytes, to be sent in any message.
 struct ViewableRegion {
   std::uint64_t address = 0, length = 0;  // bytes
   // The sealed memfd that it lies in, where it does: its descriptor in this process, or -1.
@@ -87,8 +87,8 @@ struct Read {
   LocalRange local;
   RemoteRange remote;
   std::uint64_t length = 0;
-  // All of it by every rail that reaches both ends, where there are several: so that it comes behind whatever any of
-  // them has written there. Small.
+  // Every rail that reaches both ends reads all of it, so that it comes behind whatever any of them has written there.
+  // For small reads.
   bool on_each_rail = false;
 };
 
@@ -111,8 +111,8 @@ struct Event {
 
 // One of several rails, over all peers that are connected.
 struct Rail {
-  std::uint32_t peers = 0;  // that it should reach: both ends have it
-  std::uint32_t up = 0;     // … and does
+  std::uint32_t peers = 0;  // how many peers have it, too, and should be reached by it
+  std::uint32_t up = 0;     // how many of them are
 };
 
 class Engine {
@@ -124,12 +124,12 @@ class Engine {
 
   // Accepts connections at `where` (port 0: the system picks one); returns the address that peers can connect to.
   virtual Result<Address> listen(const Address& where) = 0;
-  // What who connects here has to know (one of the two, where there are two), in handshakes from now on; both ends
-  // prove it to each other before anything else (transport/handshake.h). Without it whoever comes is taken. The
-  // simulated network does not look at it, nor does shared memory, where the kernel tells whose process it is.
+  // From now on who connects here has to know one of these secrets; both ends prove it to each other before anything
+  // else (transport/handshake.h). Without secrets whoever comes is taken. The simulated network does not look at them,
+  // nor does shared memory, where the kernel tells whose process it is.
   virtual void set_secrets(const Secrets&) {}
-  // How long a peer may be silent, as the job has it: the deadlines of connections made from now on follow from it
-  // (base/deadlines.h).
+  // Sets the job's silence, for which a peer may be silent. The deadlines of connections made from now on follow from
+  // it (base/deadlines.h).
   virtual void set_silence(Duration) {}
   // Whoever owns this engine polls until arm() is true whenever poll() brought anything, and never just stops when it
   // has what it waits for. So what poll() has to answer peers may leave together with what the handlers of its events
@@ -142,7 +142,7 @@ class Engine {
   // it ends with an error, and with its endpoint where there is no other way. What `access` does not allow is refused:
   // a peer's operation ends with an error there, nothing moves, and refused() counts it.
   virtual Result<RegionId> register_region(std::span<std::byte> memory, MemoryKind kind, Access access) = 0;
-  // The same for a device's memory. Errors: `unreachable` where this transport or its device can't.
+  // Registers a device's memory. Errors: `unreachable` where this transport or its device can't.
   virtual Result<RegionId> register_dma_buf(const DmaBuf& buffer, Access) {
     return tl::unexpected(Error{ErrorCode::unreachable, "this transport can't reach the " +
                                                             std::to_string(buffer.memory.size()) +
@@ -150,38 +150,38 @@ class Engine {
   }
   virtual void deregister(RegionId region) = 0;
   virtual RemoteRegion remote(RegionId region) const = 0;
-  // Peers' operations, or parts of them, that were refused here: void keys, ranges outside a region, no access.
+  // Counts peers' operations, or parts of them, that were refused here: void keys, ranges outside a region, no access.
   virtual std::uint64_t refused() const = 0;
 
   // Copies the bytes and sends them, in order. Refused (nothing sent) above kMaxMessage or on a dead endpoint.
   virtual Result<> send(EndpointId endpoint, BytesView message) = 0;
-  // Posts all or none. None: unknown or dead endpoint, or a local range outside its region.
+  // Posts all or, with an error, none: the endpoint is unknown or dead, or a local range lies outside its region.
   virtual Result<> write(EndpointId endpoint, std::span<const Write> writes) = 0;
   virtual Result<> read(EndpointId endpoint, std::span<const Read> reads) = 0;
 
-  // How peers find a region of ours to look at, for as long as it is registered; nothing where this transport has no
-  // way.
+  // Returns how peers find a region of ours to read it in place, for as long as it is registered; nothing where this
+  // transport has no way.
   virtual std::optional<ViewableRegion> viewable(RegionId) const { return std::nullopt; }
-  // `room.size()` bytes of a peer's region from `offset` on, as they are now: in place where they are mapped here, or
-  // else copied into `room`. The view is valid until the next call on this endpoint. Nobody tells when their owner
-  // changes them, or what they are worth if it does: the two agree on that by messages. Errors: as read()'s, and where
-  // the memory can't be read.
+  // Returns `room.size()` bytes of a peer's region from `offset` on, as they are now: in place where they are mapped
+  // here, or else copied into `room`. The view is valid until the next call on this endpoint. Nobody tells when their
+  // owner changes them, or what they are worth if it does: the two agree on that by messages. Errors: as read()'s, and
+  // where the memory can't be read.
   virtual Result<BytesView> view(EndpointId, const ViewableRegion&, std::uint64_t /*offset*/, std::span<std::byte>) {
     return tl::unexpected(Error{ErrorCode::unreachable, "this transport can't look into a peer's memory"});
   }
 
   // Makes progress; the events are valid until the next poll().
   virtual std::span<const Event> poll() = 0;
-  // To sleep: arm(); if it returns true, wait for event_fd() to become readable (or anything else), then poll().
-  // False: there is something to poll. -1: this engine has no descriptor (simulation).
+  // To sleep, the caller calls arm(); if it returns true, it waits for event_fd() to become readable (or anything
+  // else), and then polls. False: there is something to poll. -1: this engine has no descriptor (simulation).
   virtual bool arm() = 0;
   virtual int event_fd() const = 0;
 
   // Fences and forgets the endpoint. What was outstanding on it completes with `cancelled` in the next poll().
   virtual void close(EndpointId endpoint) = 0;
 
-  virtual std::vector<Rail> rails() const { return {}; }  // in their order; none: there is one only
-  // The least time in which anything has come back from there, as far as this transport knows it.
+  virtual std::vector<Rail> rails() const { return {}; }  // in their order; empty where there is one only
+  // Returns the least time in which anything has come back from there, where this transport knows it.
   virtual std::optional<Duration> round_trip(EndpointId) const { return std::nullopt; }
 };
 
