@@ -1,4 +1,5 @@
-// The job key, and what is made of it: each use has a key of its own, so that none tells anything of another.
+// The job key, and the keys that are derived from it. Each use has one of its own, so that none tells anything of
+// another.
 #pragma once
 
 #include <memory>
@@ -13,20 +14,21 @@
 
 namespace rejoin::daemon {
 
-// The contents of a file, at most `most` bytes. `what`: for errors, as in "job key file".
+// Returns the contents of a file of at most `most` bytes. `what` names it in errors, as in "job key file".
 Result<std::string> read_file(const std::string& what, const std::string& path, std::size_t most);
-// The same of one that holds a secret, without the ends of lines behind it. Errors: others may read it, too.
+// Returns the contents of a file that holds a secret, without the ends of lines behind it. Errors: also where others
+// may read the file.
 Result<std::string> read_secret(const std::string& what, const std::string& path, std::size_t most = 4096);
 
 class JobKey {
  public:
-  // From a file that only its owner can read, or root and a group of this process (modes 0440 and 0640); at least 16
-  // bytes.
+  // Reads a key of at least 16 bytes from a file that only its owner can read, or root and a group of this process
+  // (modes 0440 and 0640).
   static Result<JobKey> read(const std::string& path);
   explicit JobKey(std::string key) : key_(std::move(key)) {}
 
   Mac derive(std::string_view purpose) const;
-  // What ranks and daemons of the job prove to each other on data connections.
+  // Returns the secret that ranks and daemons of the job prove to each other on data connections.
   transport::Secret data_secret() const;
   bool operator==(const JobKey&) const = default;
 
@@ -34,19 +36,20 @@ class JobKey {
   std::string key_;
 };
 
-// What a process has: the key that it proves, perhaps a second one that others may prove to it while a job's key is
+// The keys of a process: the one that it proves, perhaps a second one that others may prove to it while a job's key is
 // being changed, and perhaps certificates for control connections.
 class JobKeys {
  public:
-  // `other_path`: empty where there is one key. Errors name the file and the remedy.
+  // Reads the keys; `other_path` is empty where there is one. Errors name the file and the remedy.
   static Result<JobKeys> read(const std::string& path, const std::string& other_path,
                               const CertificateFiles& files = {});
   explicit JobKeys(JobKey own, std::optional<JobKey> other = {});
-  // With certificates, as check() has let them pass. Errors: as of use_certificates().
+  // Adds certificates that check() has let pass. Errors: those of use_certificates().
   static Result<JobKeys> with_certificates(JobKeys keys, const CertificateFiles& files);
 
   transport::Secrets data_secrets() const;
-  // By which coordinators that share a store know that they are of one job (proto::Leader): the own key's first.
+  // Returns the marks by which coordinators that share a store know that they are of one job (proto::Leader), the own
+  // key's first.
   std::vector<std::uint64_t> store_marks() const;
   const std::vector<JobKey>& all() const { return *all_; }  // the own one first
   struct ControlTls;

@@ -34,28 +34,28 @@ struct JobKeys::ControlTls {
 
   // Where `files` are given, its context has no certificates yet: see make().
   explicit ControlTls(std::shared_ptr<const std::vector<JobKey>> keys, CertificateFiles files = {});
-  // With certificates. Errors: as of use_certificates().
+  // Makes one with certificates, read from `files`. Errors: those of use_certificates().
   static Result<std::shared_ptr<const ControlTls>> make(std::shared_ptr<const std::vector<JobKey>> keys,
                                                         const CertificateFiles& files);
   ~ControlTls();
   ControlTls(const ControlTls&) = delete;
   ControlTls& operator=(const ControlTls&) = delete;
 
-  // For the next connection: certificates that have changed are read again. Where they are worth nothing, those read
-  // before stay, and a line in the log says so.
+  // Returns the context for the next connection. It reads certificates again that have changed. Where the new ones
+  // can't be used those read before stay, and a line in the log says so.
   asio::ssl::context& context() const;
   const CertificateFiles& files() const { return files_; }
 
-  // Whether a handshake that is done has proven the job key; with certificates it never has.
+  // Says whether a handshake that is done has proven the job key; with certificates it never has.
   bool proved_the_key(const SSL* connection) const;
-  // Of a client: by its own key.
+  // A client calls this for its proof, by its own key.
   ClientProof prove(SSL* connection) const;
-  // Of a server: its proof for a client that has proven one of the keys; nothing where it has not.
+  // A server calls this for its proof to a client that has proven one of the keys; nothing where it has not.
   std::optional<Mac> answer(SSL* connection, const ClientProof& proof) const;
-  // Of a client: whether the server has proven the client's own key.
+  // A client calls this to see whether the server has proven the client's own key.
   bool is_answer(SSL* connection, const Mac& proof) const;
 
-  // Why a handshake has failed, for people, where that is the other side's doing; nothing where the connection has
+  // Says for people why a handshake has failed, where the other side has caused it; nothing where the connection has
   // ended.
   struct Refusal {
     refusals::Why kind;

@@ -76,20 +76,20 @@ struct Options {
   bool both_ways = true;                  // all-gather in both directions at once
   bool pull = true;  // where all members can look into each other's memory, they do (PullOperation), unless chunks must
                      // be coded
-  Step flip_bit_at;  // a drill: what arrives first in this step is damaged; 0: never
+  Step flip_bit_at;  // for a drill: the first bytes that arrive in this step are damaged; 0: never
   // The GPU whose memory all buckets are in; none: the host's. The engine must take such memory. All members must have
   // GPUs, or none.
   std::shared_ptr<device::Device> device;
-  device::ReducerOptions reducer;                   // of it
-  std::shared_ptr<device::Reducer> shared_reducer;  // … or one that is there already
-  // How this member's chunks of floats travel: coded with a bounded error where that pays, or not. Each member may have
-  // its own setting; a hop is coded where both ends have one. A shared reducer must be one that codes.
+  device::ReducerOptions reducer;                   // how the GPU's reducer is made
+  std::shared_ptr<device::Reducer> shared_reducer;  // a reducer that is there already, to be used instead
+  // Says how this member's chunks of floats travel: coded with a bounded error where that pays, or not. Each member may
+  // have its own setting; a hop is coded where neither end has it off. A shared reducer must be one that codes.
   Coding coding = Coding::off;
   double coding_error = 0.2;  // automatic: the root mean square of what is lost at a hop, in relation to the values
-  double coding_rate = 0;     // … bytes a second that the CPU, or the GPU, codes; 0: measured
+  double coding_rate = 0;     // automatic: bytes a second that the CPU, or the GPU, codes; 0: measured
 };
 
-// Whether these numbers are within their bounds.
+// Says whether all options are within their bounds.
 Result<> check(const Options& options);
 
 struct Outcome {
@@ -98,8 +98,8 @@ struct Outcome {
     entered,    // the epoch of the last enter() is clean, operations run: `epoch`
     peer_up,    // a connection is ready for use: `member`
     peer_lost,  // a connection ended: `member`, `error`; the owner decides what follows
-    peer_left,  // … because both had found it to be surplus: `member`. It may be needed again by now
-    failed,     // this member's device: `error`; nothing goes on here
+    peer_left,  // a connection ended since both had found it to be surplus: `member`. It may be needed again by now
+    failed,     // this member's device has failed: `error`; nothing goes on here
   };
   Kind kind{};
   std::uint32_t bucket = 0;
@@ -116,15 +116,15 @@ struct Wait {
   std::optional<Member> on;  // nobody: on this rank's own trainer
   std::string what;          // "chunk 17 of 64 of the reduce-scatter"
   bool on_trainers = false;  // on an operation: some member's trainer may just be computing
-  Duration since{};          // without any progress
+  Duration since{};          // how long there has been no progress
 };
 
 struct PeerStats {
   Member member;
   std::uint64_t chunks_received = 0, bytes_received = 0;
   Duration longest_gap{};        // between two chunks of one all-reduce: a slow hop shows here
-  Duration recent_gap{};         // … of the last 10 to 20 s
-  std::uint32_t coded_bits = 0;  // a value, in the last chunk that was sent to it; 0: it went as it is
+  Duration recent_gap{};         // the longest of the last 10 to 20 s
+  std::uint32_t coded_bits = 0;  // of a value in the last chunk that was sent to it; 0: it went as it is
 };
 
 struct Stats {
@@ -149,7 +149,7 @@ class DoublingOperation;
 class Operation;
 struct Peer;
 
-// Whose members reduce with each other: the same rank of all replicas of a job.
+// The group whose members reduce with each other: the same rank of all replicas of a job.
 struct Group {
   std::uint64_t job = 0;
   std::uint32_t rank = 0;
@@ -163,24 +163,25 @@ class Communicator {
   // The buckets' sizes and types must be equal on all members, which compare them when they connect.
   static Result<std::unique_ptr<Communicator>> prepare(transport::Engine& engine, const Options& options,
                                                        std::vector<BucketSpec> buckets);
-  // Who this is, once that is known; nothing else is called before. Peers of another `group` are refused.
+  // The caller says who this member is as soon as it knows, and calls nothing else before. Peers of another `group` are
+  // refused.
   void join(Member self, Group group);
-  // Both at once.
+  // Prepares and joins at once.
   static Result<std::unique_ptr<Communicator>> make(transport::Engine& engine, const Options& options, Member self,
                                                     std::vector<BucketSpec> buckets, Group group);
   ~Communicator();
 
-  // Starts connecting to a peer; of two members, the one with the larger incarnation connects: where both do, its
-  // connection stays. Ends in peer_up or peer_lost.
+  // Starts connecting to a peer, which ends in peer_up or peer_lost. Of two members the one with the larger incarnation
+  // connects; where both do, its connection stays.
   Result<> connect(Member peer, const transport::Address& address);
   // Connections that have not come up in so long end in peer_lost: whoever was to answer may have been another process.
   void drop_unfinished(Duration patience, TimePoint now);
   // Closes (fences) the connection; nothing of the peer lands any more.
   void forget(Member peer);
   bool connected(Member peer) const;
-  std::optional<Duration> round_trip(Member peer) const;  // as Engine's
-  // Of this epoch's neighbours: the best since the last call of our writes to each, in bytes a second, where there were
-  // any of some size.
+  std::optional<Duration> round_trip(Member peer) const;  // see transport::Engine
+  // Returns for this epoch's neighbours the best rate of our writes to each since the last call, in bytes a second, where
+  // any were of some size.
   std::vector<std::pair<Member, double>> take_link_rates();
   bool knows(Member peer) const { return peers_.contains(peer); }  // connected, or on the way
   std::size_t connecting() const;                                  // connections of its own that are on the way
@@ -196,29 +197,30 @@ class Communicator {
   Epoch epoch() const { return epoch_; }
   bool clean() const { return clean_; }  // operations run
 
-  // Whether the all-reduces that are started from now on digest their results, for results(): of every chunk while it
-  // is in the cache; on a GPU when it is asked for.
+  // Says whether the all-reduces that are started from now on digest their results, for results(): every chunk while it
+  // is in the cache; on a GPU when results() are asked for.
   void digest_results(bool on) { digesting_ = on; }
-  void flip_bit_at(Step step) { options_.flip_bit_at = step; }  // as the option
+  void flip_bit_at(Step step) { options_.flip_bit_at = step; }  // see Options
   Results results() const;
   Origins origins() const;  // of all-reduces of this epoch
 
   // Starts an all-reduce of a bucket, at most one at a time for each bucket. Refused before the first enter().
-  // `weights`: of a mean, by what the sum is divided, below 2³¹, the same on all members; 0: by how many contribute.
-  // What each contributes is then multiplied with its weight already, and these add up to that. (A single contributor's
-  // bytes are halved sums of them with themselves: twice a value must fit the type.)
+  // A mean divides the sum by `weights`, which is below 2³¹ and the same on all members; 0: by how many contribute.
+  // Each contribution has then been multiplied with its weight already, and the weights add up to that. (A single
+  // contributor's bytes are halved sums of them with themselves: twice a value must fit the type.)
   Result<> all_reduce(std::uint32_t bucket, Step step, ReduceOp op, std::uint64_t weights = 0);
 
-  // What is started from now on, and before the next poll(), starts now.
+  // Sets the time at which what is started before the next poll() starts.
   void notice(TimePoint now) { now_ = std::max(now_, now); }
   // Drives everything. The outcomes are valid until the next call.
   std::span<const Outcome> poll(TimePoint now);
-  bool busy() const;  // operations or a flush under way: worth spinning for
-  // There is something to add up, or this member's GPU adds up: what poll() waits for wakes nobody, so don't sleep.
+  bool busy() const;  // operations or a flush are under way, which are worth spinning for
+  // There is something to add up, or this member's GPU adds up. Nothing that poll() then waits for wakes the caller, so
+  // it must not sleep.
   bool working() const;
 
   std::vector<Wait> waits(TimePoint now) const;
-  // This process was paused for so long, until now: what it did not see in that time was not missing.
+  // This process was paused for so long, until now: what it did not see in that time does not count as missing.
   void forgive(Duration pause, TimePoint now) { last_progress_ = std::min(now, last_progress_ + pause); }
   Stats stats() const;
 
@@ -244,7 +246,7 @@ class Communicator {
   void refresh(Peer& peer);
   void choose_direct();
   Result<> reserve_direct();
-  bool on_direct_part(Peer& peer, Bucket& bucket, Step step, BytesView message);  // false: does not belong here
+  bool on_direct_part(Peer& peer, Bucket& bucket, Step step, BytesView message);  // false: it does not belong here
   void poll_reducer();
   void fail_device(const Error& error);
   Result<> flush();
@@ -271,7 +273,7 @@ class Communicator {
             std::uint32_t form);
   Peer* peer_of(transport::EndpointId endpoint);
   Peer* peer_of(Member member);
-  // In this epoch's ring; as many as there are members: it has none there.
+  // Returns the peer's position in this epoch's ring, or the number of members where it is not in it.
   std::uint32_t position_of(const Peer& peer) const;
   std::uint64_t plan_hash() const;
   void damage_if_due(Step step, std::span<std::byte> arrived);
@@ -285,7 +287,7 @@ class Communicator {
   std::uint32_t places(const Bucket& bucket) const;
   Shape shape_of(const Bucket& bucket) const;
   std::vector<BytesView> ranges_of(const Bucket& bucket) const;
-  BytesView received(const Bucket& bucket, std::uint32_t place) const;  // nothing: it is not here yet
+  BytesView received(const Bucket& bucket, std::uint32_t place) const;  // empty until all of it has arrived
 
   transport::Engine& engine_;
   Options options_;
@@ -294,17 +296,17 @@ class Communicator {
   std::vector<Bucket> buckets_;
   device::Memory staging_;
   device::Memory direct_room_;  // pinned, for small buckets of a device
-  // Where peers' bytes are copied that can't be looked at in place: of two of them, so much of each.
+  // Peers' bytes that can't be read in place are copied to a room: so much of each of two peers at a time.
   static constexpr std::size_t kPullRoom = 64 * KiB;
   Bytes pull_room_;
   bool pulls_ = false;  // peers can look at this member's inputs
   transport::RegionId staging_region_;
-  device::Memory coded_room_;  // of all buckets that may travel coded
+  device::Memory coded_room_;  // for the coded chunks of all buckets that may travel so
   transport::RegionId coded_region_;
-  std::shared_ptr<device::Reducer> reducer_;                // of a device
-  std::unique_ptr<Coder> coder_;                            // … or the CPU
-  std::uint64_t given_to_device_ = 0, done_by_device_ = 0;  // the last of its works that was, resp. is known to be
-  bool flushes_ = false;                                    // NICs' writes, before the device reads them
+  std::shared_ptr<device::Reducer> reducer_;                // null where buckets are in the host's memory
+  std::unique_ptr<Coder> coder_;                            // the reducer's, or the CPU's
+  std::uint64_t given_to_device_ = 0, done_by_device_ = 0;  // numbers of its last works
+  bool flushes_ = false;                                    // NICs' writes are flushed before the device reads them
   bool digesting_ = false;
   bool device_failed_ = false;
   std::map<Member, std::unique_ptr<Peer>> peers_;
@@ -317,7 +319,7 @@ class Communicator {
   std::vector<RingMember> ring_;
   std::vector<Peer*> ring_peers_;        // same order; null for this member, and where there is no connection
   std::vector<std::uint32_t> partners_;  // positions, ascending, of those that this member exchanges anything with
-  std::vector<std::uint32_t> links_;     // … with whom it is to be connected
+  std::vector<std::uint32_t> links_;     // positions of those with whom it is to be connected
   std::uint32_t position_ = 0, contributors_ = 0;
 
   TimePoint now_{};

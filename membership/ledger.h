@@ -21,7 +21,7 @@ class Plan_Ahead;
 namespace rejoin::membership {
 
 using Batch = std::vector<SampleRange>;  // disjoint, in order of assignment
-// Puts it behind those that are there: one that goes on where the last of them ends becomes one with it.
+// Appends a range. One that goes on where the last of them ends becomes one with it.
 template <typename Ranges>
 void append(Ranges& to, const SampleRange& range) {
   if (!to.empty() && to.back().end == range.begin) to.back().end = range.end;
@@ -30,33 +30,33 @@ void append(Ranges& to, const SampleRange& range) {
 Batch batch_of(const proto::Member& member);
 std::uint64_t samples_of(const Batch& batch);
 
-using Samples = RankSet;  // of any numbers
+using Samples = RankSet;  // a set of any numbers
 void add(Samples& samples, const Batch& batch);
-// Of what a process says: sample numbers are below this.
+// Sample numbers that a process reports are below this.
 constexpr std::uint64_t kMostSamples = std::uint64_t{1} << 62;
 
-// How many samples a step hands out.
+// Says how many samples a step hands out.
 struct Dealing {
-  std::uint64_t batch = 1;  // to each contributor
-  // To all contributors together, where that is constant: they share it. Otherwise 0.
+  std::uint64_t batch = 1;  // for each contributor
+  // For all contributors together, where that is constant and they share it; otherwise 0.
   std::uint64_t together = 0;
-  // What is shared, by a constant number or by a balance, is shared in multiples of this, which divides it. What can't
-  // be shared equally goes to the first of them, a unit each.
+  // Contributors share, by a constant number or a balance, in multiples of this, which divides what is shared. What
+  // can't be shared equally goes to the first of them, a unit each.
   std::uint64_t unit = 1;
   bool operator==(const Dealing&) const = default;
 };
 
 class Ledger {
  public:
-  // Steps whose samples are known one by one: what is older can't be rolled back to but with a checkpoint that says
-  // what is trained. So a ledger is small however long the job runs.
+  // For so many steps the ledger knows the samples of each. A job can be rolled back to an older one only with a
+  // checkpoint that says what is trained. So a ledger is small however long the job runs.
   static constexpr std::uint64_t kStepsKept = 1 << 16;
 
   explicit Ledger(const Dealing& dealing = {}) : dealing_(dealing) {}
   explicit Ledger(std::uint64_t batch) : dealing_{.batch = batch} {}  // to each contributor
 
   // Gives each replica that has no batch yet one for the step under way: first what was handed back, then new samples.
-  // Where they share() they get what the other contributors leave, at least a unit each.
+  // Where contributors share(), these get what the others leave, at least a unit each.
   void assign(const std::vector<ReplicaId>& contributors);
   // Contributors share a number of samples, which their weights say: it is constant, or a balance is in force.
   bool shares() const { return dealing_.together > 0 || balance_.in_force(); }
@@ -65,28 +65,29 @@ class Ledger {
   const Balance& balance() const { return balance_; }  // of the step under way
   const Balance& next_balance() const { return next_balance_ ? *next_balance_ : balance_; }
   bool balances() const { return balance_.in_force() || next_balance().in_force(); }  // now, or from the next step on
-  std::uint64_t units(std::uint64_t contributors) const {  // that a step hands out to so many
+  // Returns how many units a step hands out to so many contributors.
+  std::uint64_t units(std::uint64_t contributors) const {
     return (dealing_.together > 0 ? dealing_.together : dealing_.batch * contributors) / dealing_.unit;
   }
 
-  // The replica does not finish the step: what it holds is handed out again, and its share of later ones is an equal
-  // one. Where nobody holds anything any more all shares are.
+  // The replica does not finish the step: what it holds is handed out again, and its share of later steps is an equal
+  // one. Where nobody holds anything any more all shares are equal.
   void hand_back(ReplicaId replica);
   // The step under way is committed: every batch held is trained.
   void commit(Step step);
   // Steps after `version` are void: their samples are handed out again. It must be one that trained_at() knows.
   // All that is not trained goes out from the lowest on, as after go_on_from().
   void roll_back(Step version);
-  // A checkpoint of another ledger's time: with the state of `version` these samples are trained, and no others. The
-  // gaps between them go out first.
+  // Goes on from a checkpoint that another ledger's job has saved: in the state of `version` these samples are trained,
+  // and no others. The gaps between them go out first.
   void go_on_from(Step version, const Samples& trained);
 
-  // The samples that are trained in the steps up to the last one committed, or up to this one. Nothing where the ledger
-  // does not reach: before the checkpoint that it went on from, and after the last step.
+  // Return the samples that are trained in the steps up to the last one committed, or up to this one. Nothing where the
+  // ledger does not reach: before the checkpoint that it went on from, and after the last step.
   const Samples& trained() const { return trained_; }
   std::optional<Samples> trained_at(Step version) const;
 
-  // To a snapshot and back, whose committed step is `committed`.
+  // Write the ledger to a snapshot, and take it up from one whose committed step is `committed`.
   void to(proto::LogRecord_Snapshot_Ledger& snapshot) const;
   void take_up(const proto::LogRecord_Snapshot_Ledger& snapshot, Step committed);
 
@@ -96,8 +97,8 @@ class Ledger {
   const std::map<ReplicaId, Batch>& held() const { return held_; }
   const std::deque<SampleRange>& handed_back() const { return returned_; }  // and not out again yet
 
-  // To a plan and back: what the next steps hand out, if the same contributors train them. What these replicas hold is
-  // handed back with the commit.
+  // Write to a plan, and read from one, what the next steps hand out if the same contributors train them. What the
+  // replicas in `given_up` hold is handed back with the commit.
   void to(proto::Plan_Ahead& ahead, const std::vector<ReplicaId>& given_up = {}) const;
   static Ledger from(const proto::Plan_Ahead& ahead);
 

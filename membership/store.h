@@ -1,5 +1,5 @@
-// What several coordinators of one job share: who leads, and the log of decisions. The store is linearizable, and each
-// request is one transaction in it.
+// The store that several coordinators of one job share: it says who leads, and has the log of decisions. It is
+// linearizable, and each request is one transaction in it.
 //
 // The store holds:
 //   leader    a proto::Leader. The store's revision of the last time it was written is the fencing token: what a leader
@@ -32,7 +32,8 @@ struct StoreRequest {
   };
   Kind kind{};
   std::uint64_t token = 0, position = 0;
-  // All but a read: what `leader` then is, since an etcd that is made anew counts its revisions from 1 again.
+  // For all but a read: the value that `leader` must have, too, since an etcd that is made anew counts its revisions
+  // from 1 again.
   std::string leader;
   std::string value;   // serialized: claim: proto::Leader; append: proto::LogEntry; compact: proto::LogRecord
   bool recent = true;  // read: as of now; otherwise it may be as of some time ago, which spares the store work
@@ -47,25 +48,26 @@ struct StoreAnswer {
   };
   Outcome outcome = Outcome::unknown;
   std::string error;  // unknown: why, for people
-  // As of the transaction (of a claim that was done: its own), but where the outcome is unknown:
+  // What `leader` is as of the transaction, after it where it is a claim that was done; unset where the outcome is
+  // unknown.
   std::uint64_t leader_revision = 0;
   std::string leader;  // a serialized proto::Leader; empty: there is none
-  // Of a read. The entries follow on one another, from `position` on, or from the snapshot's where it is given.
+  // A read sets these. The entries follow on one another, from `position` on, or from the snapshot's where it is given.
   std::uint64_t alive_revision = 0;
   std::uint64_t snapshot_position = 0;                         // the records that the newest snapshot stands for
   std::string snapshot;                                        // empty: the log has what follows on `position`
   std::vector<std::pair<std::uint64_t, std::string>> entries;  // position, a serialized proto::LogEntry
   bool more = false;                                           // there are entries behind these
-  // Of an append that was refused: what the log has at its position; empty: nothing.
+  // What the log has at the position of an append that was refused; empty: nothing.
   std::string existing;
 };
 
-// A store as its shell sees it. One thread.
+// A store as its shell sees it. Thread: one.
 class Store {
  public:
   virtual ~Store() = default;
-  // One request at a time. `done` is called once, later, on the same thread; never where the store was destroyed
-  // before.
+  // Starts one request, of which there is one at a time. The store calls `done` once, later, on the same thread; never
+  // where it was destroyed before.
   virtual void submit(const StoreRequest& request, std::function<void(StoreAnswer)> done) = 0;
 };
 

@@ -16,7 +16,7 @@
 namespace rejoin::membership {
 
 constexpr std::uint32_t kProtocolVersion = 16, kOldestProtocol = 15;
-// The last that does not say which versions it speaks, but one number.
+// The last version whose speakers say one number and not which versions they speak.
 constexpr std::uint32_t kSilentProtocol = 15;
 
 enum class Feature : std::uint32_t {
@@ -24,13 +24,13 @@ enum class Feature : std::uint32_t {
   balance = 16,  // --balance-batches: replicas train different numbers of samples, and weigh their gradients
 };
 
-// What one end speaks, from the oldest to the newest.
+// The versions that one end speaks, from the oldest to the newest.
 struct Versions {
   std::uint32_t oldest = kOldestProtocol, newest = kProtocolVersion;
   bool operator==(const Versions&) const = default;
   std::string text() const;  // "15 to 16"
 
-  // Of a hello (NodeHello, LocalHello) and of a NodeWelcome.
+  // Reads them from a hello (NodeHello, LocalHello) or a NodeWelcome.
   static Versions of(const auto& hello) {
     return {hello.protocol(), std::max<std::uint32_t>(hello.protocol(), hello.newest())};
   }
@@ -40,19 +40,21 @@ struct Versions {
   }
 };
 
-// The newest that both speak; nothing where there is none.
+// Returns the newest version that both speak; nothing where there is none.
 std::optional<std::uint32_t> agreed(const Versions& one, const Versions& other);
 
-// Why the two can't speak with each other, and which of them is to be upgraded. `theirs` are those of `who`.
+// Says why the two can't speak with each other, and which of them is to be upgraded. `theirs` are the versions of
+// `who`.
 std::string why_refused(std::string_view who, const Versions& theirs, std::string_view self, const Versions& own = {});
 
-// What is said with one peer. Before it has said what it speaks, that is what everybody does.
+// The version that is spoken with one peer. Until the peer has said what it speaks, it is one that everybody does.
 class Spoken {
  public:
   explicit Spoken(std::uint32_t version = kSilentProtocol) : version_(version) {}
-  // With a peer that has not been refused: the newest that both speak.
+  // Returns the newest version that both speak, for a peer that has not been refused.
   static Spoken with(const Versions& theirs) { return Spoken(agreed({}, theirs).value_or(kSilentProtocol)); }
-  // As a message says it that was heard over a connection which speaks `by` (RankUp.speaks): no more than either.
+  // Returns the version for a sender whose message says `said` (RankUp.speaks) and came over a connection that speaks
+  // `by`: no more than either.
   static Spoken through(std::uint32_t said, Spoken by) {
     return Spoken(std::min(said == 0 ? kSilentProtocol : said, by.version_));
   }

@@ -38,26 +38,26 @@ class ProgressThread {
   Result<> join(const Position& from, std::uint64_t digest, Duration digest_time);
 
   // The calls that wait do so for at most the config's patience without a sign of the daemon, and end with `cancelled`
-  // after interrupt().
-  Result<std::optional<StepView>> wait_for_step(std::uint64_t after);  // the first step later than `after`
-  bool over() const;  // the job was, before this replica had a part in it
-  // Whether the epoch is the one in which the trainer began its step, and stays so for so long.
+  // after interrupt(). The trainer's thread makes them.
+  Result<std::optional<StepView>> wait_for_step(std::uint64_t after);  // returns the first step later than `after`
+  bool over() const;  // the job had ended before this replica had a part in it
+  // Says whether the epoch is the one in which the trainer began its step, and stays so for `during`.
   bool intact(std::chrono::milliseconds during);
-  Result<> may_go_on() const;  // not after a failure or an interrupt
+  Result<> may_go_on() const;  // fails after a failure or an interrupt
   Result<> all_reduce(std::uint32_t bucket);
   Result<> all_reduce(std::uint32_t bucket, void* stream);
   struct Decision {
     bool committed = false;  // otherwise the step, so far a joiner's, begins again: this replica contributes to it
     bool contributed = false;
-    std::uint32_t contributors = 0;  // of all replicas
-    membership::Samples trained;     // up to this step
+    std::uint32_t contributors = 0;  // how many replicas contributed
+    membership::Samples trained;     // all samples trained up to this step
   };
   Result<Decision> wait_for_commit(std::uint64_t step);
-  // What the trainer is busy with from now on, for at most `limit`; and that it is not any more.
+  // The trainer says what it is busy with from now on, for at most `limit`, and by done() that it is not any more.
   Result<> busy(std::chrono::milliseconds limit, std::string reason);
   Result<> done();
-  // For a state on a GPU: the first ends the update when the stream has done it, and the second waits until the last
-  // update has ended.
+  // For a state on a GPU: end_update() has the update end when the stream has done it, and wait_for_update() waits
+  // until the last update has ended.
   Result<> end_update(std::uint64_t step, bool contributed, void* stream);
   enum class Interruptible : bool { no, yes };
   Result<> wait_for_update(Interruptible how);
@@ -80,7 +80,7 @@ class ProgressThread {
   Result<> greet(Fd& socket);
   Result<> check_protocol(const proto::LocalWelcome& welcome) const;
   Result<transport::Secret> take_secrets(const proto::LocalWelcome& welcome);
-  Result<> send_offer(const Fd& socket, const proto::FromTrainer& message);  // with as many as go at once
+  Result<> send_offer(const Fd& socket, const proto::FromTrainer& message);  // with as many descriptors as go at once
   void reconnect(TimePoint now);
   void lose_daemon(const std::string& why);
   Result<> wait_a_little(const Fd& socket);
@@ -100,7 +100,7 @@ class ProgressThread {
 
   std::optional<Error> ended() const;
   Result<> occupy(std::optional<Driver::Occupation> occupation);
-  // Until `is`, on the trainer's thread; what its language has to do meanwhile is done without the lock.
+  // Waits on the trainer's thread until `is` holds. Meanwhile config_.while_waiting is called without the lock.
   template <typename Is>
   void wait(std::unique_lock<std::mutex>& lock, Is is) {
     if (!config_.while_waiting) return changed_.wait(lock, is);
@@ -134,22 +134,22 @@ class ProgressThread {
   std::optional<transport::Idle> idle_;
   std::vector<std::uint64_t> shown_reduced_;  // by bucket: the step last passed to streams_
   Fd daemon_;
-  Seldom strange_daemon_{std::chrono::seconds(10)};  // a line in the log
-  bool welcome_ = false;                             // the daemon knows us: until then it would not listen
+  Seldom strange_daemon_{std::chrono::seconds(10)};  // limits a line in the log
+  bool welcome_ = false;                             // the daemon has accepted us, and listens
   ReportQueue unsent_;
-  std::vector<Fd> offer_;      // what daemons share the state by: made once, since that takes the driver
-  device::Line served_;        // … and on a GPU, to this daemon: what its memory is served by
-  std::vector<int> to_offer_;  // of both, what this daemon has yet to be sent
+  std::vector<Fd> offer_;      // descriptors of the state, made once, since the GPU's driver makes them
+  device::Line served_;        // the line over which a GPU's memory is served to this daemon
+  std::vector<int> to_offer_;  // descriptors that this daemon has yet to be sent
   TimePoint retry_at_{}, heartbeat_at_{}, daemon_seen_{};
   bool interrupt_seen_ = false;
-  TimePoint leave_by_{};  // leaving: by then the daemon has answered
+  TimePoint leave_by_{};  // until when it waits for the daemon's answer to LocalLeave
   bool farewell_sent_ = false, farewell_heard_ = false;
-  std::string dropped_;  // by the daemon, and why
+  std::string dropped_;  // why the daemon has closed the connection, as it says
   std::thread thread_;
   Fd wake_;
-  // Of a GPU.
+  // For a state on a GPU; null otherwise.
   std::shared_ptr<device::Reducer> reducer_;
-  std::unique_ptr<StreamOrder> streams_;  // both threads'
+  std::unique_ptr<StreamOrder> streams_;  // both threads use it
   std::unique_ptr<KernelLauncher> kernel_launcher_;
   std::unique_ptr<device::MemoryServer> server_;
   std::unique_ptr<SideThread> side_thread_;
@@ -159,17 +159,17 @@ class ProgressThread {
   std::condition_variable changed_;
   // Under the mutex: what the trainer's thread and the progress thread tell each other.
   std::vector<bool> wanted_;       // buckets to be reduced in this step
-  std::vector<bool> handed_over_;  // … and those that a stream has yet to come to
-  std::size_t updates_ = 0;        // that streams have yet to do
+  std::vector<bool> handed_over_;  // those, and the buckets that a stream has yet to come to
+  std::size_t updates_ = 0;        // how many updates streams have yet to do
   std::optional<Error> failure_;
   bool asked_ = false;  // wanted_ or taken_ has changed
   bool occupation_changed_ = false;
-  std::optional<Driver::Occupation> occupation_;  // of the trainer
+  std::optional<Driver::Occupation> occupation_;  // what the trainer is busy with
   std::optional<StepView> current_;               // the step under way, if any
   std::uint64_t taken_ = 0;                       // the step that the trainer works on
-  bool taken_contributes_ = false;                // … as a contributor
+  bool taken_contributes_ = false;                // it works on that step as a contributor
   bool registered_ = false, finished_ = false, over_ = false;
-  Epoch taken_epoch_, epoch_;    // when the trainer began its step; now
+  Epoch taken_epoch_, epoch_;    // the one in which the trainer began its step; the present one
   std::uint64_t committed_ = 0;  // the last step decided that this replica took part in
   bool committed_contributes_ = false;
   std::uint32_t committed_contributors_ = 0;

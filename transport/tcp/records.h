@@ -32,8 +32,8 @@ class KeyExchange {
   KeyExchange(const KeyExchange&) = delete;
   KeyExchange& operator=(const KeyExchange&) = delete;
   Nonce public_key() const;
-  // What both sides have in common. Errors: `refused` where the peer's is no public key of worth (RFC 7748,
-  // section 6.1).
+  // Returns the secret that both sides now share. Errors: `refused` where the peer's public key is one that must not be
+  // used (RFC 7748, section 6.1).
   Result<Mac> agree(const Nonce& theirs) const;
 
  private:
@@ -41,10 +41,10 @@ class KeyExchange {
   std::unique_ptr<Key> key_;
 };
 
-// One direction's keys in their order.
+// Encrypts or decrypts the records of one direction, with its keys in their order.
 class RecordCipher {
  public:
-  static constexpr std::size_t kMostPlain = 16 * KiB;   // of a record
+  static constexpr std::size_t kMostPlain = 16 * KiB;   // plain bytes of a record
   static constexpr std::size_t kOverhead = 5 + 1 + 16;  // header, kind, tag
   static constexpr std::uint64_t kRecordsOfAKey = std::uint64_t{1} << 24;
 
@@ -53,7 +53,8 @@ class RecordCipher {
   RecordCipher(RecordCipher&&) noexcept;
   // Appends a record with these bytes, at most kMostPlain in all, to `out`.
   void seal(std::span<const iovec> plain, Bytes& out);
-  // The record's plain bytes into `plain`, which has room for them. Returns their number; nothing where it is damaged.
+  // Decrypts the record into `plain`, which has room for it. Returns the number of plain bytes; nothing where the
+  // record is damaged.
   std::optional<std::size_t> open(BytesView record, std::span<std::byte> plain);
 
  private:
@@ -63,24 +64,26 @@ class RecordCipher {
   std::unique_ptr<State> state_;
 };
 
-// A socket's bytes in records.
+// Sends and receives a socket's bytes in records.
 class Records {
  public:
-  // Of one that has called, or of its listener: `shared` is what KeyExchange::agree() returned. `by_kernel` must be the
-  // same on both sides, whose keys differ otherwise.
+  // `is_caller` says which side this is, and `shared` is what KeyExchange::agree() returned. `by_kernel` must be the
+  // same on both sides, or their keys differ.
   Records(const Secret& secret, const Nonce& caller, const Nonce& listener, const Mac& shared, bool is_caller,
           bool by_kernel = false, std::uint64_t records_of_a_key = RecordCipher::kRecordsOfAKey);
-  // With `by_kernel`: from the next byte on, of a socket that the kernel's TLS is attached to. Otherwise nothing.
+  // With `by_kernel` it hands the keys to the kernel, for the next byte on of a socket that the kernel's TLS is
+  // attached to; otherwise it does nothing.
   Result<> begin(const Fd& socket, kernel_tls::Direction direction);
-  static bool available();  // whether OpenSSL has what this needs, which it may be configured not to have
-  // As sendmsg() and recvmsg(), without blocking. What send() has taken may still be here: holds_unsent(), and flush()
-  // sends it. A receive() that returns less than was asked for has found no more whole record. EBADMSG: it was damaged.
-  // Where the kernel opens them, `message` has room for four bytes at least.
+  static bool available();  // says whether OpenSSL is configured to have what this needs
+  // These work as sendmsg() and recvmsg() do, without blocking. Bytes that send() has taken may still be here: then
+  // holds_unsent() says so, and flush() sends them. A receive() that returns less than was asked for has found no more
+  // whole record. EBADMSG: a record was damaged. Where the kernel opens records, `message` has room for four bytes at
+  // least.
   ssize_t send(const Fd& socket, const msghdr& message);
   ssize_t receive(const Fd& socket, const msghdr& message);
   bool flush(const Fd& socket);  // false: an error, in errno; EAGAIN where there is no room
   bool holds_unsent() const { return sent_ < sealed_.size(); }
-  // Whether it alone encrypts what goes there, or comes from there.
+  // Says whether the kernel alone encrypts what goes in that direction.
   bool by_kernel(kernel_tls::Direction direction) const {
     return (direction == kernel_tls::Direction::out ? kernel_out_ : kernel_in_).has_value();
   }
@@ -93,10 +96,10 @@ class Records {
   void make_room();
   const std::uint64_t records_of_a_key_;
   std::optional<kernel_tls::Key> kernel_out_, kernel_in_;
-  std::uint64_t kernel_records_ = 0;  // that it has made, at most
+  std::uint64_t kernel_records_ = 0;  // how many the kernel has made, at most
   RecordCipher out_, in_cipher_;
-  Bytes sealed_;          // on its way out
-  std::size_t sent_ = 0;  // of it
+  Bytes sealed_;          // records on their way out
+  std::size_t sent_ = 0;  // how many of these bytes have been sent
   Bytes in_;              // as received: [in_begin_, in_end_)
   std::size_t in_begin_ = 0, in_end_ = 0;
   Bytes plain_;  // one opened record: [plain_begin_, plain_end_)
