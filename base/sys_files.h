@@ -1,4 +1,4 @@
-// What the kernel tells in /sys: small files of one line, PCI devices, and NUMA nodes with their CPUs.
+// Reads what the kernel tells in /sys: small files of one line, PCI devices, and NUMA nodes with their CPUs.
 #pragma once
 
 #include <filesystem>
@@ -14,12 +14,14 @@ std::string line_in(const std::filesystem::path& file);  // the first one; empty
 double number_in(const std::filesystem::path& file);
 std::vector<std::filesystem::path> sorted_entries(const std::filesystem::path& directory);
 
-// "0-3,8-11"; what is no number is passed over, and what is above `most` is left out.
+// Returns the numbers of a list such as "0-3,8-11". It passes over what is no number, and leaves out what is above
+// `most`.
 std::vector<std::size_t> numbers_in(std::string_view list, std::size_t most);
 
-// Of a device's directory, or a link to it; nothing: the kernel does not know it, or there is one node only.
+// `device` is a device's directory or a link to it. Returns nothing where the kernel does not know its node, or there
+// is one node only.
 std::optional<int> numa_node(const std::filesystem::path& device);
-// Whose CPUs are in `sys`/devices/system/node: how many nodes have some, and which those of one are.
+// These read `sys`/devices/system/node: how many nodes have CPUs, and which CPUs one of them has.
 std::size_t numa_nodes(const std::filesystem::path& sys);
 std::string cpus_of(const std::filesystem::path& sys, int numa_node);
 

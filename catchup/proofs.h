@@ -10,10 +10,10 @@ namespace rejoin::catchup {
 
 class Proofs {
  public:
-  // Nothing is proven: as at first.
+  // Forgets everything: nothing is proven any more.
   void none() { *this = {}; }
   void all() { none(), all_ = true; }
-  // Of a joiner with so many slices, none of them proven yet.
+  // Begins for a joiner with so many slices, of which none is proven yet.
   void begin(std::size_t slices) {
     none();
     slices_.resize(slices);

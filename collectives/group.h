@@ -46,12 +46,12 @@ constexpr bool combines(Collective kind) {
   return kind == Collective::all_reduce || kind == Collective::reduce || kind == Collective::reduce_scatter;
 }
 
-// What all members must have alike in a collective operation.
+// All members must have the same signature in a collective operation.
 struct Signature {
   std::uint64_t bytes = 0;
   std::uint32_t root = 0;
   Collective kind{};
-  DataType type{};  // of those that add
+  DataType type{};  // of the elements, where they are combined
   Combine combine{};
   transport::MemoryKind memory{};
   bool operator==(const Signature&) const = default;
@@ -63,18 +63,19 @@ using Done = std::function<void(const Result<>&)>;
 struct Operation {
   Signature signature;
   Plan plan;
-  // As the plan's builder says. The caller's, until `done` is called; the last are written to.
+  // The memories that the plan's builder names. They are the caller's and stay until `done` is called; the last of them
+  // are written to.
   std::vector<std::span<std::byte>> memory;
-  std::uint32_t tag = 0;  // send, receive
-  // Of a GPU's memory: whether the caller's stream has come to it, asked until it has; and of each memory, where there
-  // is one, its dma-buf.
+  std::uint32_t tag = 0;  // for send and receive
+  // For a GPU's memory: `ready` says whether the caller's stream has come to the operation, and is asked until it has;
+  // `exported` has the dma-buf of each memory that has one.
   std::function<bool()> ready;
   std::vector<std::optional<device::Device::Exported>> exported;
   TimePoint deadline{};
   Done done;  // called once, within a call of poll(), submit(), reconfigure() or abort()
 };
 
-// How a member is reached by others.
+// Says how others reach a member.
 struct Handle {
   std::array<std::uint64_t, 2> secret{};  // who knows it may connect
   transport::Address address;
@@ -82,11 +83,11 @@ struct Handle {
 
 class Group {
  public:
-  // `own`: how others reach this member. The engine listens already, and must outlive this.
-  // `reducer`: what adds in a GPU's memory, of which the engine takes memory then. It has an external launcher, and
-  // whoever submits operations of such memory holds its kernel until they are done.
+  // `own` says how others reach this member. The engine listens already, and outlives this.
+  // `reducer` adds in a GPU's memory, which the engine then takes. It has an external launcher, and whoever submits
+  // operations on such memory holds its kernel until they are done.
   Group(transport::Engine& engine, Handle own, std::shared_ptr<device::Reducer> reducer = nullptr);
-  ~Group();  // as leave(), but it waits for nobody
+  ~Group();  // leaves without waiting for anybody
 
   // From now on these are the members, and this one is `rank` of them. What is under way fails with `cancelled`, and
   // all connections are made anew, so that nothing of the time before arrives. All members give the same `number` and
@@ -95,23 +96,25 @@ class Group {
                    Done done);
   // Collective operations start in the order of their submission, which is the same on all members.
   void submit(Operation operation);
-  // Memory of the GPU for operations' own use, which stays mapped while this lives. Before a collective operation of
-  // such memory is submitted, kAtOnce of these have at least the bytes of its plan's scratch memory.
+  // Memory of the GPU that operations use as scratch, which stays mapped while the group lives. Before the caller
+  // submits a collective operation on a GPU's memory it gives kAtOnce of these that have at least the bytes of its
+  // plan's scratch.
   struct DeviceScratch {
     std::span<std::byte> memory;
     std::optional<device::Device::Exported> exported;
   };
   void give_scratch(DeviceScratch scratch);
-  // Everything under way fails, here and on the other members.
+  // Has everything under way fail, here and on the other members.
   void abort(const Error& error);
-  // Tells the others that this member needs nothing more of them; what is under way is aborted. left(): all have heard.
+  // Tells the others that this member needs nothing more of them, and aborts what is under way. left() says whether all
+  // have heard it.
   void leave();
   bool left() const;
 
   void poll(TimePoint now);
   bool busy() const { return !active_.empty() || configuring_ || failing_; }
-  bool working() const { return reducer_ && !reducer_->idle(); }  // on the GPU, which wakes nobody: poll() again
-  // When poll() has something to do, if nothing comes.
+  bool working() const { return reducer_ && !reducer_->idle(); }  // the GPU works and wakes nobody: poll() again
+  // Returns when poll() has something to do even if nothing comes.
   TimePoint next_deadline(TimePoint now) const;
 
   std::uint64_t steps() const { return steps_; }  // grows with everything that happens

@@ -1,4 +1,4 @@
-// What a coordinator tells of its decisions, wherever they are kept: events, log lines, messages to nodes, the status.
+// Reports a coordinator's decisions, wherever they are kept: in events, log lines, messages to nodes and the status.
 #pragma once
 
 #include <nlohmann/json_fwd.hpp>
@@ -12,25 +12,26 @@
 
 namespace rejoin::daemon {
 
-// The events of records that are kept from now on, whatever happens.
+// Emits the events of records that have just been kept for good.
 void emit_events(const std::vector<proto::LogRecord>& records);
-// Where the job stands, by one that goes on from what another had decided: that one may have been killed after it wrote
-// something down, and before it emitted it.
+// Emits where the job stands. A coordinator that goes on from what another had decided calls it, since that one may
+// have been killed after it wrote something down and before it emitted it.
 void emit_recovered(const membership::Coordinator& machine);
 
-// `page`: where this process's page is, of which nodes are told.
+// Sends messages to nodes. `page` is the address of this process's page, which goes along with Registered.
 void send_all(NodeListener& nodes, const std::vector<std::pair<std::vector<membership::NodeId>, proto::ToNode>>& send,
               const std::vector<membership::NodeId>& close, const std::string& page);
 
-// How long it takes to keep what is decided.
+// The times that it takes to keep what is decided.
 using WriteTimes = membership::ReplicatedCoordinator::Latency;
 
-// Deciding without remembering could decide twice. Ranks wait; a restarted coordinator goes on from what was kept.
+// Ends the process when decisions can't be kept any more: deciding without remembering could decide twice. Ranks wait;
+// a restarted coordinator goes on from what was kept.
 [[noreturn]] void end_of_deciding(const std::string& why);
 
 nlohmann::json status_of(const membership::Coordinator& machine, const NodeListener& nodes, TimePoint now);
 nlohmann::json status_of(const WriteTimes& times);
-// Who or what makes each step longer than the others would: replicas that compute more slowly, and otherwise a hop.
+// Returns who or what makes each step longer than the others would: replicas that compute more slowly, otherwise a hop.
 nlohmann::json stragglers_of(const membership::Coordinator& machine, const JobHistory& history, TimePoint now);
 
 }  // namespace rejoin::daemon

@@ -1,6 +1,5 @@
-// What a replica will probably train in the next steps: the coordinator's ledger goes on as it is, with the
-// contributors of now. Any change of members makes it wrong, so that it is good for fetching data before it is asked
-// for, and for nothing else.
+// Says what a replica will probably train in the next steps, if the coordinator's ledger goes on with the present
+// contributors. Any change of members makes it wrong, so it is good for fetching data ahead and for nothing else.
 #pragma once
 
 #include <cstdint>
@@ -13,18 +12,18 @@ namespace rejoin::membership {
 
 class Ahead {
  public:
-  // Of nobody: batches() has none.
+  // Makes one of nobody, which has no batches.
   Ahead() = default;
-  // As this plan says of the replica; nothing where it does not contribute.
+  // Takes what this plan says of the replica; nothing where the replica does not contribute.
   Ahead(const proto::Plan& plan, ReplicaId replica);
-  // In the steps after the plan's, in order: `steps` of them, fewer where the plan does not reach so far.
+  // Returns the batches of `steps` steps after the plan's, in order; fewer where the plan does not reach so far.
   std::vector<Batch> batches(std::uint32_t steps) const;
 
  private:
   ReplicaId replica_;
   std::vector<ReplicaId> contributors_;  // in the plan's order
   Ledger ledger_;
-  bool more_ = false;  // of what was handed back, than the plan tells
+  bool more_ = false;  // more was handed back than the plan has
 };
 
 }  // namespace rejoin::membership

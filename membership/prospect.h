@@ -1,4 +1,5 @@
-// Who stands where in an epoch that has not begun yet, and whom each of them is to be connected with there.
+// Says in which order members will stand in an epoch that has not begun yet, and with whom each of them is to be
+// connected there.
 #pragma once
 
 #include <utility>
@@ -23,18 +24,18 @@ struct RingMember {
 using Ring = std::vector<RingMember>;  // contributors first
 
 Ring in_order(Ring ring);
-// Of the others in the ring, those with which the one at this position is to be connected.
+// Returns the others in the ring with which the member at this position is to be connected.
 Incarnations links_in(const LinkRule& rule, const Ring& ring, std::size_t position);
 
-// What the coordinator has sent last (proto::Prospect).
+// The Prospect that the coordinator has sent last.
 struct Prospect {
   Ring ring;
-  std::size_t candidates = 0;                                 // the last of them
-  std::vector<std::pair<ReplicaId, Incarnation>> of_start{};  // … that are to start
-  unsigned changed = 0;                                       // so often since they are these
+  std::size_t candidates = 0;                                 // so many at the ring's end are candidates
+  std::vector<std::pair<ReplicaId, Incarnation>> of_start{};  // the replicas that are to start the job
+  unsigned changed = 0;                                       // how often the ring has changed for these
   std::vector<NodeId> receivers;
   TimePoint sent_at{};
-  bool stale = false;  // of a start: what replicas have come with may have changed since
+  bool stale = false;  // before a start: what replicas have registered with may have changed since
 
   proto::ToNode message(std::uint64_t job) const;
 };

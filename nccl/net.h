@@ -1,13 +1,16 @@
-// What NCCL's net interface asks for, over one engine a device: connections that go one way, receives in groups, sends
-// matched to them by tag, all without blocking.
+// Does what NCCL's net interface asks for, over one engine for each device: connections that go one way, receives in
+// groups, sends matched to them by tag, all without blocking.
 //
-// Who receives goes first: it tells the sender where the bytes of a group of receives may go (a grant), the sender
-// writes each message there and the write's notification says which receive it was and how long. So nothing is
-// buffered, and nothing is copied. Messages match receives in the order in which those were posted; a tag chooses
-// within a group.
+// The messages of a connection, in order:
+//   1. The sender connects, with Hello as its hello, which names the listener's random number.
+//   2. When it is connected it says so, and the listener's accept() gives NCCL the connection.
+//   3. The receiver sends a Grant for each group of receives, which says where their bytes may go.
+//   4. The sender writes each message there. The write's notification says which receive it was and how long.
+// So nothing is buffered, and nothing is copied. Messages match receives in the order in which those were posted; a tag
+// chooses within a group.
 //
-// Threads: NCCL calls from several; one mutex a device. Every error of a connection shows in the next call on it, and
-// NCCL makes it an asynchronous error of its communicator.
+// Threads: NCCL calls from several; each device has one mutex. Every error of a connection shows in the next call on
+// it, and NCCL makes it an asynchronous error of its communicator.
 #pragma once
 
 #include <array>
@@ -26,14 +29,14 @@ namespace rejoin::nccl {
 
 constexpr int kMaxGroup = 8;
 constexpr std::size_t kMaxMessage = std::size_t{1} << 30;  // bytes; test() tells sizes in an int
-constexpr std::uint64_t kReceives = 64;                    // of a connection, under way; flushes likewise
+constexpr std::uint64_t kReceives = 64;                    // receives, and flushes, under way on one connection
 constexpr std::uint64_t kSends = abi::kMaxRequests * kMaxGroup;
 
-// Bytes of a handle: what a listener gives to who is to connect.
+// The bytes of a handle, which a listener gives to who is to connect.
 struct Handle {
   std::uint64_t magic = 0;
   std::uint64_t listener[2]{};  // unguessable
-  void* connecting = nullptr;   // of who connects, from its first call to its last
+  void* connecting = nullptr;   // state of who connects, from its first call to its last
   char address[88]{};
 };
 static_assert(sizeof(Handle) <= abi::kHandleBytes);
@@ -75,7 +78,7 @@ struct Request {
   std::array<int, kMaxGroup> sizes{};
   std::array<bool, kMaxGroup> in{};
   std::array<std::uint64_t, kMaxGroup> most{};
-  std::uint64_t operation = 0;  // of the engine; of a receive, its grant
+  std::uint64_t operation = 0;  // the engine's operation, or for a receive the number of its grant
   std::optional<Error> error;
 };
 
@@ -83,8 +86,8 @@ struct Connection {  // one way
   std::shared_ptr<Device> device;
   transport::EndpointId endpoint;
   bool sends = false, connected = false;
-  std::optional<Error> error;  // it is of no use any more
-  std::deque<Grant> grants;    // of the sender: not used up
+  std::optional<Error> error;  // why it is of no use any more
+  std::deque<Grant> grants;    // the sender's, until they are used up
   std::uint64_t next_grant = 0;
   std::vector<Request> requests;  // never moves
 };
@@ -92,7 +95,7 @@ struct Connection {  // one way
 struct Listener {
   std::shared_ptr<Device> device;
   std::array<std::uint64_t, 2> id{};
-  // Until the sender's `connected` message has arrived: NCCL may look at neither side any more once it has both.
+  // A connection until the sender's `connected` message has arrived: NCCL may look at neither side once it has both.
   struct Accepted {
     transport::EndpointId endpoint;
     bool ready = false;
@@ -101,21 +104,21 @@ struct Listener {
   std::deque<Accepted> accepted;
 };
 
-// An engine, and everything of this process that goes over it. It goes with the last that uses it.
+// An engine, and everything of this process that goes over it. The last that uses it destroys it.
 class Device : public std::enable_shared_from_this<Device> {
  public:
-  // Listens at the address, which is this machine's.
+  // Makes one that listens at the address, which is this machine's.
   static Result<std::shared_ptr<Device>> make(std::unique_ptr<transport::Engine> engine, const std::string& address);
   ~Device();
 
   Result<std::unique_ptr<Listener>> listen(Handle& handle);
-  // Null: not yet.
+  // These two return null where there is no connection yet; NCCL calls again.
   Result<std::unique_ptr<Connection>> connect(Handle& handle);
   Result<std::unique_ptr<Connection>> accept(Listener& listener);
   enum class Use { send, receive };
   Result<Region*> add_region(Use use, std::span<std::byte> memory, bool cuda, const transport::DmaBuf* dma_buf);
   void remove_region(Region* region);
-  // Null: there is no room or no receive for it now; again later.
+  // Returns null where there is no room or no receive for it now; NCCL calls again.
   Result<Request*> send(Connection& connection, std::span<std::byte> data, int tag, const Region& region);
   struct Target {
     std::span<std::byte> memory;
@@ -129,7 +132,7 @@ class Device : public std::enable_shared_from_this<Device> {
   void close(Connection& connection);
 
  private:
-  // Who asks a listener whose address is too long for a handle.
+  // A caller that asks a listener whose address is too long for a handle.
   struct Asking {
     transport::EndpointId control;
     std::string address;
@@ -162,7 +165,7 @@ class Device : public std::enable_shared_from_this<Device> {
   std::map<Connecting*, std::unique_ptr<Connecting>> connecting_;
   transport::SlotMap<Request*> operations_;
   std::multimap<std::byte*, std::unique_ptr<Region>> regions_;  // by where they begin
-  // To itself, for flushes: a read through the device sees all that it has written.
+  // A connection to itself, for flushes: a read through the device sees all that the device has written.
   transport::EndpointId loop_;
   bool loop_ready_ = false;
   std::array<std::uint64_t, 2> loop_id_{};
