@@ -1,5 +1,5 @@
-// Command lines, REJOIN_* variables and settings files of all programs. CLI11, which reads them, costs every file that
-// includes it ten seconds of compiling: only command_line.cc does.
+// Reads command lines, REJOIN_* variables and settings files, for all programs. CLI11, which reads them, costs every
+// file that includes it ten seconds of compiling: only command_line.cc does.
 #pragma once
 
 #include <chrono>
@@ -22,8 +22,8 @@ class Option;
 #pragma GCC visibility push(default)
 namespace rejoin {
 
-// What a value has to look like. `form` stands for the value in --help; the error of a wrong value names the value and
-// what is allowed.
+// Says what a value has to look like. `form` stands for the value in --help; the error for a wrong value names the
+// value and what is allowed.
 struct ValueCheck {
   std::string form;
   std::function<Result<>(const std::string&)> check;
@@ -34,10 +34,10 @@ class Flag {
  public:
   explicit Flag(CLI::Option* option) : option_(option) {}
   Flag required();
-  Flag environment(const char* variable);  // used where the command line does not have the flag
-  Flag show_default();                     // in --help, and in CommandLine::settings()
-  Flag separated_by(char border);          // several values in one argument
-  Flag sized();                            // bytes, with K, M, G (powers of 1024); goes before range()
+  Flag environment(const char* variable);  // the variable is used where the command line does not have the flag
+  Flag show_default();                     // --help and CommandLine::settings() show the default
+  Flag separated_by(char border);          // one argument has several values
+  Flag sized();                            // the value is bytes, with K, M, G (powers of 1024); goes before range()
   Flag range(std::int64_t least, std::int64_t most);
   Flag real_range(double least, double most);
   Flag one_of(std::vector<std::string> values);
@@ -62,32 +62,34 @@ class CommandLine {
   template <typename T>
   Flag add(const char* names, T& value, const char* help);
   Flag add(const char* names, std::chrono::milliseconds& value, const char* help);  // a whole number, from 0
-  // A flag that may also be set by a variable, and whose default --help shows.
+  // Adds a flag that a variable may also set, and whose default --help shows.
   template <typename T>
   Flag setting(const char* names, T& value, const char* variable, const char* help) {
     return add(names, value, help).environment(variable).show_default();
   }
-  // Given or not; "!--no-x" sets it to false.
+  // Adds a flag without a value; "!--no-x" in its names sets it to false.
   Flag flag(const char* names, bool& value, const char* help);
 
-  // A command of its own, as `status` in `rejoin status`; exactly one must then be given. Owned by this one.
+  // Adds a command, as `status` in `rejoin status`; exactly one must then be given. This one owns it.
   CommandLine& command(const char* name, const char* help);
   bool chosen() const;
 
-  // Adds --config FILE, with one 'name = value' a line. A name that is no flag is an error that says the nearest one.
+  // Adds --config FILE, with one 'name = value' a line. A name that is no flag is an error, which names the nearest
+  // one.
   void allow_settings_file();
 
-  // Nothing, or the status to exit with: after --help, --version, or wrong arguments, which it has printed.
+  // Parses the arguments. Returns the status to exit with after --help, --version, or wrong arguments, for which it has
+  // printed something; otherwise nothing.
   [[nodiscard]] std::optional<int> parse(int argc, const char* const* argv);
-  // The same without printing. Errors: `invalid_argument` with the flag, the value and what is allowed.
+  // Parses without printing. Errors: `invalid_argument` with the flag, the value and what is allowed.
   Result<> parse(const std::vector<std::string>& arguments);
   Result<> parse_settings(std::istream& file);
-  // All values, in the form of a settings file.
+  // Returns all values in the form of a settings file.
   std::string settings() const;
 
  private:
   CommandLine(std::unique_ptr<CLI::App> owned, CLI::App* app);
-  std::unique_ptr<CLI::App> owned_;  // none: a command of another
+  std::unique_ptr<CLI::App> owned_;  // null: this is a command of another
   CLI::App* app_;
   std::vector<std::unique_ptr<CommandLine>> commands_;
 };

@@ -1,5 +1,5 @@
-// Certificates for control connections: this process's own one, and whose signature it takes on those of others. They
-// are in files, which are read again when they have changed.
+// Reads the certificates for control connections: this process's own, and the one of the CA whose signature it takes on
+// those of others. They are in files, which are read again when they have changed.
 #pragma once
 
 #include <openssl/ssl.h>
@@ -23,10 +23,10 @@ struct CertificateFiles {
   bool given() const { return !cert.empty(); }
 };
 void bind(CommandLine& line, CertificateFiles& files);
-// Whether they go together.
+// Says whether the files go together.
 Result<> check(const CertificateFiles& files);
 
-// What the files were when they were read last.
+// Tells whether the files have changed since they were read last.
 class FileStamps {
  public:
   explicit FileStamps(const CertificateFiles& files);
@@ -47,14 +47,14 @@ class FileStamps {
 // and the remedy: it can't be read, others may read the key, the key does not fit, the certificate is not valid now.
 Result<std::string> use_certificates(SSL_CTX* context, const CertificateFiles& files);
 
-// What one handshake has to know of the other side's certificate, and what it has found. Outlives the handshake.
+// What one handshake has to know of the other side's certificate, and what it has found. It outlives the handshake.
 struct PeerCertificate {
   const CertificateFiles* files = nullptr;
-  std::string host;                        // of a server: which it must be for
+  std::string host;                        // the host that a server's certificate must be for
   std::optional<std::string> why_refused;  // for people
 };
-// Of a server the certificate must be for peer.host, a name or an IP address; our own certificate is, too, since only
-// this process, or who shares its key, can show it.
+// Examines the certificate that the other side shows. A server's must be for peer.host, a name or an IP address; our
+// own certificate is taken, too, since only this process, or who shares its key, can show it.
 void examine(SSL* connection, PeerCertificate& peer, bool server);
 
 }  // namespace rejoin::daemon

@@ -10,33 +10,33 @@
 
 namespace rejoin::ftar {
 
-// What a bucket's result is made of, to find where members differ: each segment's digest, and who it came from.
+// One segment of a bucket's result, with its digest and whom it came from, to find where members differ.
 struct Segment {
   std::uint64_t digest = 0;
-  ReplicaId from;  // this member: added up or contributed here
+  ReplicaId from;  // this member, where it was added up or contributed here
 };
 
-// Of the results of all buckets' last all-reduces.
+// The results of all buckets' last all-reduces, from which digest() makes one digest.
 struct Results {
   struct Bucket {
-    std::uint64_t digest = 0;  // of what is digested already
-    std::size_t ranges = 0;    // the next so many are its
+    std::uint64_t digest = 0;  // the digest of what is digested already
+    std::size_t ranges = 0;    // how many of `ranges` are this bucket's; they follow those of the buckets before
   };
   std::vector<Bucket> buckets;
   std::vector<BytesView> ranges;
-  // Equal on all members of their epoch. Errors: of the device.
+  // Returns a digest that is equal on all members of the epoch. Errors: those of the device.
   Result<std::uint64_t> digest(device::Access& access) const;
 };
 
-// By bucket, what its last all-reduce is made of.
+// For each bucket, the segments that the result of its last all-reduce is made of.
 struct Origins {
   struct Range {
-    std::size_t bucket = 0, segment = 0;  // whose digest it goes into
+    std::size_t bucket = 0, segment = 0;  // the segment whose digest it goes into
   };
   std::vector<std::vector<Segment>> buckets;  // with the digests of what is digested already
   std::vector<BytesView> ranges;
-  std::vector<Range> of;  // each of them
-  // Errors: of the device.
+  std::vector<Range> of;  // one for each of `ranges`
+  // Digests the rest. Errors: those of the device.
   Result<std::vector<std::vector<Segment>>> digests(device::Access& access) const;
 };
 

@@ -1,6 +1,6 @@
-// How contributors share a step's samples where that follows how fast each of them is: what a share is, how samples are
-// dealt by shares, and when it pays to change them. Pure: the coordinator writes each change down (Committed.balance),
-// so that whoever reads its log deals alike.
+// Says how contributors share a step's samples by how fast each of them is: what a share is, how samples are dealt by
+// shares, and when it pays to change them. It is pure: the coordinator writes each change down (Committed.balance), so
+// that whoever reads its log deals alike.
 #pragma once
 
 #include <cstdint>
@@ -16,12 +16,12 @@ class Balance;
 
 namespace rejoin::membership {
 
-// What an operator has asked for. Fractions are of an equal share, in thousandths.
+// What an operator has asked for. Fractions are thousandths of an equal share.
 struct BalanceRule {
   bool on = false;
   std::uint32_t at_least = 500, at_most = 1500;
-  std::uint64_t every = 16;  // steps, at least, from one change to the next
-  // A change is worth it where the step's longest computation gets shorter by so much.
+  std::uint64_t every = 16;  // the least number of steps from one change to the next
+  // A change is worth it where the step's longest computation gets shorter by so many thousandths.
   std::uint32_t gain = 30;
 };
 
@@ -29,7 +29,7 @@ constexpr std::uint32_t kEqualShare = 1000, kMostOfShares = 16 * kEqualShare;
 
 struct Balance {
   std::uint32_t at_least = 0, at_most = 0;
-  std::map<ReplicaId, std::uint32_t> shares;  // who is not among them: kEqualShare
+  std::map<ReplicaId, std::uint32_t> shares;  // who is not among them has kEqualShare
 
   bool in_force() const { return at_most > 0; }  // otherwise all get the same, as if nobody were measured
   std::uint32_t share_of(ReplicaId replica) const;
@@ -38,7 +38,7 @@ struct Balance {
   static Balance from(const proto::Balance& balance);
 };
 
-// `units` dealt to as many as there are contributors, by their shares: each gets no less and no more than the balance
+// Deals `units` to the contributors by their shares: each gets no less and no more than the balance
 // allows, rounded in its favour where an equal share is no whole number; at least one. What can't be dealt in
 // proportion goes to those who lack the most, and of those to the first. The sum is `units`, or one for each where
 // there are fewer.
@@ -50,7 +50,7 @@ struct Speed {
   ReplicaId replica;
   std::uint64_t time = 1;
 };
-// What would suit contributors of these speeds, if it is worth a change from `now`.
+// Returns the balance that suits contributors of these speeds, if it is worth a change from `now`.
 std::optional<Balance> better(const BalanceRule& rule, std::uint64_t units, const std::vector<Speed>& speeds,
                               const Balance& now);
 

@@ -27,8 +27,8 @@
 
 namespace rejoin::membership {
 
-// What a log's file holds, and how it is read: pure. What is written at byte `at` to append these records: the mark,
-// then they; at 0 the file's head comes instead of the mark. No records: the mark alone.
+// Returns what is written at byte `at` to append these records: the mark, and then the records; at 0 the file's head
+// comes instead of the mark. Without records it is the mark alone. This and parse_log() are pure.
 Bytes log_bytes(const std::vector<proto::LogRecord>& records, std::uint64_t at);
 struct ParsedLog {
   std::vector<proto::LogRecord> records;
@@ -37,17 +37,17 @@ struct ParsedLog {
   std::uint64_t torn = 0;    // bytes behind `intact` that a crash has left
   bool old = false;          // without marks: there the last record's damage looks like a torn tail
 };
-// `corrupt` where what was acknowledged is damaged. `name`: for errors.
+// Parses a log. Errors: `corrupt` where what was acknowledged is damaged; they name it by `name`.
 Result<ParsedLog> parse_log(BytesView bytes, const std::string& name);
 Result<ParsedLog> parse_file(const Fd& file, const std::string& name);
 Result<ParsedLog> parse_one_file(const std::string& path);
-// The first record of a file, if there is an intact one.
+// Returns the first record of a file, if it is intact.
 std::optional<proto::LogRecord> first_record(const Fd& file);
 
-// The job that a log is of, as its first record names it.
+// Returns the job that a log is of, as its first record names it.
 const proto::LogRecord::Job& job_of(const proto::LogRecord& first);
 
-// How a log reaches its file.
+// The system calls by which a log reaches its file.
 struct Disk {
   std::function<ssize_t(int, const void*, std::size_t, off_t)> write;  // as pwrite()
   std::function<int(int)> sync;                                        // as fdatasync(); also of a directory
@@ -57,20 +57,20 @@ struct Disk {
 
 class Log {
  public:
-  // Opens or creates DIRECTORY/decisions.log and reads what is in it. Only one process at a time (`exhausted`). One
-  // that holds nothing, with archives beside it, is lost (`not_found`).
+  // Opens or creates DIRECTORY/decisions.log and reads what is in it. Errors: `exhausted` where another process has it
+  // open; `not_found` where it holds nothing and archives are beside it, since it is lost then.
   static Result<Log> open(const std::string& directory, Disk disk = Disk::real());
-  const std::vector<proto::LogRecord>& records() const { return records_; }  // that were in it when it was opened
+  const std::vector<proto::LogRecord>& records() const { return records_; }  // those that it had when it was opened
   void forget_records() { records_ = {}; }
-  std::uint64_t size() const { return end_; }             // bytes, which recovery would read
-  std::uint64_t bytes_cut() const { return bytes_cut_; }  // of a torn tail
-  // All of them durable, or an error, after which the log takes no more: the process must stop deciding. `not_found`:
+  std::uint64_t size() const { return end_; }             // the bytes that recovery would read
+  std::uint64_t bytes_cut() const { return bytes_cut_; }  // the bytes of a torn tail
+  // Makes all of them durable, or fails, and then takes no more: the process must stop deciding. `not_found`:
   // the file isn't at its path any more, where the next coordinator would look for it.
   Result<> append(const std::vector<proto::LogRecord>& records);
-  // `snapshot` takes the place of all records so far. After an error the log goes on as it is, unless it has failed():
-  // then it can't be told any more which file a crash would leave.
+  // Puts `snapshot` into the place of all records so far. After an error the log goes on as it is, unless it has
+  // failed(): then it can't be told any more which file a crash would leave.
   Result<> compact(const proto::LogRecord& snapshot);
-  bool failed() const { return failed_; }  // append() takes no more
+  bool failed() const { return failed_; }  // says whether append() takes no more
 
  private:
   Result<Fd> write_next(const proto::LogRecord& snapshot, std::uint64_t& end) const;
@@ -86,7 +86,7 @@ class Log {
   Fd file_, folder_;
   std::string path_;
   Disk disk_;
-  std::uint64_t end_ = 0;  // of the last record; the mark behind it is written again
+  std::uint64_t end_ = 0;  // where the last record ends; the mark behind it is written again
   std::vector<proto::LogRecord> records_;
   std::uint64_t bytes_cut_ = 0;
   bool failed_ = false;
@@ -101,14 +101,15 @@ Result<std::vector<proto::LogRecord>> read_log(const std::string& path);
 // What an operator gave up: steps that were committed, and are trained again.
 struct RolledBack {
   std::uint64_t steps = 0, samples = 0;
-  std::uint64_t before = 0;  // of the steps: by what a compacted log says of those before it, without their samples
+  std::uint64_t before = 0;  // steps of these that a compacted log only counts, without their samples
 };
 
 // Takes a log's records in their order.
 class TrainedSteps {
  public:
   void take(const proto::LogRecord& record);
-  // The samples that its commits trained, by step, without those of steps that were rolled back. For audit().
+  // Returns the samples that its commits trained, by step, without those of steps that were rolled back; audit() takes
+  // them.
   const std::map<std::uint64_t, Batch>& by_step() const { return by_step_; }
   const RolledBack& rolled_back() const { return rolled_back_; }
 

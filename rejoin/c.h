@@ -91,34 +91,34 @@ typedef struct rejoin_update {
   uint32_t contributors;  /* whose gradients are in this mean */
 } rejoin_update;
 
-/* The message of this thread's last call that failed. The text stays until another call fails on this thread. Never
- * null. */
+/* Returns the message of this thread's last call that failed, never null. The text stays until another call fails on
+ * this thread. */
 const char* rejoin_error(void);
-/* Where the library's log lines go, and which: log.h. `level` is 0 (trace), 1 (debug), 2 (info), 3 (warn), 4 (error);
- * for the second 5, too: none. `sink` may be called by any of the library's threads, one at a time, which wait for it;
- * null: standard error. */
+/* Say where the library's log lines go, and which: log.h. `level` is 0 (trace), 1 (debug), 2 (info), 3 (warn), 4
+ * (error); the second function also takes 5 (none). Any of the library's threads may call `sink`, one at a time, and
+ * waits for it; null: lines go to standard error. */
 void rejoin_set_log(void (*sink)(void* with, int level, const char* line), void* with);
 rejoin_code rejoin_set_log_level(int level);
-/* The library's version, as "1.2.3". */
+/* Returns the library's version, as "1.2.3". */
 const char* rejoin_version(void);
 
-/* `settings`: `count` of the form "name=value", named as the flags of a trainer without their dashes ("replica=1",
- * "socket=/run/rejoin.sock"); what is not there comes from REJOIN_* variables, and else from the defaults. */
+/* `settings` has `count` texts of the form "name=value", named as the flags of a trainer without their dashes
+ * ("replica=1", "socket=/run/rejoin.sock"). Others come from REJOIN_* variables, and else from the defaults. */
 rejoin_code rejoin_open(const char* const* settings, size_t count, rejoin_session** session);
-/* Waits for the library's threads. Null is allowed. */
+/* Destroys the session, and waits for the library's threads. Null is allowed. */
 void rejoin_close(rejoin_session* session);
-/* Sets the function that calls which wait call from time to time (SessionConfig::while_waiting); null removes it. Not
- * to be called within that function. */
+/* Sets the function that waiting calls call from time to time (SessionConfig::while_waiting); null removes it. It must
+ * not be called within that function. */
 void rejoin_while_waiting(rejoin_session* session, void (*call)(void*), void* with);
 
-/* `memory`: the weight's and then each moment's, or null where the session is to allocate them. */
+/* `memory` has the weight and then each moment, or is null where the session is to allocate them. */
 rejoin_code rejoin_add(rejoin_session* session, const rejoin_tensor_spec* spec, const rejoin_memory* memory,
                        uint32_t* tensor);
 /* `gradients` may be null: the session allocates them. */
 rejoin_code rejoin_bucket(rejoin_session* session, const uint32_t* tensors, size_t count,
                           const rejoin_memory* gradients, uint32_t* bucket);
 rejoin_code rejoin_allocate(rejoin_session* session);
-/* Session::set_fingerprint(); before rejoin_join(). */
+/* See Session::set_fingerprint(). It is called before rejoin_join(). */
 rejoin_code rejoin_set_fingerprint(rejoin_session* session, const char* text);
 void rejoin_use_weights(rejoin_session* session);
 rejoin_code rejoin_set_card(rejoin_session* session, const char* text); /* before rejoin_join() */
@@ -127,72 +127,75 @@ rejoin_code rejoin_moment(rejoin_session* session, uint32_t tensor, uint32_t ind
 rejoin_code rejoin_gradient(rejoin_session* session, uint32_t tensor, rejoin_memory* memory);
 rejoin_code rejoin_reduced(rejoin_session* session, uint32_t tensor, rejoin_memory* memory);
 
-/* `position`: what rejoin_position() gave when the state was saved; null: a fresh job's. With `compare` 0 the state may
- * differ from the one that was saved (Position::without_digest()). */
+/* `position` is what rejoin_position() gave when the state was saved, or null for a fresh job. With `compare` 0 the
+ * state may differ from the one that was saved (Position::without_digest()). */
 rejoin_code rejoin_join(rejoin_session* session, const char* position, int compare);
-/* The step that a position is of. */
+/* Gives the step that a position is of. */
 rejoin_code rejoin_position_step(const char* position, uint64_t* step);
 
 rejoin_code rejoin_begin_step(rejoin_session* session, rejoin_step* step);
-/* Step::upcoming() of the step under way: up to `steps` of them, the session's until the next call of this or
- * rejoin_begin_step(). */
+/* Gives Step::upcoming() of the step under way: up to `steps` batches, which are the session's until the next call of
+ * this or of rejoin_begin_step(). */
 rejoin_code rejoin_upcoming(rejoin_session* session, uint32_t steps, const rejoin_batch** batches, size_t* count);
-/* Step::cards(), by contributor: the session's until the next rejoin_begin_step(). */
+/* Gives Step::cards(), by contributor; they are the session's until the next rejoin_begin_step(). */
 rejoin_code rejoin_cards(rejoin_session* session, const rejoin_card** cards, size_t* count);
 rejoin_code rejoin_all_reduce(rejoin_session* session, uint32_t bucket);
 rejoin_code rejoin_all_reduce_on(rejoin_session* session, uint32_t bucket, void* cuda_stream);
-/* `committed` 0: the same step comes once more. The updates are the session's, until the update's end. */
+/* `committed` is 0 where the same step comes once more. The updates are the session's until the update ends. */
 rejoin_code rejoin_begin_update(rejoin_session* session, int* committed, const rejoin_update** updates, size_t* count);
 rejoin_code rejoin_end_update(rejoin_session* session);
 rejoin_code rejoin_end_update_on(rejoin_session* session, void* cuda_stream);
-/* Always fails, with the error that all later calls have. */
+/* It always fails, with the error that all later calls have. */
 rejoin_code rejoin_abandon_update(rejoin_session* session, const char* what);
 
-/* Busy for up to so many milliseconds with what the reason says, until rejoin_done(). */
+/* The trainer is busy for up to so many milliseconds with what the reason says, until rejoin_done(). */
 rejoin_code rejoin_busy(rejoin_session* session, uint64_t limit_ms, const char* reason);
 rejoin_code rejoin_done(rejoin_session* session);
 
-/* `known` 0: the state is of no one version. */
+/* `known` is 0 where the state is of no one version. */
 rejoin_code rejoin_state_version(const rejoin_session* session, int* known, uint64_t* version);
 uint64_t rejoin_committed(const rejoin_session* session);
-int rejoin_intact(rejoin_session* session, uint64_t during_ms); /* a truth value; any thread */
+int rejoin_intact(rejoin_session* session, uint64_t during_ms); /* returns a truth value; any thread may call it */
 rejoin_code rejoin_check(const rejoin_session* session);
-/* One line of ASCII, the session's until the next call of this. */
+/* Gives one line of ASCII, which is the session's until the next call of this. */
 rejoin_code rejoin_position(rejoin_session* session, const char** position);
 rejoin_code rejoin_state_digest(rejoin_session* session, uint64_t* digest);
 
 rejoin_code rejoin_leave(rejoin_session* session);
-/* Any thread, and a signal's handler, until rejoin_close(). */
+/* Any thread and a signal's handler may call it until rejoin_close(). */
 void rejoin_interrupt(rejoin_session* session);
 
-/* A state as of one step for other processes, without a session: checkpoint_transfer.h. Any one thread at a time. */
+/* Gives a state as of one step to other processes, without a session: checkpoint_transfer.h. One thread at a time may
+ * call these, whichever. */
 typedef struct rejoin_checkpoint_server rejoin_checkpoint_server;
-/* `transport`, `listen` and `advertise` null: the default. */
+/* `transport`, `listen` and `advertise` may be null for the defaults. */
 rejoin_code rejoin_checkpoint_serve(const char* transport, const char* listen, const char* advertise,
                                     rejoin_checkpoint_server** server);
-void rejoin_checkpoint_server_close(rejoin_checkpoint_server* server); /* null: nothing */
-/* The server's, as long as it lives. */
+void rejoin_checkpoint_server_close(rejoin_checkpoint_server* server); /* null is allowed */
+/* The text is the server's, and stays as long as it. */
 const char* rejoin_checkpoint_address(const rejoin_checkpoint_server* server);
-/* The description is copied; the buffers stay the caller's, and unchanged until rejoin_checkpoint_withdraw(). */
+/* Copies the description. The buffers stay the caller's, who leaves them as they are until
+ * rejoin_checkpoint_withdraw(). */
 rejoin_code rejoin_checkpoint_publish(rejoin_checkpoint_server* server, uint64_t step, const void* description,
                                       uint64_t description_bytes, const rejoin_memory* buffers, size_t count);
-/* `cut_off`: how many fetches it has. `cancelled` as below. */
+/* Gives in `cut_off` how many fetches it has ended. For `cancelled` see below. */
 rejoin_code rejoin_checkpoint_withdraw(rejoin_checkpoint_server* server, uint64_t patience_ms, int (*cancelled)(void*),
                                        void* with, uint64_t* cut_off);
 
-/* The other end. All calls come from one thread. */
+/* The end that fetches. All calls come from one thread. */
 typedef struct rejoin_checkpoint_fetch rejoin_checkpoint_fetch;
-/* `cancelled` is called with `with` while anything waits, and ends it by any other value than 0; null: none. */
+/* While anything waits the library calls `cancelled` with `with`; any value but 0 ends the wait. It may be null. */
 rejoin_code rejoin_checkpoint_fetch_open(const char* transport, const char* address, uint64_t step, uint64_t limit_ms,
                                          int (*cancelled)(void*), void* with, rejoin_checkpoint_fetch** fetch);
-void rejoin_checkpoint_fetch_close(rejoin_checkpoint_fetch* fetch); /* null: nothing */
-/* The fetch's, until it is closed. */
+void rejoin_checkpoint_fetch_close(rejoin_checkpoint_fetch* fetch); /* null is allowed */
+/* What these return is the fetch's until it is closed. */
 rejoin_memory rejoin_checkpoint_description(const rejoin_checkpoint_fetch* fetch);
 const uint64_t* rejoin_checkpoint_sizes(const rejoin_checkpoint_fetch* fetch, size_t* count);
 rejoin_code rejoin_checkpoint_fetch_into(rejoin_checkpoint_fetch* fetch, const rejoin_memory* buffers, size_t count,
                                          uint64_t limit_ms);
 
-/* Collective operations of processes whose membership comes from elsewhere: process_group.h. Any thread. */
+/* Collective operations of processes whose membership comes from elsewhere: process_group.h. Any thread may
+ * call these. */
 typedef enum rejoin_collective { /* Collective of base/types.h */
                                  REJOIN_ALL_REDUCE = 0,
                                  REJOIN_REDUCE,
@@ -213,7 +216,7 @@ typedef enum rejoin_combine { /* Combine of base/types.h */
                               REJOIN_MAXIMUM,
                               REJOIN_MINIMUM,
                               REJOIN_PRODUCT,
-                              REJOIN_BITWISE_AND, /* of integers alone, as the next two */
+                              REJOIN_BITWISE_AND, /* for integers alone, as the next two */
                               REJOIN_BITWISE_OR,
                               REJOIN_BITWISE_XOR
 } rejoin_combine;
@@ -223,25 +226,25 @@ typedef struct rejoin_collective_call { /* CollectiveCall; zeros are its default
   uint32_t type;                        /* rejoin_type */
   uint32_t combine;                     /* rejoin_combine */
   uint32_t root, tag;
-  const rejoin_memory* inputs; /* the host's, or all of the group's device */
+  const rejoin_memory* inputs; /* all in the host's memory, or all in that of the group's device */
   size_t input_count;
   const rejoin_memory* outputs;
   size_t output_count;
   uint64_t limit_ms;
   uint32_t on_device; /* 1: buffers are in the memory of the group's device */
-  void* stream;       /* … and it begins behind this cudaStream_t */
+  void* stream;       /* with on_device the operation begins behind this cudaStream_t */
 } rejoin_collective_call;
 
 typedef struct rejoin_group rejoin_group;
 typedef struct rejoin_work rejoin_work;
-/* `transport`, `listen` and `advertise` null: the default. */
+/* `transport`, `listen` and `advertise` may be null for the defaults. */
 rejoin_code rejoin_group_open(const char* transport, const char* listen, const char* advertise, rejoin_group** group);
-/* … with a device: "cuda:0", or null for none. */
+/* Opens a group with a device such as "cuda:0", or null for none. */
 rejoin_code rejoin_group_open_on(const char* transport, const char* listen, const char* advertise, const char* device,
                                  rejoin_group** group);
-/* When no other call on it is under way. Works may be closed later. Null: nothing. */
+/* The caller calls it when no other call on the group is under way. Works may be closed later. Null is allowed. */
 void rejoin_group_close(rejoin_group* group);
-/* The group's, as long as it lives. */
+/* The text is the group's, and stays as long as it. */
 const char* rejoin_group_handle(const rejoin_group* group);
 rejoin_code rejoin_group_reconfigure(rejoin_group* group, uint64_t number, const char* const* members, size_t count,
                                      uint64_t limit_ms, int (*cancelled)(void*), void* with);
@@ -253,10 +256,10 @@ rejoin_code rejoin_group_abort(rejoin_group* group, const char* reason);
 rejoin_code rejoin_group_shutdown(rejoin_group* group, uint64_t limit_ms);
 int rejoin_work_done(const rejoin_work* work);
 rejoin_code rejoin_work_wait(rejoin_work* work, uint64_t limit_ms, int (*cancelled)(void*), void* with);
-/* Of a device's memory: this cudaStream_t waits, not the caller. */
+/* For a device's memory: this cudaStream_t waits, and not the caller. */
 rejoin_code rejoin_work_wait_on(rejoin_work* work, void* stream);
 rejoin_code rejoin_work_notify(rejoin_work* work, uint64_t number);
-void rejoin_work_close(rejoin_work* work); /* null: nothing; the operation goes on */
+void rejoin_work_close(rejoin_work* work); /* the operation goes on; null is allowed */
 
 #pragma GCC visibility pop
 #ifdef __cplusplus

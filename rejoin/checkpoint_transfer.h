@@ -31,17 +31,17 @@ using CheckpointServerConfig = ListenConfig;
 // Thread: any one at a time. The server has a thread of its own, which serves.
 class CheckpointServer {
  public:
-  // Errors: of the transport, and of its address.
+  // Opens a server. Errors: those of the transport and its address.
   static Result<std::unique_ptr<CheckpointServer>> open(const CheckpointServerConfig& config);
   virtual ~CheckpointServer() = default;  // withdraws what is published
 
-  // What CheckpointFetch::open() takes: text, for whatever the processes know of each other by. It lets anyone in who
-  // has it.
+  // Returns the text that CheckpointFetch::open() takes; the caller passes it on by whatever the processes know of each
+  // other by. It lets anyone in who has it.
   virtual const std::string& address() const = 0;
 
-  // Offers this state, in the place of what was offered before. The bytes are the caller's, in the host's memory, and
+  // Offers this state instead of what was offered before. The bytes are the caller's, in the host's memory, and
   // must stay as they are until withdraw() has returned; `description` is copied. It reads all bytes once, for their
-  // digests. Errors: of the transport, where it can't register the memory; nothing is offered then.
+  // digests. Errors: those of the transport, where it can't register the memory; nothing is offered then.
   virtual Result<> publish(std::uint64_t step, std::string description,
                            const std::vector<std::span<const std::byte>>& buffers) = 0;
 
@@ -66,9 +66,9 @@ class CheckpointFetch {
   virtual const std::string& description() const = 0;
   virtual const std::vector<std::uint64_t>& sizes() const = 0;  // bytes of each buffer
 
-  // Fills these, which have the sizes of sizes(). Once; then the fetch is over. Their content is undefined where it
-  // fails. Errors: `timeout`; `unavailable`: withdrawn meanwhile, or the server has gone; `corrupt`: a digest differs;
-  // `cancelled`; `invalid_argument`: other sizes.
+  // Fills these buffers, which have the sizes of sizes(). It is called once; then the fetch is over. The content of the
+  // buffers is undefined where it fails. Errors: `timeout`; `unavailable`: withdrawn meanwhile, or the server has gone;
+  // `corrupt`: a digest differs; `cancelled`; `invalid_argument`: other sizes.
   virtual Result<> into(const std::vector<std::span<std::byte>>& buffers, Duration limit) = 0;
 };
 

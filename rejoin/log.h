@@ -1,5 +1,5 @@
-// Where the library's log lines go. It says little: what other replicas do to this one's connections, and what it does
-// about them. Errors are results of the calls.
+// Says where the library's log lines go. The library logs little: what other replicas do to this one's connections, and
+// what it does about them. Errors are results of the calls.
 #pragma once
 
 #include <cstdint>
@@ -11,17 +11,17 @@ namespace rejoin {
 
 enum class LogLevel : std::uint8_t { trace, debug, info, warn, error, off };
 
-// A line, without its end. Calls come one at a time, from any of the library's threads, which wait for it: it should
-// not take long, and may call nothing of this library.
+// Takes a line, without its end. Calls come one at a time, from any of the library's threads, which wait for it: a sink
+// should not take long, and may call nothing of this library.
 using LogSink = std::function<void(LogLevel level, std::string_view line)>;
 
-// From now on the library's lines go here, and with an empty sink to standard error again; when this has returned, the
-// sink before is not called any more. Any thread. In a program that uses spdlog itself, shared with this library, this
-// sets spdlog's default logger, which the library logs to; one that sets that itself does so before the first
-// Session::open(), and has no need of this.
+// Has the library's lines go to `sink` from now on, and with an empty sink to standard error again; when it has
+// returned, the sink before is not called any more. Thread: any. In a program that uses spdlog itself, shared with this
+// library, this sets spdlog's default logger, which the library logs to; one that sets that itself does so before the
+// first Session::open(), and has no need of this.
 void set_log(LogSink sink);
 
-// Lines of less weight are left out; `info` from the start. Any thread.
+// Leaves out lines of a lower level; at first it is `info`. Thread: any.
 void set_log_level(LogLevel level);
 
 }  // namespace rejoin

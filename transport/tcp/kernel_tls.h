@@ -1,6 +1,5 @@
-// Records that the kernel makes and opens (kTLS: Linux's module `tls`, for TLS 1.3 and AES-256-GCM). They are those of
-// records.h. What it does for a socket it does until the socket ends: Linux before 6.14 can neither change a key nor
-// stop.
+// Has the kernel make and open the records of records.h (kTLS: Linux's module `tls`, for TLS 1.3 and AES-256-GCM). It
+// does so until the socket ends: Linux before 6.14 can neither change a key nor stop.
 #pragma once
 
 #include <sys/socket.h>
@@ -19,19 +18,20 @@ struct Key {
 };
 enum class Direction : std::uint8_t { out, in };
 
-// Whether it can be done here, tried once a process over a connection with itself. Errors: `unavailable`, with what is
-// missing and the remedy.
+// Says whether the kernel can do it, which is tried once a process over a connection with itself. Errors:
+// `unavailable`, with what is missing and the remedy.
 const Result<>& available();
-// Of a connected socket: what follows goes through the module, unchanged until begin(). Errors: `unavailable`.
+// Attaches the module to a connected socket. What follows goes through it, unchanged until begin(). Errors:
+// `unavailable`.
 Result<> attach(const Fd& socket);
-// From the next byte on, in this direction.
+// Has the kernel encrypt, or decrypt, from the next byte on in this direction.
 Result<> begin(const Fd& socket, Direction direction, const Key& key);
-// A record of another kind: what follows is encrypted by this process before the kernel has it. False: not sent, by
-// errno.
+// Sends the record of another kind, which says that this process encrypts what follows before the kernel has it.
+// Returns false where it was not sent; errno says why.
 bool send_handover(const Fd& socket);
-// As recvmsg(), without blocking, of application data. `handed_over`: not that, but such a record has come, and went
-// into the first bytes of what `message` has room for, four at least. EBADMSG: what came was damaged, or is something
-// else.
+// Receives application data as recvmsg() does, without blocking. `handed_over`: such a record has come instead, and
+// went into the first bytes of `message`, which has room for four at least. EBADMSG: what came was damaged or is
+// something else.
 ssize_t receive(const Fd& socket, msghdr message, bool& handed_over);
 
 }  // namespace rejoin::transport::tcp::kernel_tls
