@@ -87,3 +87,31 @@ class Planner {
   void wait(std::uint32_t slice, Priority priority);
   std::uint32_t usually_delivered() const;
   void count(Source& source);
+  void take(std::uint32_t slice);
+  bool waits(std::uint32_t slice) const { return priorities_[slice] != kNotWaiting; }
+  bool is_own(std::uint32_t slice) const { return slice % of_ == own_; }
+  std::uint32_t turn() const { return (total_ + of_ - 1) / of_; }
+
+  static constexpr Priority kNotWaiting = std::int64_t{1} << 62;
+  const std::uint32_t total_, widest_;
+  std::uint32_t window_, arrived_since_ = 0;
+  std::size_t counted_ = 0;  // slices that were delivered since the last time that all counts were halved
+  std::size_t reach_ = ~std::size_t{0};
+  std::uint32_t own_ = 0, of_ = 1;
+  std::set<std::uint32_t> out_of_turn_;  // slices of others' turns that contributors were asked for
+  TimePoint now_{};
+  std::optional<TimePoint> begun_;
+  std::uint32_t plain_ = 0;       // slices that have arrived and are not of these
+  std::deque<TimePoint> recent_;  // … the last of them
+  bool slow_ = false;
+  Priority first_ = -1, last_;  // that are free
+  std::vector<Priority> priorities_;
+  // Slices that wait: nobody offers them, and they are of this joiner's turn or another's; a fellow offers them.
+  Queue own_turn_, others_turns_, offered_;
+  std::map<ReplicaId, Source> sources_;
+  std::vector<std::uint16_t> offers_;  // by slice: how many fellows have it
+  std::vector<bool> have_;
+  std::uint32_t arrived_ = 0, refetched_ = 0;
+};
+
+}  // namespace rejoin::catchup
