@@ -180,8 +180,8 @@ class Communicator {
   void forget(Member peer);
   bool connected(Member peer) const;
   std::optional<Duration> round_trip(Member peer) const;  // see transport::Engine
-  // Returns for this epoch's neighbours the best rate of our writes to each since the last call, in bytes a second, where
-  // any were of some size.
+  // Returns for this epoch's neighbours the best rate of our writes to each since the last call, in bytes a second,
+  // where any were of some size.
   std::vector<std::pair<Member, double>> take_link_rates();
   bool knows(Member peer) const { return peers_.contains(peer); }  // connected, or on the way
   std::size_t connecting() const;                                  // connections of its own that are on the way
