@@ -135,6 +135,18 @@ TEST(Demo, OnAGpuAKilledReplicaComesBackWithTheSameBits) {
   EXPECT_EQ(report.at("catch_ups").size(), 2u) << report.at("events").dump(1);
 }
 
+// … coded, too: by a coder of its own, with the bits of the host's.
+TEST(Demo, OnAGpuCodedGradientsGiveTheSameBitsAsOnTheHost) {
+  const auto run = [](const std::string& device, const std::string& coding) {
+    return demo({"--steps", "6", "--no-kill", "--ranks", "1", "--params", "400000", "--device", device},
+                {"LD_LIBRARY_PATH=" REJOIN_FAKE_CUDA, "REJOIN_CODING=" + coding});
+  };
+  const auto coded = run("cuda:0", "4");
+  expect_sound(coded, 6, {});
+  EXPECT_EQ(coded.at("digests"), run("host", "4").at("digests"));
+  EXPECT_NE(coded.at("digests"), run("host", "off").at("digests")) << "nothing was coded";
+}
+
 // … where the trainer's framework has allocated them: in blocks, or mapped in segments.
 TEST(Demo, InAFrameworksMemoryItIsTheSame) {
   const std::vector<std::string> gpu{"LD_LIBRARY_PATH=" REJOIN_FAKE_CUDA};

@@ -138,6 +138,35 @@ TEST_P(FtarCoded, WhatCodingLosesIsMadeUpForInLaterSteps) {
   }
 }
 
+// Nothing is kept of a chunk that goes as it is, whatever has been kept of it before. One member takes no coded chunks,
+// and in each step it has another neighbour.
+TEST_P(FtarCoded, WhatWasLostIsAddedOnceWhoeverCodesInTheNextStep) {
+  Coded cluster(over, 4, Coding::four, {3000});
+  for (int i = 0; i < 4; ++i) {
+    cluster.options.coding = i == 3 ? Coding::off : Coding::four;
+    cluster.add();
+  }
+  std::vector<double> sums(3000);
+  auto ring = cluster.ring_members();
+  double once = 0, together = 0;
+  constexpr std::uint64_t steps = 48;
+  for (std::uint64_t step = 1; step <= steps; ++step) {
+    std::shuffle(ring.begin(), ring.end(), cluster.random);
+    cluster.enter(Epoch(step), ring);
+    cluster.reduce(Step(step));
+    cluster.look();
+    for (std::size_t i = 0; i < sums.size(); ++i) {
+      double exact = 0;
+      for (auto& rank : cluster.ranks) exact += rank->input[0][i];
+      sums[i] += cluster.ranks[0]->output[0][i] - exact;
+      if (step == 1) once += std::pow(sums[i], 2);
+      if (step == steps) together += std::pow(sums[i], 2);
+    }
+  }
+  EXPECT_GT(once, 0.0);
+  EXPECT_LT(std::sqrt(together), std::sqrt(once) * 3);
+}
+
 // A step that fails in its midst and is repeated, once or more, with the same members.
 TEST_P(FtarCoded, ARepeatedStepHasTheBitsOfOneThatNeverFailed) {
   const auto run = [&](std::uint64_t seed, bool fails) {
