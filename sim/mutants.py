@@ -103,10 +103,8 @@ MUTANTS = [
     ("what is lost of a mean is taken for that of a sum", "ftar/coding.cc",
      "if (pass.divisor > 1) given *= static_cast<float>(pass.divisor);", ""),
     ("whoever completes a segment keeps what it has not decoded", "ftar/coding.cc",
-     "codes);
-    if (at.out != nullptr) store<Element>(at.out, values);",
-     "codes);
-    if (at.out != nullptr) store<Element>(at.out, lost);"),
+     "codes);\n    if (at.out != nullptr) store<Element>(at.out, values);",
+     "codes);\n    if (at.out != nullptr) store<Element>(at.out, lost);"),
     ("chunks are coded for who takes none", "ftar/coded_ring.cc",
      "if (peer == nullptr || !peer->coded_room || bucket.coding == nullptr) return false;",
      "if (peer == nullptr || bucket.coding == nullptr) return false;"),
