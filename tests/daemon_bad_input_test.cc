@@ -150,7 +150,7 @@ TEST(BadInput, EachGetsOneLineThatSaysWhatAndHowToMendIt) {
          "no transport 'pigeon': use shm, tcp, tcp:ADDRESS,ADDRESS…, tcp+aes");
   expect({kDaemon, "--job-key-file", key, "--socket", scratch.path + "/s", "--connect", "127.0.0.1:1", "--transport",
           "tcp;ktls=1"},
-         "';ktls=1' is no setting of tcp; the only one is ktls, of tcp+aes: tcp+aes;ktls=1");
+         "'ktls=1' is no setting of tcp; there are threads=N, and of tcp+aes ktls=1 or ktls=0");
   expect({kDaemon, "--job-key-file", key, "--coordinator", "--flight-dir", "OFF"},
          "--flight-dir: 'OFF': for no recording it is 'off'; for a directory of this name './OFF'");
   expect({kMinimal}, "--flight-dir (REJOIN_FLIGHT_DIR) 'Off': for no recording it is 'off'",

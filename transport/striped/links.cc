@@ -1,6 +1,5 @@
 // Links: how they come up, are watched, fenced and swept away.
 #include <algorithm>
-#include <ranges>
 
 #include "base/fail.h"
 #include "base/log.h"
@@ -114,8 +113,8 @@ void StripedEngine::end_link(Endpoint& endpoint, Link& link, const std::string& 
   state.down = why;
   if (endpoint.primary == link.rail) {
     endpoint.primary = kNoRail;                                    // until one is up, messages are kept
-    for (const auto& rail : endpoint.rails | std::views::reverse)  // those for bulk are the last
-      if (rail.link != nullptr && rail.link->open) endpoint.primary = rail.link->rail;
+    for (auto rail = endpoint.rails.rbegin(); rail != endpoint.rails.rend(); ++rail)  // those for bulk are the last
+      if (rail->link != nullptr && rail->link->open) endpoint.primary = rail->link->rail;
     if (any_open) repeat_messages(endpoint);
   }
   report_fenced(endpoint, link.rail, link.generation, link.landed);
