@@ -6,6 +6,7 @@
 #include "base/bytes.h"
 #include "base/fail.h"
 #include "base/ring_links.h"
+#include "transport/factory.h"
 
 namespace rejoin::daemon {
 
@@ -129,7 +130,7 @@ void examine_encryption(const DoctorSettings& s, const Probes& probes, Findings&
 // sockets that listen, and what libraries open.
 DescriptorsNeeded descriptors_needed(const DoctorSettings& s) {
   constexpr std::uint64_t of_process = 64, of_trainer = 16;
-  const auto rails = static_cast<std::uint64_t>(std::ranges::count(s.transport, ',') + 1);
+  const auto rails = std::uint64_t{transport::rails_of(s.transport)};
   const std::uint64_t others = s.replicas - 1;
   std::uint64_t links = others;
   if (const LinkRule rule{.full_mesh_members = s.full_mesh_members}; !rule.all(s.replicas)) {

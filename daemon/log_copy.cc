@@ -2,6 +2,7 @@
 
 #include "base/fail.h"
 #include "base/log.h"
+#include "base/start_thread.h"
 
 namespace rejoin::daemon {
 
@@ -29,7 +30,9 @@ Result<std::unique_ptr<LogCopy>> LogCopy::open(const std::string& directory, mem
     copy->log_.forget_records();
   }
   copy->size_ = copy->log_.size();
-  copy->thread_ = std::thread([one = copy.get()] { one->write(); });
+  auto thread = start_thread([one = copy.get()] { one->write(); });
+  if (!thread) return tl::unexpected(thread.error());
+  copy->thread_ = std::move(*thread);
   return copy;
 }
 

@@ -99,7 +99,9 @@ Result<std::unique_ptr<NodeServer::DeviceStream>> NodeServer::open_remote(member
   auto remote = device::connect_remote(std::move(line), offering.hello.device());
   if (!remote) return tl::unexpected(remote.error());
   // The host's stream has the port that was asked for; the others listen beside it.
-  auto opened = open_stream(of, *remote, options_.data_listen.substr(0, options_.data_listen.rfind(':')) + ":0");
+  std::vector<std::string> beside = split(options_.data_listen, '|');  // by rail
+  for (auto& one : beside) one = one.substr(0, one.rfind(':')) + ":0";
+  auto opened = open_stream(of, *remote, fmt::format("{}", fmt::join(beside, "|")));
   if (opened) (*opened)->remote = std::move(*remote);
   return opened;
 }

@@ -1,6 +1,7 @@
 #include "daemon/stream_thread.h"
 
 #include "base/priority.h"
+#include "base/start_thread.h"
 #include "transport/factory.h"
 #include "transport/idle.h"
 #include "transport/placement.h"
@@ -20,10 +21,12 @@ Result<std::unique_ptr<StreamThread>> StreamThread::start(const std::string& tra
   if (near) stream->numa_node_ = transport::numa_node_for(transport, device->address());
   const transport::RunNear running_near(stream->numa_node_);  // what it allocates is there
   Result<std::unique_ptr<transport::Engine>> engine;
-  std::thread([&] {
+  auto maker = start_thread([&] {
     let_training_go_first();  // threads that the engine starts have the priority of this one
     engine = transport::make_engine(transport, device);
-  }).join();
+  });
+  if (!maker) return tl::unexpected(maker.error());
+  maker->join();
   if (!engine) return tl::unexpected(engine.error());
   (*engine)->set_secrets(secrets);
   (*engine)->set_silence(options.silence);
@@ -36,7 +39,9 @@ Result<std::unique_ptr<StreamThread>> StreamThread::start(const std::string& tra
   stream->wake_ = std::move(*wake);
   stream->report_ = std::move(report);
   stream->service_ = std::make_unique<catchup::Service>(*stream->engine_, secrets.own, options, stream->clock_);
-  stream->thread_ = std::thread([raw = stream.get()] { raw->run(); });
+  auto thread = start_thread([raw = stream.get()] { raw->run(); });
+  if (!thread) return tl::unexpected(thread.error());
+  stream->thread_ = std::move(*thread);
   return stream;
 }
 

@@ -7,6 +7,7 @@
 #include "base/fail.h"
 #include "base/log.h"
 #include "base/priority.h"
+#include "base/start_thread.h"
 #include "base/unix_socket.h"
 #include "device/remote.h"
 #include "device/remote_wire.h"
@@ -49,7 +50,9 @@ Result<std::unique_ptr<MemoryServer>> MemoryServer::make(std::shared_ptr<Device>
   auto wake = make_eventfd();
   if (!wake) return tl::unexpected(wake.error());
   server->wake_ = std::move(*wake);
-  server->thread_ = std::thread([raw = server.get()] { raw->run(); });
+  auto thread = start_thread([raw = server.get()] { raw->run(); });
+  if (!thread) return tl::unexpected(thread.error());
+  server->thread_ = std::move(*thread);
   return server;
 }
 

@@ -10,6 +10,7 @@
 #include "base/log.h"
 #include "base/no_signals.h"
 #include "base/refusals.h"
+#include "base/start_thread.h"
 #include "membership/node.h"
 #include "transport/advertise.h"
 #include "transport/factory.h"
@@ -94,7 +95,7 @@ Result<> ProgressThread::join(const Position& from, std::uint64_t digest, Durati
       *engine_, owner_, buckets_);
   if (auto prepared = prepare_driver(); !prepared) return prepared;
   if (auto introduced = introduce(); !introduced) return introduced;
-  begin();
+  if (auto begun = begin(); !begun) return begun;
   return wait_for_registration();
 }
 
@@ -110,7 +111,7 @@ Result<> ProgressThread::prepare_driver() {
   return driver_->prepare();
 }
 
-void ProgressThread::begin() {
+Result<> ProgressThread::begin() {
   const NoSignals no_signals;
   idle_.emplace(*engine_, transport::Idle::Options{.spins = 200, .yields = 20});
   if (streams_)
@@ -123,7 +124,10 @@ void ProgressThread::begin() {
                             "again",
                             milliseconds(deadlines::kStreamsWait.of(silence_)) / 1000)});
         });
-  thread_ = std::thread([this] { run(); });
+  auto thread = start_thread([this] { run(); });
+  if (!thread) return tl::unexpected(thread.error());
+  thread_ = std::move(*thread);
+  return {};
 }
 
 Result<> ProgressThread::make_engine(bool on_gpu) {

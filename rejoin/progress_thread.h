@@ -95,7 +95,7 @@ class ProgressThread {
   Result<> make_engine(bool on_gpu);
   Result<> prepare_device();
   Result<> prepare_driver();
-  void begin();
+  Result<> begin();
   proto::LocalHello hello(std::size_t descriptors) const;
 
   std::optional<Error> ended() const;

@@ -32,8 +32,8 @@ class Checker {
     epoch_ = 0;
   }
   // A rank begins a step, as this member.
-  void on_begun(std::uint32_t rank, Incarnation incarnation, const CodedRing::Place& place) {
-    if (replay_) replay_->on_begun(rank, incarnation.value, place);
+  void on_begun(std::uint32_t rank, Incarnation incarnation, const CodedRing::Member& member) {
+    if (replay_) replay_->on_begun(rank, incarnation.value, member);
   }
   // A rank applies this step: its reduced gradients, by bucket.
   void on_reduced(std::uint32_t replica, std::uint32_t rank, std::uint64_t step,

@@ -12,12 +12,12 @@ namespace {
 using ftar::Coding;
 using ftar::coding::Width;
 
-bool hop_codes(const CodedRing::Place& from, const CodedRing::Place& to) {
+bool hop_codes(const CodedRing::Member& from, const CodedRing::Member& to) {
   return from.coding != Coding::off && to.coding != Coding::off;
 }
 
 // Whether one of those to whom it sends anything is sent coded chunks.
-bool codes_at_all(const std::vector<CodedRing::Place>& ring, std::size_t contributors, std::size_t at) {
+bool codes_at_all(const std::vector<CodedRing::Member>& ring, std::size_t contributors, std::size_t at) {
   const std::size_t members = ring.size();
   if (contributors > 1 && hop_codes(ring[at], ring[(at + 1) % contributors])) return true;
   return members > 1 &&
@@ -33,7 +33,7 @@ std::byte* bytes_at(std::vector<float>& values, const ftar::Range& range) {
 
 }  // namespace
 
-std::vector<float> CodedRing::mean(std::uint64_t step, std::uint32_t bucket, const std::vector<Place>& ring,
+std::vector<float> CodedRing::mean(std::uint64_t step, std::uint32_t bucket, const std::vector<Member>& ring,
                                    const std::vector<std::vector<float>>& inputs, std::uint32_t divisor) {
   const std::size_t n = inputs.size(), count = inputs[0].size();
   std::vector<Lost> before, after(n);

@@ -14,13 +14,13 @@ namespace rejoin::sim {
 
 class CodedRing {
  public:
-  struct Place {
+  struct Member {
     std::uint64_t process = 0;
     ftar::Coding coding = ftar::Coding::off;  // not automatic: that depends on times
   };
 
-  // Of a bucket in a step that is committed. The first places are those of the contributors, in the order of `inputs`.
-  std::vector<float> mean(std::uint64_t step, std::uint32_t bucket, const std::vector<Place>& ring,
+  // Of a bucket in a step that is committed. The first members are the contributors, in the order of `inputs`.
+  std::vector<float> mean(std::uint64_t step, std::uint32_t bucket, const std::vector<Member>& ring,
                           const std::vector<std::vector<float>>& inputs, std::uint32_t divisor);
 
  private:

@@ -38,13 +38,13 @@ void Replay::start_over() {
 void Replay::on_record(const proto::LogRecord& record) {
   if (record.has_epoch()) members_.assign(record.epoch().members().begin(), record.epoch().members().end());
   if (record.has_committed()) {
-    Step& step = steps_.emplace_back(record.committed());
+    Step& step = steps_.emplace_back(Step{.record = record.committed()});
     step.results.resize(ranks_.size());
     for (std::uint32_t rank = 0; rank < ranks_.size(); ++rank) {
       auto& ring = step.rings.emplace_back();
       for (const bool catching_up : {false, true})
         for (const auto& member : members_)
-          if (member.catching_up() == catching_up) ring.push_back(places_[{rank, member.incarnation()}]);
+          if (member.catching_up() == catching_up) ring.push_back(coding_of_[{rank, member.incarnation()}]);
       if (!waits(step, rank)) train(step, rank);
     }
   }
@@ -59,8 +59,8 @@ void Replay::on_record(const proto::LogRecord& record) {
   }
 }
 
-void Replay::on_begun(std::uint32_t rank, std::uint64_t incarnation, const CodedRing::Place& place) {
-  places_[{rank, incarnation}] = place;
+void Replay::on_begun(std::uint32_t rank, std::uint64_t incarnation, const CodedRing::Member& member) {
+  coding_of_[{rank, incarnation}] = member;
 }
 
 void Replay::on_result(std::uint32_t rank, std::uint64_t step, const std::vector<BytesView>& buckets) {

@@ -26,7 +26,7 @@ class Replay {
   Replay(const Model& model, std::uint32_t ranks, const Travel& travel);
   void on_record(const proto::LogRecord& record);
   // A process begins a step: as this member of the ring.
-  void on_begun(std::uint32_t rank, std::uint64_t incarnation, const CodedRing::Place& place);
+  void on_begun(std::uint32_t rank, std::uint64_t incarnation, const CodedRing::Member& member);
   // … has this result of the last step that was committed.
   void on_result(std::uint32_t rank, std::uint64_t step, const std::vector<BytesView>& buckets);
   // What a rank's state must be after this step; none: it is not known (any more).
@@ -47,8 +47,8 @@ class Replay {
   using Buckets = std::vector<std::vector<float>>;
   struct Step {  // that was committed
     proto::LogRecord::Committed record;
-    std::vector<std::vector<CodedRing::Place>> rings;  // by rank: contributors first
-    std::vector<std::optional<Buckets>> results;       // by rank, where it is not known without
+    std::vector<std::vector<CodedRing::Member>> rings;  // by rank: contributors first
+    std::vector<std::optional<Buckets>> results;        // by rank, where it is not known without
   };
   struct Contributions {
     std::vector<Buckets> of;  // by contributor, in the ring's order, times its weight
@@ -65,9 +65,9 @@ class Replay {
   const Model& model_;
   const Travel travel_;
   std::vector<State> ranks_;
-  std::vector<Step> steps_;                                                     // that count, from the first
-  std::vector<proto::Member> members_;                                          // of the epoch
-  std::map<std::pair<std::uint32_t, std::uint64_t>, CodedRing::Place> places_;  // by rank and incarnation
+  std::vector<Step> steps_;                                                         // that count, from the first
+  std::vector<proto::Member> members_;                                              // of the epoch
+  std::map<std::pair<std::uint32_t, std::uint64_t>, CodedRing::Member> coding_of_;  // by rank and incarnation
   std::optional<std::string> lost_;
 };
 

@@ -106,6 +106,11 @@ std::string family_of(const std::string& name) {
   return tcp && tcp->rails() > 1 ? fmt::format("{} over {} rails", tcp->kind, tcp->rails()) : kind_of(name);
 }
 
+std::size_t rails_of(const std::string& name) {
+  const auto tcp = is_tcp(name) ? parse_tcp(name) : Result<Tcp>();
+  return is_tcp(name) && tcp ? tcp->rails() : static_cast<std::size_t>(1 + std::ranges::count(name, ','));
+}
+
 Result<> check_name(const std::string& name) {
   if (is_tcp(name)) {
     const auto tcp = parse_tcp(name);

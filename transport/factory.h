@@ -24,7 +24,8 @@ namespace rejoin::transport {
 Result<std::unique_ptr<Engine>> make_engine(const std::string& name);
 // What peers must have alike to reach each other, as far as a name tells: "shm", "tcp over 2 rails".
 std::string family_of(const std::string& name);
-Result<> check_name(const std::string& name);  // its form alone, before anything is opened
+std::size_t rails_of(const std::string& name);  // that a list names, with those of threads
+Result<> check_name(const std::string& name);   // its form alone, before anything is opened
 // The same for memory of this device and the host's: see staged/factory.h. All peers must have such engines, or none.
 Result<std::unique_ptr<Engine>> make_engine(const std::string& name, const std::shared_ptr<device::Device>& device,
                                             const std::shared_ptr<device::Reducer>& reducer = nullptr);

@@ -9,11 +9,22 @@
 #include "base/deadlines.h"
 #include "base/fail.h"
 #include "base/log.h"
+#include "base/number.h"
 #include "transport/epoll.h"
 
 namespace rejoin::transport::striped {
 
 namespace {
+
+// The same host at a port that is larger by so much; where the system picks one, or there is none, as it is.
+std::string with_later_port(const std::string& address, std::size_t by) {
+  const auto colon = address.rfind(':');
+  std::uint32_t port = 0;
+  if (by == 0 || colon == std::string::npos || !parse_number(std::string_view(address).substr(colon + 1), port) ||
+      port == 0)
+    return address;
+  return fmt::format("{}:{}", address.substr(0, colon), port + by);
+}
 
 constexpr std::size_t kMaxRails = 16;
 
@@ -131,7 +142,10 @@ Result<Address> StripedEngine::listen(const Address& where) {
                 where.text, parts.size(), rails_.size());
   Address all;
   for (std::size_t rail = 0; rail < rails_.size(); ++rail) {
-    auto one = rails_[rail]->listen({parts[parts.size() == 1 ? 0 : rail]});
+    const std::string& given = parts[parts.size() == 1 ? 0 : rail];
+    // Rails for bulk have the local addresses of those before them.
+    const std::string own = parts.size() == 1 ? with_later_port(given, rail / options_.first_bulk_rail) : given;
+    auto one = rails_[rail]->listen({own});
     if (!one) return one;
     all.text += (rail > 0 ? "|" : "") + one->text;
   }

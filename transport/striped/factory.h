@@ -27,7 +27,8 @@ struct Options {
   std::optional<std::uint64_t> seed{};
 };
 
-// An address of this engine is the rails' addresses joined by '|'; listen() also takes one for all.
+// An address of this engine is the rails' addresses joined by '|'. listen() also takes one for all; where that names a
+// port, rails for bulk listen on the ports behind it.
 // The clock must outlive the engine. Errors: `invalid_argument` for no rails, or more than 16.
 Result<std::unique_ptr<Engine>> make_engine(std::vector<std::unique_ptr<Engine>> rails, const Options& options,
                                             const Clock& clock);

@@ -112,7 +112,7 @@ void StripedEngine::end_link(Endpoint& endpoint, Link& link, const std::string& 
   if (!was_open) return;
   state.down = why;
   if (endpoint.primary == link.rail) {
-    endpoint.primary = kNoRail;                                    // until one is up, messages are kept
+    endpoint.primary = kNoRail;  // until one is up, messages are kept
     for (auto rail = endpoint.rails.rbegin(); rail != endpoint.rails.rend(); ++rail)  // those for bulk are the last
       if (rail->link != nullptr && rail->link->open) endpoint.primary = rail->link->rail;
     if (any_open) repeat_messages(endpoint);

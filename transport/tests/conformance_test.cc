@@ -120,7 +120,7 @@ std::vector<std::string> with_staging(std::vector<std::string> names) {
 INSTANTIATE_TEST_SUITE_P(Backends, Conformance,
                          testing::ValuesIn(with_kernel(with_staging(
                              with_rdma({"sim", "striped_sim", "shm", "tcp", "tcp+aes", "tcp:127.0.0.1,127.0.0.2",
-                                        "tcp;threads=2", "threaded_tcp", "ucx:tcp,self"})))),
+                                        "tcp;threads=2", "threaded_tcp", "staged_tcp;threads=2", "ucx:tcp,self"})))),
                          [](const auto& backend) { return name_of(backend.param); });
 
 }  // namespace

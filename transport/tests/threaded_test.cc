@@ -1,9 +1,15 @@
 // Names of TCP with threads, and an owner that stands still.
+#include <arpa/inet.h>
+#include <fmt/format.h>
 #include <gtest/gtest.h>
+#include <netinet/in.h>
+#include <poll.h>
+#include <sys/socket.h>
 
 #include <map>
 #include <string>
 
+#include "base/fd.h"
 #include "transport/factory.h"
 #include "transport/tcp/factory.h"
 #include "transport/tests/any_access.h"
@@ -38,6 +44,35 @@ TEST(Threaded, TheNameSaysHowManyThreads) {
     EXPECT_NE(checked.error().message.find(name), std::string::npos) << checked.error().message;
     EXPECT_FALSE(transport::make_engine(name)) << name;
   }
+}
+
+// Another program may have one of the ports: then others are tried.
+TEST(Threaded, ConnectionsForBulkListenBehindThePortThatIsNamed) {
+  for (int left = 20;; --left) {
+    ASSERT_GT(left, 0);
+    const std::string free = (*tcp::make_engine({}))->listen({"127.0.0.1:0"})->text;
+    const auto engine = *transport::make_engine("tcp;threads=2");
+    const auto where = engine->listen({free});
+    if (!where) continue;
+    const int port = std::stoi(free.substr(free.rfind(':') + 1));
+    EXPECT_EQ(where->text, fmt::format("127.0.0.1:{}|127.0.0.1:{}|127.0.0.1:{}", port, port + 1, port + 2));
+    return;
+  }
+}
+
+// A peer that says nothing is let go though nothing else wakes the thread.
+TEST(Threaded, StrangersAreLetGoOfInTime) {
+  auto engine = *make_engine(*tcp::make_engine({}));
+  engine->set_silence(std::chrono::milliseconds(100));
+  const std::string where = engine->listen({"127.0.0.1:0"})->text;
+  sockaddr_in address{.sin_family = AF_INET,
+                      .sin_port = htons(static_cast<std::uint16_t>(std::stoi(where.substr(where.rfind(':') + 1)))),
+                      .sin_addr = {htonl(INADDR_LOOPBACK)},
+                      .sin_zero = {}};
+  const Fd stranger(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  ASSERT_EQ(::connect(stranger.get(), reinterpret_cast<sockaddr*>(&address), sizeof address), 0);
+  pollfd closed{.fd = stranger.get(), .events = POLLIN, .revents = 0};
+  EXPECT_EQ(::poll(&closed, 1, 30000), 1) << "it is kept";
 }
 
 // Its thread goes on, but not without a bound: who sends to it is held up, and hears at a bound that nothing is taken.

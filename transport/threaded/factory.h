@@ -11,7 +11,9 @@
 namespace rejoin::transport::threaded {
 
 // `below` must have a descriptor to sleep on. Calls that need an answer (connect(), register_region(), close() …) wait
-// for the thread; send(), write(), read(), poll() and arm() do not. Errors: `invalid_argument`; of the system.
+// for the thread; send(), write(), read(), poll() and arm() do not. What was
+// outstanding on an endpoint that is closed completes in a later poll(), not always in the next. Errors:
+// `invalid_argument`; of the system.
 Result<std::unique_ptr<Engine>> make_engine(std::unique_ptr<Engine> below);
 
 }  // namespace rejoin::transport::threaded

@@ -5,10 +5,10 @@
 
 #include <array>
 #include <cerrno>
-#include <system_error>
 
 #include "base/fail.h"
 #include "base/no_signals.h"
+#include "base/start_thread.h"
 
 namespace rejoin::transport::threaded {
 
@@ -32,11 +32,9 @@ Result<std::unique_ptr<Worker>> Worker::make(std::unique_ptr<Engine> engine) {
   engine->set_polled_on();
   std::unique_ptr<Worker> worker(new Worker(std::move(engine), std::move(*posted), std::move(*happened)));
   const NoSignals no_signals;
-  try {
-    worker->thread_ = std::thread([w = worker.get()] { w->loop(); });
-  } catch (const std::system_error& error) {
-    return fail(ErrorCode::exhausted, "a thread for a connection's bulk: {}; ask for fewer by ;threads=", error.what());
-  }
+  auto thread = start_thread([w = worker.get()] { w->loop(); });
+  if (!thread) return tl::unexpected(thread.error());
+  worker->thread_ = std::move(*thread);
   return worker;
 }
 
@@ -105,7 +103,7 @@ bool Worker::poll() {
   if (!is_full())
     for (const auto& event : engine_->poll()) {
       events_.emit(event, event.message);
-      bytes_ += event.message.size();
+      bytes_ += sizeof event + event.message.size();
     }
   refused_ = engine_->refused();
   if (events_.empty()) return false;
@@ -146,7 +144,8 @@ void Worker::wait(bool full) {
   if (tasks_.empty() && (!full || is_full())) {
     std::array<pollfd, 2> any{pollfd{.fd = posted_.get(), .events = POLLIN, .revents = 0},
                               pollfd{.fd = engine_->event_fd(), .events = POLLIN, .revents = 0}};
-    const int woken = ::poll(any.data(), full ? 1 : 2, -1);
+    // What an engine does after a while, without being woken, it does when it is polled.
+    const int woken = ::poll(any.data(), full ? 1 : 2, full ? -1 : static_cast<int>(kLongestWait.count()));
     REJOIN_CHECK(woken >= 0 || errno == EINTR, "poll");
     if (any[0].revents != 0) drain_eventfd(posted_);
   }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -53,7 +54,9 @@ class Worker {
 
   Worker(std::unique_ptr<Engine> engine, Fd posted, Fd happened)
       : engine_(std::move(engine)), posted_(std::move(posted)), happened_(std::move(happened)) {}
-  // Of messages that the owner has not taken: with more the thread leaves the engine alone, so that peers are held up.
+  static constexpr std::chrono::milliseconds kLongestWait{100};
+  // Of events and their messages that the owner has not taken: with more the thread leaves the engine alone, so that
+  // peers are held up.
   static constexpr std::size_t kMostUntaken = 4 * MiB;
 
   void wake();
@@ -69,7 +72,7 @@ class Worker {
   std::unique_ptr<Engine> engine_;
   bool stop_ = false;
   EventQueue events_;
-  std::size_t bytes_ = 0;  // of their messages
+  std::size_t bytes_ = 0;  // of them and their messages
 
   Handover<Task> tasks_;
   struct Happened {
