@@ -66,6 +66,8 @@ class Job:
         self.addresses = {}
         for name in ("out", "events", "cwd", "flight"):
             os.makedirs(f"{directory}/{name}")
+        for name in [name for name in os.environ if name.startswith("REJOIN_")]:
+            del os.environ[name]  # the checker knows the settings that are given here, and no others
         os.environ["REJOIN_FLIGHT_DIR"] = f"{directory}/flight"
         with open(os.open(f"{directory}/key", os.O_WRONLY | os.O_CREAT, 0o600), "w") as key:
             key.write(os.urandom(32).hex())

@@ -129,8 +129,9 @@ void examine_encryption(const DoctorSettings& s, const Probes& probes, Findings&
 // of its daemon its socket twice, its process, its page and doorbell, and a few for its state. The rest are logs,
 // sockets that listen, and what libraries open.
 DescriptorsNeeded descriptors_needed(const DoctorSettings& s) {
-  constexpr std::uint64_t of_process = 64, of_trainer = 16;
+  constexpr std::uint64_t of_trainer = 16, of_rail = 5;  // to listen, to sleep and to be woken
   const auto rails = std::uint64_t{transport::rails_of(s.transport)};
+  const std::uint64_t of_process = 64 + of_rail * (rails - 1);
   const std::uint64_t others = s.replicas - 1;
   std::uint64_t links = others;
   if (const LinkRule rule{.full_mesh_members = s.full_mesh_members}; !rule.all(s.replicas)) {
