@@ -192,7 +192,7 @@ TEST(Hosts, ACatchUpBesideARingOverTheSameLinks) {
   // So little that it takes nothing of the links: a joiner that is in the ring, and no more.
   const auto held = beside_catch_up({"--stream-limit", "0.2"}, 1, 12, why);
   if (!why.empty()) GTEST_SKIP() << why;
-  const auto free = beside_catch_up({}, 4, 60, why);
+  const auto free = beside_catch_up({}, 2, 60, why);
   ASSERT_FALSE(held->beside.empty() || free->beside.empty());
   std::cout << "a step beside a joiner whose stream is held back takes " << StepTimes::median(held->beside)
             << " s; beside catch-ups:";
