@@ -9,11 +9,12 @@
 
 namespace rejoin {
 
-// Starts a thread. Errors: `exhausted`, where the system gives none.
+// Errors: `exhausted`, where the system gives none.
 template <typename Run>
-Result<std::thread> start_thread(Run run) {
+Result<> start_thread(std::thread& thread, Run run) {
   try {
-    return std::thread(std::move(run));
+    thread = std::thread(std::move(run));
+    return {};
   } catch (const std::system_error& error) {
     return fail(ErrorCode::exhausted,
                 "the system gives no thread ({}): 'ulimit -u', or the container's limit of processes, is too low",

@@ -30,9 +30,8 @@ Result<std::unique_ptr<LogCopy>> LogCopy::open(const std::string& directory, mem
     copy->log_.forget_records();
   }
   copy->size_ = copy->log_.size();
-  auto thread = start_thread([one = copy.get()] { one->write(); });
-  if (!thread) return tl::unexpected(thread.error());
-  copy->thread_ = std::move(*thread);
+  if (auto started = start_thread(copy->thread_, [one = copy.get()] { one->write(); }); !started)
+    return tl::unexpected(started.error());
   return copy;
 }
 

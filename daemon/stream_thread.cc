@@ -21,12 +21,13 @@ Result<std::unique_ptr<StreamThread>> StreamThread::start(const std::string& tra
   if (near) stream->numa_node_ = transport::numa_node_for(transport, device->address());
   const transport::RunNear running_near(stream->numa_node_);  // what it allocates is there
   Result<std::unique_ptr<transport::Engine>> engine;
-  auto maker = start_thread([&] {
+  std::thread maker;
+  const auto made = start_thread(maker, [&] {
     let_training_go_first();  // threads that the engine starts have the priority of this one
     engine = transport::make_engine(transport, device);
   });
-  if (!maker) return tl::unexpected(maker.error());
-  maker->join();
+  if (!made) return tl::unexpected(made.error());
+  maker.join();
   if (!engine) return tl::unexpected(engine.error());
   (*engine)->set_secrets(secrets);
   (*engine)->set_silence(options.silence);
@@ -39,9 +40,8 @@ Result<std::unique_ptr<StreamThread>> StreamThread::start(const std::string& tra
   stream->wake_ = std::move(*wake);
   stream->report_ = std::move(report);
   stream->service_ = std::make_unique<catchup::Service>(*stream->engine_, secrets.own, options, stream->clock_);
-  auto thread = start_thread([raw = stream.get()] { raw->run(); });
-  if (!thread) return tl::unexpected(thread.error());
-  stream->thread_ = std::move(*thread);
+  if (auto started = start_thread(stream->thread_, [raw = stream.get()] { raw->run(); }); !started)
+    return tl::unexpected(started.error());
   return stream;
 }
 

@@ -50,9 +50,8 @@ Result<std::unique_ptr<MemoryServer>> MemoryServer::make(std::shared_ptr<Device>
   auto wake = make_eventfd();
   if (!wake) return tl::unexpected(wake.error());
   server->wake_ = std::move(*wake);
-  auto thread = start_thread([raw = server.get()] { raw->run(); });
-  if (!thread) return tl::unexpected(thread.error());
-  server->thread_ = std::move(*thread);
+  if (auto started = start_thread(server->thread_, [raw = server.get()] { raw->run(); }); !started)
+    return tl::unexpected(started.error());
   return server;
 }
 

@@ -52,12 +52,9 @@ void Driver::report_links() {
   // Not with each connection that a member makes, nor with each of those that one makes which is to become one.
   if (!machine_.member() && all_linked()) round_trips_reported_ = round_trips();
   round_trips_reported_.to(links.mutable_round_trips());
-  for (const auto& [member, rate] : rates_reported_) {
-    auto& one = *links.add_rates();
-    one.set_incarnation(member.incarnation.value);
-    one.set_rate(rate);
-    one.set_rank(config_.rank);
-  }
+  membership::LinkRates rates;
+  for (const auto& [member, rate] : rates_reported_) rates.keep_lower({member.incarnation.value, rate, config_.rank});
+  rates.to(links.mutable_rates());
   std::string reported = links.SerializeAsString();
   if (links_ && links_reported_ == reported) return;
   links_reported_ = std::move(reported);

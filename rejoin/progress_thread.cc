@@ -124,10 +124,7 @@ Result<> ProgressThread::begin() {
                             "again",
                             milliseconds(deadlines::kStreamsWait.of(silence_)) / 1000)});
         });
-  auto thread = start_thread([this] { run(); });
-  if (!thread) return tl::unexpected(thread.error());
-  thread_ = std::move(*thread);
-  return {};
+  return start_thread(thread_, [this] { run(); });
 }
 
 Result<> ProgressThread::make_engine(bool on_gpu) {

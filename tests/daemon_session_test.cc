@@ -20,16 +20,14 @@
 #include "membership/node.h"
 #include "rejoin/session.h"
 #include "tests/daemon_support.h"
+#include "tests/session_config.h"
 
 namespace rejoin::test {
 namespace {
 
 // One trainer's session, on a weight of 1000 elements; a step adds its number.
 std::unique_ptr<Session> small_session(const Job& job, std::uint32_t replica) {
-  SessionConfig config;
-  config.flight = "off";
-  config.replica = replica;
-  config.socket = job.socket(replica);
+  auto config = config_of(job, replica);
   auto session = *Session::open(config);
   const TensorId w = *session->add({.name = "w", .count = 1000});
   (void)*session->bucket({w});
@@ -120,9 +118,7 @@ TEST(Session, AJoinerThatHasCaughtUpTakesOverTheStepWhoseLastContributorDies) {
 TEST(Session, AStateOfManyTensorsInManyAllocationsIsServed) {
   Job job;
   job.start(1, 3);
-  SessionConfig config;
-  config.flight = "off";
-  config.socket = job.socket(0);
+  const auto config = config_of(job, 0);
   std::vector<Mapping> memory;  // outlives the session
   auto session = *Session::open(config);
   std::vector<TensorId> ids;

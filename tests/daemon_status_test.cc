@@ -15,6 +15,7 @@
 #include "membership/log.h"
 #include "rejoin/session.h"
 #include "tests/daemon_support.h"
+#include "tests/session_config.h"
 
 namespace rejoin::test {
 namespace {
@@ -111,10 +112,7 @@ std::string get(const std::string& status, const std::string& path) {
 }
 
 std::unique_ptr<Session> session_that_codes(const Job& job, std::uint32_t replica, const std::string& coding) {
-  SessionConfig config;
-  config.flight = "off";
-  config.replica = replica;
-  config.socket = job.socket(replica);
+  auto config = config_of(job, replica);
   config.coding = coding;
   auto session = *Session::open(config);
   (void)*session->bucket({*session->add({.name = "w", .count = 100'000})});

@@ -8,6 +8,7 @@
 
 #include "rejoin/session.h"
 #include "tests/daemons.h"
+#include "tests/session_config.h"
 
 namespace rejoin::test {
 namespace {
@@ -235,10 +236,7 @@ TEST(RealTrainer, ATerminatedReplicaLeavesAndTheRateFollowsTheNumberOfContributo
 // A replica's session on a weight of ten elements, whose trainer does something else for as long as it likes when it
 // has committed step 8: until it is told to go on.
 void train_with_a_break(const Job& job, std::uint32_t replica, int go, std::chrono::milliseconds between_steps) {
-  SessionConfig config;
-  config.flight = "off";
-  config.replica = replica;
-  config.socket = job.socket(replica);
+  auto config = config_of(job, replica);
   config.between_steps = between_steps;
   auto session = *Session::open(config);
   const TensorId w = *session->add({.name = "w", .count = 10});

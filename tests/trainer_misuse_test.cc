@@ -165,9 +165,7 @@ TEST_F(Trained, EachIsToldAtTheEarliestCallWithItsRange) {
 
 TEST_F(Trained, AJoinThatFailedMayBeTriedAgain) {
   auto session = declared([&] {
-    auto config = SessionConfig();
-    config.flight = "off";
-    config.socket = socket(0);
+    auto config = this->config(0);
     config.patience = std::chrono::milliseconds(200);
     return config;
   }());
@@ -179,9 +177,7 @@ TEST_F(Trained, AJoinThatFailedMayBeTriedAgain) {
 
 TEST_F(Trained, ADaemonThatStartsAfterItsTrainerIsWaitedFor) {
   bool started = false;
-  SessionConfig config;
-  config.flight = "off";
-  config.socket = socket(0);
+  auto config = this->config(0);
   config.while_waiting = [&] {
     if (!std::exchange(started, true)) start(1);
   };
@@ -196,9 +192,7 @@ TEST_F(Trained, ADaemonThatEndsWhileARankRegistersIsFollowedByTheNext) {
   Process& daemon = *processes.back();
   ASSERT_EQ(::kill(daemon.pid(), SIGSTOP), 0);  // so that it takes the connection and says nothing
   bool ended = false;
-  SessionConfig config;
-  config.flight = "off";
-  config.socket = socket(0);
+  auto config = this->config(0);
   config.while_waiting = [&] {
     if (std::exchange(ended, true)) return;
     ASSERT_EQ(::kill(daemon.pid(), SIGKILL), 0);
@@ -212,9 +206,7 @@ TEST_F(Trained, ADaemonThatEndsWhileARankRegistersIsFollowedByTheNext) {
 }
 
 TEST_F(Trained, WhoWaitsForADaemonCanBeInterrupted) {
-  SessionConfig config;
-  config.flight = "off";
-  config.socket = socket(0);
+  auto config = this->config(0);
   Session* waits = nullptr;
   config.while_waiting = [&] { waits->interrupt(); };
   auto session = declared(config);

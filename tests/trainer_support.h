@@ -13,6 +13,7 @@
 #include "base/fail.h"
 #include "rejoin/session.h"
 #include "tests/daemons.h"
+#include "tests/session_config.h"
 
 namespace rejoin::test {
 
@@ -33,14 +34,7 @@ struct Trained : testing::Test, Daemons {
                                            "--batch", "8", "--steps", std::to_string(steps)}));
     for (std::uint32_t r = 0; r < replicas; ++r) processes.push_back(start_node(r, {"--connect", coordinator}));
   }
-  SessionConfig config(std::uint32_t replica, std::uint32_t rank = 0) const {
-    SessionConfig config;
-    config.flight = "off";
-    config.replica = replica;
-    config.rank = rank;
-    config.socket = socket(replica);
-    return config;
-  }
+  SessionConfig config(std::uint32_t replica, std::uint32_t rank = 0) const { return config_of(*this, replica, rank); }
   // Two tensors in a bucket each; it has not joined.
   std::unique_ptr<Session> declared(const SessionConfig& config, std::uint64_t count = 1000) {
     auto session = Session::open(config);

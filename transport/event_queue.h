@@ -18,6 +18,7 @@ class EventQueue {
   }
   bool empty() const { return events_.empty(); }
   std::size_t size() const { return events_.size(); }
+  std::size_t bytes() const { return events_.size() * sizeof(Event) + bytes_.size(); }
 
   // Valid until the next call.
   std::span<const Event> take() {

@@ -18,7 +18,6 @@ namespace rejoin::transport {
 namespace {
 
 constexpr std::string_view kTcp = "tcp", kEncrypted = "tcp+aes", kThreads = "threads=";
-constexpr std::size_t kMostRails = 16;  // of a striped engine
 
 std::string kind_of(const std::string& name) { return name.substr(0, name.find_first_of(":;")); }
 bool is_tcp(const std::string& name) { return kind_of(name) == kTcp || kind_of(name) == kEncrypted; }
@@ -48,21 +47,22 @@ Result<Tcp> parse_tcp(const std::string& name) {
                   "transport '{}': '{}' is no setting of {}; there are threads=N, and of {} ktls=1 or ktls=0", name,
                   setting, tcp.kind, kEncrypted);
   }
-  if (tcp.threads > kMostRails || tcp.rails() > kMostRails)
+  if (tcp.threads > striped::kMaxRails || tcp.rails() > striped::kMaxRails)
     return fail(ErrorCode::invalid_argument,
                 "transport '{}': each address has one connection, and one more for each thread; they must not be more "
                 "than {}",
-                name, kMostRails);
+                name, striped::kMaxRails);
   return tcp;
 }
 
+// `make_rail`: of a rail's number.
 template <typename MakeRail>
-Result<std::unique_ptr<Engine>> over_rails(const std::vector<std::string>& names, MakeRail make_rail,
+Result<std::unique_ptr<Engine>> over_rails(std::size_t count, MakeRail make_rail,
                                            const striped::Options& options = {}) {
   static const SteadyClock clock;
   std::vector<std::unique_ptr<Engine>> rails;
-  for (const auto& name : names) {
-    Result<std::unique_ptr<Engine>> rail = make_rail(name);
+  for (std::size_t number = 0; number < count; ++number) {
+    Result<std::unique_ptr<Engine>> rail = make_rail(number);
     if (!rail) return rail;
     rails.push_back(std::move(*rail));
   }
@@ -72,14 +72,13 @@ Result<std::unique_ptr<Engine>> over_rails(const std::vector<std::string>& names
 
 // Of each address one connection is the caller's thread's, for messages, for what is small, and for its share of bulk.
 Result<std::unique_ptr<Engine>> tcp_over_rails(const Tcp& tcp) {
-  std::vector<std::string> locals;
-  for (std::size_t i = 0; i < tcp.rails(); ++i) locals.push_back(tcp.locals[i % tcp.locals.size()]);
-  std::size_t made = 0;
-  const auto rail = [&](const std::string& local) -> Result<std::unique_ptr<Engine>> {
-    auto engine = tcp::make_engine({.local = local, .encrypt = tcp.kind == kEncrypted, .kernel = tcp.by_kernel});
-    return engine && ++made > tcp.locals.size() ? threaded::make_engine(std::move(*engine)) : std::move(engine);
+  const std::size_t addresses = tcp.locals.size();
+  const auto rail = [&](std::size_t number) -> Result<std::unique_ptr<Engine>> {
+    auto engine = tcp::make_engine(
+        {.local = tcp.locals[number % addresses], .encrypt = tcp.kind == kEncrypted, .kernel = tcp.by_kernel});
+    return engine && number >= addresses ? threaded::make_engine(std::move(*engine)) : std::move(engine);
   };
-  return over_rails(locals, rail, {.first_bulk_rail = tcp.locals.size()});
+  return over_rails(tcp.rails(), rail, {.first_bulk_rail = addresses});
 }
 
 // `device`: for whose memory, where that is known.
@@ -91,8 +90,8 @@ Result<std::unique_ptr<Engine>> ibverbs_over_rails(const std::string& list, cons
   if (names.empty())
     return fail(ErrorCode::unavailable,
                 "no RDMA port is active here; 'ibv_devinfo' shows what there is. Without RDMA use shm or tcp");
-  return over_rails(names, [](const std::string& name) -> Result<std::unique_ptr<Engine>> {
-    auto options = ibverbs::parse_options(name);
+  return over_rails(names.size(), [&](std::size_t number) -> Result<std::unique_ptr<Engine>> {
+    auto options = ibverbs::parse_options(names[number]);
     if (!options) return tl::unexpected(options.error());
     return ibverbs::make_engine(*options);
   });

@@ -26,8 +26,6 @@ std::string with_later_port(const std::string& address, std::size_t by) {
   return fmt::format("{}:{}", address.substr(0, colon), port + by);
 }
 
-constexpr std::size_t kMaxRails = 16;
-
 }  // namespace
 
 Result<std::unique_ptr<Engine>> make_engine(std::vector<std::unique_ptr<Engine>> rails, const Options& options,

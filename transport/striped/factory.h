@@ -12,13 +12,15 @@
 
 namespace rejoin::transport::striped {
 
+constexpr std::size_t kMaxRails = 16;
+
 struct Options {
   std::size_t largest_piece = 1 * MiB;    // bytes; what a dying rail can cost, and the grain of balancing
   std::size_t smallest_piece = 64 * KiB;  // below it, splitting costs more than a second rail brings
   std::size_t bytes_in_flight = 8 * MiB;  // per rail and endpoint; the rest waits here, for whichever rail is first
   // The rails from this one on are slow to begin, though not to go on: while others are up they carry only pieces of
   // operations of at least so many bytes, and no messages.
-  std::size_t first_bulk_rail = 16, least_bulk = 512 * KiB;
+  std::size_t first_bulk_rail = kMaxRails, least_bulk = 512 * KiB;
   // A rail whose oldest piece is older than this, while another rail of the endpoint answers, is dead.
   Duration stall = deadlines::kRailStall.of(deadlines::kSilence);
   Duration first_retry = deadlines::kFirstRailRetry.of(deadlines::kSilence);      // of a dead rail; doubles …
@@ -29,7 +31,7 @@ struct Options {
 
 // An address of this engine is the rails' addresses joined by '|'. listen() also takes one for all; where that names a
 // port, rails for bulk listen on the ports behind it.
-// The clock must outlive the engine. Errors: `invalid_argument` for no rails, or more than 16.
+// The clock must outlive the engine. Errors: `invalid_argument` for no rails, or more than kMaxRails.
 Result<std::unique_ptr<Engine>> make_engine(std::vector<std::unique_ptr<Engine>> rails, const Options& options,
                                             const Clock& clock);
 

@@ -12,17 +12,6 @@
 
 namespace rejoin::transport::threaded {
 
-namespace {
-
-template <typename... Kinds>
-struct Overloaded : Kinds... {
-  using Kinds::operator()...;
-};
-template <typename... Kinds>
-Overloaded(Kinds...) -> Overloaded<Kinds...>;
-
-}  // namespace
-
 Result<std::unique_ptr<Worker>> Worker::make(std::unique_ptr<Engine> engine) {
   if (engine->event_fd() < 0)
     return fail(ErrorCode::invalid_argument, "this transport has no descriptor that a thread could sleep on");
@@ -32,9 +21,8 @@ Result<std::unique_ptr<Worker>> Worker::make(std::unique_ptr<Engine> engine) {
   engine->set_polled_on();
   std::unique_ptr<Worker> worker(new Worker(std::move(engine), std::move(*posted), std::move(*happened)));
   const NoSignals no_signals;
-  auto thread = start_thread([w = worker.get()] { w->loop(); });
-  if (!thread) return tl::unexpected(thread.error());
-  worker->thread_ = std::move(*thread);
+  if (auto started = start_thread(worker->thread_, [w = worker.get()] { w->loop(); }); !started)
+    return tl::unexpected(started.error());
   return worker;
 }
 
@@ -67,16 +55,9 @@ std::vector<EventQueue> Worker::take() {
     owner_sleeps_ = false;
     drain_eventfd(happened_);
   }
-  std::vector<EventQueue> events;
-  std::size_t bytes = 0;
-  for (auto& one : events_out_.take()) {
-    events.push_back(std::move(one.events));
-    bytes += one.bytes;
-  }
-  if (bytes > 0) {
-    untaken_ -= bytes;
-    wake();
-  }
+  auto events = events_out_.take();
+  for (const auto& one : events) untaken_ -= one.bytes();
+  if (!events.empty()) wake();
   return events;
 }
 
@@ -101,14 +82,11 @@ void Worker::loop() {
 
 bool Worker::poll() {
   if (!is_full())
-    for (const auto& event : engine_->poll()) {
-      events_.emit(event, event.message);
-      bytes_ += sizeof event + event.message.size();
-    }
+    for (const auto& event : engine_->poll()) events_.emit(event, event.message);
   refused_ = engine_->refused();
   if (events_.empty()) return false;
-  untaken_ += bytes_;
-  events_out_.put({std::exchange(events_, {}), std::exchange(bytes_, 0)});
+  untaken_ += events_.bytes();
+  events_out_.put(std::exchange(events_, {}));
   if (owner_sleeps_ && owner_sleeps_.exchange(false)) signal_eventfd(happened_);
   return true;
 }
@@ -131,11 +109,11 @@ void Worker::post_now(const Post& post) {
         events_.emit(
             {.kind = EventKind::completed, .endpoint = post.endpoint, .value = one.context, .error = posted.error()});
   };
-  std::visit(
-      Overloaded{[&](const Bytes& message) { (void)engine_->send(post.endpoint, message); },
-                 [&](const std::vector<Write>& writes) { end_all(writes, engine_->write(post.endpoint, writes)); },
-                 [&](const std::vector<Read>& reads) { end_all(reads, engine_->read(post.endpoint, reads)); }},
-      post.what);
+  if (const auto* message = std::get_if<Bytes>(&post.what)) (void)engine_->send(post.endpoint, *message);
+  else if (const auto* writes = std::get_if<std::vector<Write>>(&post.what))
+    end_all(*writes, engine_->write(post.endpoint, *writes));
+  else if (const auto* reads = std::get_if<std::vector<Read>>(&post.what))
+    end_all(*reads, engine_->read(post.endpoint, *reads));
 }
 
 // With `full` until the owner has taken something.

@@ -72,14 +72,9 @@ class Worker {
   std::unique_ptr<Engine> engine_;
   bool stop_ = false;
   EventQueue events_;
-  std::size_t bytes_ = 0;  // of them and their messages
 
   Handover<Task> tasks_;
-  struct Happened {
-    EventQueue events;
-    std::size_t bytes = 0;
-  };
-  Handover<Happened> events_out_;
+  Handover<EventQueue> events_out_;
   std::atomic<std::size_t> untaken_{0};  // bytes
   const Fd posted_, happened_;           // signalled where the other side sleeps
   std::atomic<bool> thread_sleeps_{false}, owner_sleeps_{false};
