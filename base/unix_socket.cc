@@ -137,9 +137,15 @@ Result<> send_with_fds(const Fd& socket, BytesView bytes, const std::vector<int>
 
 Result<std::optional<Received>> receive_with_fds(const Fd& socket, std::size_t limit) {
   // Its length first: most calls find nothing, and few messages are as long as the limit.
-  ssize_t length;
-  do length = ::recv(socket.get(), nullptr, 0, MSG_DONTWAIT | MSG_PEEK | MSG_TRUNC);
-  while (length < 0 && errno == EINTR);
+  const auto look = [&] {
+    ssize_t length;
+    do length = ::recv(socket.get(), nullptr, 0, MSG_DONTWAIT | MSG_PEEK | MSG_TRUNC);
+    while (length < 0 && errno == EINTR);
+    return length;
+  };
+  ssize_t length = look();
+  // Said once, and before the messages that a peer sent before it closed with some of ours unread.
+  if (length < 0 && errno == ECONNRESET) length = look();
   if (length < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return std::optional<Received>{};
   Received received;
   received.bytes.resize(length < 0 ? 0 : std::min(limit, static_cast<std::size_t>(length)));

@@ -320,7 +320,7 @@ void ProgressThread::run() {
     driver_->poll(now);
     if (driver_->outcomes() != outcomes) idle_->reset();
     for (auto& report : driver_->take_reports()) unsent_.add(std::move(report));
-    send_all();
+    send_all(now);
     if (driver_->revision() != published_) publish();
     if (leaves(now)) break;
     // On the GPU, for microseconds, and without waking anybody.

@@ -75,7 +75,7 @@ class ProgressThread {
   void poll_daemon(TimePoint now);
   void check_daemon(TimePoint now);
   void publish();
-  void send_all();
+  void send_all(TimePoint now);
   bool has_line();
   Result<> greet(Fd& socket);
   Result<> check_protocol(const proto::LocalWelcome& welcome) const;

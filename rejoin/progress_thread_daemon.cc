@@ -228,9 +228,12 @@ void ProgressThread::reconnect(TimePoint now) {
   driver_->on_daemon_back();
 }
 
-void ProgressThread::send_all() {
+void ProgressThread::send_all(TimePoint now) {
   if (!welcome_) return;
-  if (auto sent = unsent_.send(daemon_); !sent) lose_daemon(sent.error().message);
+  auto sent = unsent_.send(daemon_);
+  if (sent) return;
+  poll_daemon(now);  // what it said before it closed tells why
+  if (daemon_) lose_daemon(sent.error().message);
 }
 
 void ProgressThread::lose_daemon(const std::string& why) {

@@ -1,11 +1,14 @@
 #include <gtest/gtest.h>
 #include <sys/resource.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include <random>
 #include <thread>
 
+#include "base/bytes.h"
 #include "base/digest.h"
+#include "base/unix_socket.h"
 #include "local/owner.h"
 #include "local/view.h"
 
@@ -367,6 +370,24 @@ TEST(Digest, EveryByteAndItsPlaceMatter) {
     bytes[i] = std::byte{0};
   }
   EXPECT_NE(digest(BytesView(bytes).first(19999)), plain);
+}
+
+// As of a daemon that puts out a trainer which has just begun to run again, and writes at this moment.
+TEST(UnixSocket, WhatAPeerSentIsReadThoughItClosedWithoutReadingWhatItWasSent) {
+  int ends[2];
+  ASSERT_EQ(::socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, ends), 0);
+  Fd own(ends[0]), peer(ends[1]);
+  const std::string_view unread = "unread", reason = "reason";
+  ASSERT_TRUE(send_with_fds(own, as_bytes(unread), {}));
+  ASSERT_TRUE(send_with_fds(peer, as_bytes(reason), {}));
+  peer.reset();
+  auto received = receive_with_fds(own, 64);
+  ASSERT_TRUE(received) << received.error().message;
+  ASSERT_TRUE(*received);
+  EXPECT_TRUE(std::ranges::equal((*received)->bytes, as_bytes(reason)));
+  auto end = receive_with_fds(own, 64);
+  ASSERT_FALSE(end);
+  EXPECT_EQ(end.error().code, ErrorCode::unavailable);
 }
 
 }  // namespace
