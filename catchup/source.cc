@@ -13,8 +13,6 @@ constexpr std::size_t kMaxRequests = 1 << 18;
 constexpr std::size_t kMaxQuestions = 64;
 constexpr std::uint32_t kSlots = 16;              // coded parts on their way
 constexpr std::uint64_t kSampleBytes = 16 * KiB;  // of each column
-// While the trainer reduces gradients the stream starts nothing new, but never for longer than this.
-constexpr Duration kYield = std::chrono::milliseconds(20);
 // A joiner's own catching up has the pins that are left over.
 constexpr std::uint32_t kPinsOfJoiner = local::kMaxPins / 2;
 constexpr std::uint32_t kOffersAtOnce = 1024;
@@ -97,6 +95,10 @@ std::vector<std::uint32_t> Source::parts_of(std::uint32_t slice) const {
   return parts;
 }
 
+std::uint64_t Source::bytes_of(std::uint32_t slice) const {
+  return memory_.view->manifest().bytes_of(memory_.view->manifest().slices()[slice].range);
+}
+
 bool Source::work(TimePoint now) {
   if (failed_) return false;
   for (auto it = questions_.begin(); it != questions_.end();) it = advance(*it) ? questions_.erase(it) : std::next(it);
@@ -123,6 +125,7 @@ bool Source::work(TimePoint now) {
       for (std::size_t i = 0; coded && i < parts.size(); ++i)
         for (std::uint32_t c = 0; c < manifest.columns(manifest.parts()[parts[i].pinned.part]); ++c)
           message.mutable_sent()->add_coded(parts[i].coded[c]);
+      link_.on_end(job.begun, bytes_of(job.request.slice), now);
       jobs_.erase(job.number);
       send(message);
     }
@@ -133,7 +136,7 @@ bool Source::work(TimePoint now) {
 }
 
 bool Source::may_start(TimePoint now) {
-  return !requests_.empty() && (memory_.view->phase() != local::Phase::reduce || now - last_start_ >= kYield) &&
+  return !requests_.empty() && link_.may_begin(memory_.view->phase() == local::Phase::reduce, now) &&
          pacer_.may_send(now) && memory_.view->clock().version >= requests_.front().at_least;
 }
 
@@ -195,8 +198,8 @@ void Source::start_slices(TimePoint now) {
         held_back = true;
         break;
       }
+      job->begun = link_.on_begin(bytes_of(job->request.slice), now);
       requests_.pop_front();
-      last_start_ = now;
       begun.push_back(&jobs_.emplace(job->number, std::move(*job)).first->second);
     }
     write_parts(begun);

@@ -14,6 +14,7 @@
 #include "base/clock.h"
 #include "base/fd.h"
 #include "catchup/coder.h"
+#include "catchup/link_share.h"
 #include "catchup/pacer.h"
 #include "catchup/proofs.h"
 #include "local/view.h"
@@ -94,6 +95,7 @@ class Source {
     Request request;
     std::uint64_t version = 0;
     std::uint32_t proof = 0;  // names the bytes that were proven when it began
+    LinkShare::Begun begun;
     std::vector<PartJob> parts;
   };
   struct Question {
@@ -105,6 +107,7 @@ class Source {
 
   void start_slices(TimePoint now);
   bool may_start(TimePoint now);
+  std::uint64_t bytes_of(std::uint32_t slice) const;
   std::optional<SliceJob> begin(const Request& request);
   bool still_proven(const SliceJob& job);
   void offer();
@@ -136,7 +139,7 @@ class Source {
   Mapping slots_;  // for coded parts on their way; made when first needed
   transport::RegionId slots_region_;
   std::vector<std::uint32_t> free_slots_;
-  TimePoint last_start_{};
+  LinkShare link_;
   bool failed_ = false;
 };
 

@@ -4,7 +4,7 @@
 set -euo pipefail
 if [[ ${4:-} != inside ]]; then
   base=$3
-  [[ -f $base ]] || { echo "check: a bare Debian 12 into $base"; mmdebstrap --quiet --variant=minbase bookworm "$base.part" && mv "$base.part" "$base"; }
+  [[ -f $base ]] || { echo "check: a bare Debian 12 into $base"; mmdebstrap --quiet --format=tar --variant=minbase bookworm "$base.part" && mv "$base.part" "$base"; }
   scratch=$(mktemp -d /tmp/rejoin-packages-XXXXXX)
   trap 'rm -rf "$scratch"' EXIT
   # All that is mounted and started there ends with this process.
