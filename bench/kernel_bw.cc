@@ -10,10 +10,14 @@
 
 #include "base/coded_chunk.h"
 #include "base/command_line.h"
+#include "base/digest.h"
+#include "base/fail.h"
 #include "base/log.h"
 #include "bench/chart.h"
 #include "device/digester.h"
 #include "device/reducer.h"
+#include "ftar/coding.h"
+#include "ftar/reduce.h"
 
 namespace rejoin::bench {
 namespace {
@@ -85,6 +89,7 @@ class Bench {
               *device_, {.blocks = s_.blocks[b], .threads = s_.threads, .codes = kind.width != coding::Width::plain});
           if (!reducer) return tl::unexpected(reducer.error());
           if (kind.width != coding::Width::plain) done = code_first(**reducer, kind, s_.chunks[c]);
+          if (done) done = check(**reducer, kind, std::min(s_.chunks[c], s_.bytes));
           if (done) done = measure(row[b], [&] { return all_works(**reducer, kind, s_.chunks[c]); });
         }
       }
@@ -92,10 +97,14 @@ class Bench {
     if (done) {
       auto digester = device::Digester::make(*device_);
       if (!digester) return tl::unexpected(digester.error());
+      const std::span<const std::byte> whole[] = {a_.bytes};
+      auto here = read(a_, s_.bytes);
+      if (!here) return tl::unexpected(here.error());
+      const std::uint64_t expected = rejoin::digest(*here);
       done = measure(results.digest, [&]() -> Result<> {
-        const std::span<const std::byte> whole[] = {a_.bytes};
         const auto digests = (*digester)->digests(whole);
-        return digests ? Result<>() : tl::unexpected(digests.error());
+        if (!digests) return tl::unexpected(digests.error());
+        return digests->front() == expected ? Result<>() : wrong("digest");
       });
     }
     if (!done) return tl::unexpected(done.error());
@@ -180,6 +189,48 @@ class Bench {
                            .coded = arrived_.bytes.data() + at},
                           nullptr);
     });
+  }
+
+  static tl::unexpected<Error> wrong(std::string_view what) {
+    return fail(ErrorCode::corrupt, "{}: the GPU's result differs from the CPU's: nothing was measured", what);
+  }
+  Result<Bytes> read(const device::Memory& memory, std::uint64_t bytes) {
+    Bytes here(bytes);
+    if (auto copied = stream_->copy(here.data(), memory.bytes.data(), bytes); !copied)
+      return tl::unexpected(copied.error());
+    if (auto done = stream_->synchronize(); !done) return tl::unexpected(done.error());
+    return here;
+  }
+
+  // One work's result is that of the CPU, bit by bit. Of a hop: without what was lost before, which each one changes.
+  Result<> check(device::Reducer& reducer, const Kind& kind, std::uint64_t chunk) {
+    const std::size_t count = chunk / size_of(type_);
+    coding::Pass pass{.type = type_, .count = count, .arrived_width = kind.width, .width = kind.width};
+    const bool plain = kind.width == coding::Width::plain, codes = !plain && !kind.decodes;
+    const auto given = in_chunks(reducer, s_.bytes, [&](std::uint64_t, std::uint64_t) {
+      if (plain) return reducer.add(type_, out_.bytes.data(), a_.bytes.data(), b_.bytes.data(), count, 0);
+      auto on_device = pass;
+      on_device.arrived = arrived_.bytes.data();
+      if (codes) on_device.own = b_.bytes.data(), on_device.coded = coded_.bytes.data();
+      else on_device.width = coding::Width::plain, on_device.out = out_.bytes.data();
+      return reducer.code(on_device, nullptr);
+    });
+    if (!given) return given;
+    const std::uint64_t bytes = codes ? coding::coded_bytes(type_, chunk, kind.width) : chunk;
+    const auto result = read(codes ? coded_ : out_, bytes), a = read(a_, chunk), b = read(b_, chunk),
+               arrived = read(arrived_, coding::coded_bytes(type_, chunk, kind.width));
+    for (const auto* each : {&result, &a, &b, &arrived})
+      if (!*each) return tl::unexpected(each->error());
+    Bytes expected(bytes);
+    if (plain) {
+      ftar::add(type_, expected.data(), a->data(), b->data(), count);
+    } else if (kind.decodes) {
+      ftar::coding::decode(type_, kind.width, expected.data(), arrived->data(), count);
+    } else {
+      pass.arrived = arrived->data(), pass.own = b->data(), pass.coded = expected.data();
+      (void)ftar::coding::run(pass);
+    }
+    return expected == *result ? Result<>() : wrong(kind.title);
   }
 
   const Settings& s_;

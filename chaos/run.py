@@ -304,7 +304,7 @@ class Run:
             seat.disk.unmount()
 
 
-def parse():
+def arguments():
     parser = argparse.ArgumentParser(prog="./run chaos", description=__doc__)
     parser.add_argument("--minutes", type=float, default=5, help="for all transports together (default 5)")
     parser.add_argument("--seed", default=None, help="of the faults (default: any)")
@@ -328,6 +328,11 @@ def parse():
     parser.add_argument("--first-round", type=int, default=0, help="begin with this round of the seed's")
     parser.add_argument("--keep", action="store_true", help="keep the directory, which is kept anyhow after a failure")
     parser.add_argument("--binaries", default=str(SOURCE / "build/release/bin"))
+    return parser
+
+
+def parse():
+    parser = arguments()
     settings = parser.parse_args()
     settings.several = settings.store == "etcd"
     for name in [*(settings.only or ()), *settings.without]:

@@ -9,6 +9,7 @@
 
 #include "base/command_line.h"
 #include "base/events.h"
+#include "base/fail.h"
 #include "base/log.h"
 #include "rejoin/session.h"
 
@@ -58,6 +59,8 @@ std::string text_of(const std::vector<SampleRange>& batch) {
 }
 
 Result<> train(const Settings& s) {
+  if (s.session.device != "host")
+    return fail(ErrorCode::invalid_argument, "this trainer computes on the CPU: --device host (REJOIN_DEVICE)");
   auto opened = Session::open(s.session);
   if (!opened) return tl::unexpected(opened.error());
   Session& session = **opened;

@@ -114,7 +114,8 @@ class Wiring:
         if self.shared:
             return "shm"
         addresses = ":" + ",".join(host.address(rail) for rail in range(self.rails)) if self.rails > 1 else ""
-        return f"tcp{addresses};threads={self.settings.threads}"
+        threads = f";threads={self.settings.threads}" if self.settings.threads else ""  # older programs know none
+        return f"tcp{addresses}{threads}"
 
     def has(self, need):
         """Whether a fault that needs this can strike here."""

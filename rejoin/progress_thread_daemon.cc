@@ -61,8 +61,8 @@ Result<Fd> ProgressThread::reach_daemon(TimePoint deadline) {
                           "no Rejoin daemon at {}: {}; start rejoind on this node with --socket {}", config_.socket,
                           socket.error().message, config_.socket);
     if (!logged)
-      spdlog::warn("no Rejoin daemon at {} yet; it is waited for, {} s at most (--patience-ms)", config_.socket,
-                   std::chrono::duration_cast<std::chrono::seconds>(deadline - clock_.now()).count() + 1);
+      spdlog::warn("no Rejoin daemon at {} yet; it is waited for, {} ms at most (--patience-ms)", config_.socket,
+                   config_.patience.count());
     if (auto may = wait_a_little({}); !may) return tl::unexpected(may.error());
   }
 }
@@ -210,8 +210,8 @@ void ProgressThread::reconnect(TimePoint now) {
   if (now < retry_at_ || driver_->finished()) return;  // nothing is left to report to it
   retry_at_ = now + kReconnect;
   if (now - daemon_seen_ > config_.patience)
-    return fail(
-        {ErrorCode::timeout, fmt::format("no daemon at {} for {} s", config_.socket, config_.patience.count() / 1000)});
+    return fail({ErrorCode::timeout,
+                 fmt::format("no daemon at {} for {} ms (--patience-ms)", config_.socket, config_.patience.count())});
   if (!has_line()) return;
   auto socket = connect_unix(config_.socket);
   if (!socket) return;

@@ -60,9 +60,9 @@ Result<> ProgressThread::leave() {
   signal_eventfd(wake_);
   if (!changed_.wait_for(lock, config_.patience, [&] { return left_.has_value(); }))
     return rejoin::fail(ErrorCode::timeout,
-                        "this session's progress thread has stood still for {} s: end the process, and the others go "
+                        "this session's progress thread has stood still for {} ms: end the process, and the others go "
                         "on without it",
-                        config_.patience.count() / 1000);
+                        config_.patience.count());
   return *left_;
 }
 

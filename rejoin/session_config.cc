@@ -94,7 +94,14 @@ Result<> SessionConfig::check() const {
     return fail(ErrorCode::invalid_argument, "--advertise {}", right.error().message);
   if (auto known = ftar::coding_named(coding); !known)
     return fail(ErrorCode::invalid_argument, "--coding (REJOIN_CODING): {}", known.error().message);
-  return ftar::check({.chunk_bytes = chunk_bytes, .chunks_in_flight = chunks_in_flight, .coding_error = coding_error});
+  const ftar::Options options{
+      .chunk_bytes = chunk_bytes, .chunks_in_flight = chunks_in_flight, .coding_error = coding_error};
+  if (auto right = ftar::check(options); !right)
+    return fail(ErrorCode::invalid_argument,
+                "{} (--chunk-bytes, --chunks-in-flight and --coding-error, or REJOIN_CHUNK_BYTES, "
+                "REJOIN_CHUNKS_IN_FLIGHT and REJOIN_CODING_ERROR)",
+                right.error().message);
+  return {};
 }
 
 }  // namespace rejoin

@@ -236,11 +236,10 @@ def parse():
     parser.add_argument("--transport", choices=("shm", "tcp", "rails"), default="tcp")
     parser.add_argument("--binaries", default=str(SOURCE / "build/release/bin"), help="the newer programs")
     parser.add_argument("--keep", action="store_true", help="keep the directory, which is kept anyhow after a failure")
-    settings = parser.parse_args()
+    settings = chaos.arguments().parse_args([])  # the job's, as it is without faults
+    vars(settings).update(vars(parser.parse_args()))
     settings.revision = git("rev-parse", f"{settings.revision}^{{commit}}") if settings.revision else last_older()
-    settings.seed, settings.relay, settings.replicas, settings.ranks = "1", True, 3, 2
-    settings.silence_ms, settings.compute_ms, settings.elements = 1000, 40, 40000
-    settings.only, settings.without, settings.first_round = None, [], 0
+    settings.seed, settings.without = "1", []
     return settings
 
 

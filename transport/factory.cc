@@ -1,6 +1,7 @@
 #include "transport/factory.h"
 
 #include <algorithm>
+#include <set>
 
 #include "base/fail.h"
 #include "base/number.h"
@@ -39,7 +40,10 @@ Result<Tcp> parse_tcp(const std::string& name) {
     return fail(ErrorCode::invalid_argument,
                 "transport '{}': an address is missing; use {}:ADDRESS,ADDRESS…, or {} for any", name, tcp.kind,
                 tcp.kind);
+  std::set<std::string> given;
   for (const auto& setting : std::span(parts).subspan(1)) {
+    if (const auto what = setting.substr(0, setting.find('=')); !given.insert(what).second)
+      return fail(ErrorCode::invalid_argument, "transport '{}' has '{}' twice: give it once", name, what);
     const auto threads = std::string_view(setting).substr(std::min<std::size_t>(setting.size(), kThreads.size()));
     if (tcp.kind == kEncrypted && (setting == "ktls=0" || setting == "ktls=1")) tcp.by_kernel = setting == "ktls=1";
     else if (!setting.starts_with(kThreads) || !parse_number(threads, tcp.threads))

@@ -37,7 +37,7 @@ TEST(Threaded, TheNameSaysHowManyThreads) {
   }
   for (const char* name : {"tcp;threads=", "tcp;threads=-1", "tcp;threads=two", "tcp;threads=16", "tcp;thread=1",
                            "tcp:127.0.0.1,127.0.0.2;threads=8", "tcp;threads=18446744073709551615", "tcp;ktls=1",
-                           "tcp;", "tcp:;threads=1"}) {
+                           "tcp;", "tcp:;threads=1", "tcp;threads=1;threads=2"}) {
     const auto checked = check_name(name);
     ASSERT_FALSE(checked) << name;
     EXPECT_EQ(checked.error().code, ErrorCode::invalid_argument);
