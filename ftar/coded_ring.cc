@@ -128,6 +128,11 @@ void Communicator::adapt_coding(Bucket& bucket) {
   spdlog::info("over slow links bucket {} is {} from here on{}", bucket.index, now, why);
 }
 
+void Communicator::scale_feedback(Step step, float factor) {
+  for (auto& bucket : buckets_)
+    if (bucket.coding) bucket.coding->feedback.scale(step, factor);
+}
+
 // ---- one all-reduce
 
 void RingOperation::begin_coding() {

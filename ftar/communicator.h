@@ -210,6 +210,10 @@ class Communicator {
   // contributor's bytes are halved sums of them with themselves: twice a value must fit the type.)
   Result<> all_reduce(std::uint32_t bucket, Step step, ReduceOp op, std::uint64_t weights = 0);
 
+  // What coding has lost in this step counts `factor` times as much in the next (Feedback::scale()). It comes when the
+  // step's all-reduces have ended, before the first one of the next step.
+  void scale_feedback(Step step, float factor);
+
   // Sets the time at which what is started before the next poll() starts.
   void notice(TimePoint now) { now_ = std::max(now_, now); }
   // Drives everything. The outcomes are valid until the next call.

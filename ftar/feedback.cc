@@ -1,5 +1,9 @@
 #include "ftar/feedback.h"
 
+#include <cmath>
+
+#include "base/fail.h"
+
 namespace rejoin::ftar {
 
 Result<Feedback> Feedback::make(Coder& coder, std::size_t bytes) {
@@ -22,11 +26,17 @@ void Feedback::begin(Step step, std::uint32_t divisor) {
   whole_ = false;
   next().any = false;
   next().divisor = divisor > 1 ? divisor : 1;
-  times_ = static_cast<float>(next().divisor) / static_cast<float>(kept_[now_].divisor);
+  next().factor = 1;
+  times_ = kept_[now_].factor * (static_cast<float>(next().divisor) / static_cast<float>(kept_[now_].divisor));
+}
+
+void Feedback::scale(Step step, float factor) {
+  REJOIN_CHECK(std::isfinite(factor) && factor >= 0, "what step {} has lost is to count {} times", step.value, factor);
+  if (step_ == step && whole_) next().factor = factor;
 }
 
 void Feedback::forget() {
-  for (auto& kept : kept_) kept.any = false;
+  for (auto& kept : kept_) kept.any = false, kept.factor = 1;
   step_.reset();
 }
 

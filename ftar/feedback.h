@@ -4,6 +4,9 @@
 //
 // Two copies: what the last committed step has left, which a retry of the step under way starts again from, and what
 // this step leaves. That a step has been committed is known when a later one begins.
+//
+// What a step has lost counts as much as its mean has counted in the update: times a factor that the trainer tells, 1
+// where it tells none. See "Clipping" under "Coded gradients" in docs/design-notes.md.
 #pragma once
 
 #include <array>
@@ -25,11 +28,15 @@ class Feedback {
   // where the next step's divisor is another one.
   void begin(Step step, std::uint32_t divisor);
   void on_done() { whole_ = true; }
+  // What this step has lost counts times `factor` in the next one, however often that begins; 0: not at all. Of any
+  // step but the one that has been done here last, and before a later one begins, it changes nothing. The last one told
+  // holds. `factor` is finite, and not below 0.
+  void scale(Step step, float factor);
   void forget();  // as if nothing had been coded yet
 
   // Of a range: what is to be added, times so much; none: nothing.
   const std::byte* before(const Range& range) const {
-    return kept_[now_].any ? kept_[now_].memory.bytes.data() + range.offset : nullptr;
+    return kept_[now_].any && times_ > 0 ? kept_[now_].memory.bytes.data() + range.offset : nullptr;
   }
   float times() const { return times_; }
   // … and where to put what is lost now; or zeros, since nothing is (none: they are there). Of each byte it is asked
@@ -45,6 +52,7 @@ class Feedback {
     bool any = false;      // of it is not zero, perhaps
     bool touched = false;  // … was
     std::uint32_t divisor = 1;
+    float factor = 1;
   };
   Kept& next() { return kept_[1 - now_]; }
 

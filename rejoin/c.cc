@@ -271,6 +271,9 @@ rejoin_code rejoin_end_update(rejoin_session* session) {
 rejoin_code rejoin_end_update_on(rejoin_session* session, void* cuda_stream) {
   return guarded([&] { return code(session->session->end_update(stream_of(cuda_stream))); });
 }
+rejoin_code rejoin_scale_feedback(rejoin_session* session, uint64_t step, float factor) {
+  return guarded([&] { return code(session->session->scale_feedback(step, factor)); });
+}
 rejoin_code rejoin_abandon_update(rejoin_session* session, const char* what) {
   return guarded(
       [&] { return failed(session->session->abandon_update(what != nullptr ? what : "it gave no reason")); });

@@ -145,6 +145,9 @@ rejoin_code rejoin_all_reduce_on(rejoin_session* session, uint32_t bucket, void*
 rejoin_code rejoin_begin_update(rejoin_session* session, int* committed, const rejoin_update** updates, size_t* count);
 rejoin_code rejoin_end_update(rejoin_session* session);
 rejoin_code rejoin_end_update_on(rejoin_session* session, void* cuda_stream);
+/* See Session::scale_feedback(). It is called after the update of `step`, before the next step's first
+ * rejoin_all_reduce(). */
+rejoin_code rejoin_scale_feedback(rejoin_session* session, uint64_t step, float factor);
 /* It always fails, with the error that all later calls have. */
 rejoin_code rejoin_abandon_update(rejoin_session* session, const char* what);
 

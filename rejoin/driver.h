@@ -107,6 +107,10 @@ class Driver {
   // for.
   void want(const std::vector<bool>& buckets, TimePoint now);
   void take(std::uint64_t step, TimePoint now);  // the trainer works on this step from now on
+  // See Session::scale_feedback(). The caller passes it on before want() of the next step.
+  void scale_feedback(std::uint64_t step, float factor) {
+    if (ring_) ring_->scale_feedback(Step(step), factor);
+  }
   // The trainer says what it is busy with and until when it may be, or with nothing that it is not busy any more. The
   // coordinator hears of it while a step waits for this trainer.
   struct Occupation {

@@ -46,6 +46,9 @@ class ProgressThread {
   Result<> may_go_on() const;  // fails after a failure or an interrupt
   Result<> all_reduce(std::uint32_t bucket);
   Result<> all_reduce(std::uint32_t bucket, void* stream);
+  // What coding has lost in this step, the last one committed here, counts so much in the next: the driver knows before
+  // it begins any all-reduce that is asked for afterwards.
+  void scale_feedback(std::uint64_t step, float factor);
   struct Decision {
     bool committed = false;  // otherwise the step, so far a joiner's, begins again: this replica contributes to it
     bool contributed = false;
@@ -162,7 +165,8 @@ class ProgressThread {
   std::vector<bool> handed_over_;  // those, and the buckets that a stream has yet to come to
   std::size_t updates_ = 0;        // how many updates streams have yet to do
   std::optional<Error> failure_;
-  bool asked_ = false;  // wanted_ or taken_ has changed
+  std::optional<std::pair<std::uint64_t, float>> feedback_scale_;  // for the driver, before wanted_: a step, its factor
+  bool asked_ = false;                                             // wanted_ or taken_ has changed
   bool occupation_changed_ = false;
   std::optional<Driver::Occupation> occupation_;  // what the trainer is busy with
   std::optional<StepView> current_;               // the step under way, if any

@@ -102,7 +102,7 @@ class SessionImpl final : public Session {
     if (stage_ == Stage::contributing) complete_version_ = step_ - 1;
     handed_over_.assign(state_.buckets().size(), false);
     stands_.reset();
-    if ((*view)->contributes) stands_ = position_of(step_ - 1, (*view)->trained);
+    if ((*view)->contributes) stands_ = position_after(step_ - 1, (*view)->trained);
     state_.owner().set_phase(local::Phase::compute);
     events::record(events::Kind::step, {.step = step_, .a = (*view)->contributes});
     return step_of(std::move(**view), weighted_);
@@ -149,6 +149,13 @@ class SessionImpl final : public Session {
   void when_reduced(std::function<void(std::uint64_t)> look) override { look_ = std::move(look); }
   Result<std::span<const std::byte>> reduced(TensorId t) const override {
     return state_.check_tensor(t, "reduced()").map([&] { return state_.reduced(t); });
+  }
+
+  Result<> scale_feedback(std::uint64_t step, float factor) override {
+    auto may = check_factor(step, factor).and_then([&] { return check_due("scale_feedback()"); });
+    const bool late = in_step() && std::ranges::find(handed_over_, true) != handed_over_.end();
+    if (may && step == last_ && !late) progress_->scale_feedback(step, factor);
+    return may;
   }
 
   Result<> busy(std::chrono::milliseconds limit, std::string_view reason) override {
@@ -301,7 +308,7 @@ class SessionImpl final : public Session {
     events::record(events::Kind::updated, {.step = step_, .a = decision_.contributed});
     if (decision_.contributed) {
       complete_version_ = step_;
-      stands_ = position_of(step_, decision_.trained);
+      stands_ = position_after(step_, decision_.trained);
     }
     return {};
   }
@@ -351,12 +358,6 @@ class SessionImpl final : public Session {
     complete_version_.reset();
     progress_->fail(error);
     return tl::unexpected(error);
-  }
-
-  static Position position_of(std::uint64_t step, const membership::Samples& trained) {
-    std::vector<SampleRange> ranges;
-    for (const auto& [begin, end] : trained.ranges()) ranges.push_back({begin, end});
-    return {step, std::move(ranges), std::nullopt};
   }
 
   static constexpr std::size_t kLongestReason = 500;  // of what anybody may have written

@@ -295,6 +295,17 @@ class Session {
   // that it is nobody's any more. Returns the error that all later calls give, too.
   virtual Error abandon_update(const std::string& what) = 0;
 
+  // Says how much of a step's mean gradient went into the update, for what coding has lost of it: that is added to the
+  // next step's gradients times `factor`, and whole where nothing is said. It is the number that the mean gradient was
+  // multiplied with, in units of the next step's gradients: the coefficient of a clip; where the loss has a scale,
+  // times the next step's scale over this one's; 0 for a step that was skipped, of which nothing is added then. It is
+  // the same on all replicas. What a weight (Step::weight()) or the learning rate does is no part of it.
+  // Due after commit(), or end_update(), of `step` and before the first all_reduce() of the next one; however often
+  // that is retried, it counts once. Of another step, later, while catching up, or where nothing is coded it changes
+  // nothing. Thread: the trainer's. Errors: `invalid_argument` for a factor that is negative or not finite, before
+  // join() and inside of an optimizer; those of begin_step() where the session is at its end.
+  virtual Result<> scale_feedback(std::uint64_t step, float factor) = 0;
+
   // Between these two the trainer is busy with something that the others could take for hanging: writing a checkpoint,
   // evaluating, recompiling. Anywhere: between steps, in a step before commit(), or over any of these calls. For up to
   // `limit` nobody is put out for being waited for; the coordinator's status says who is busy with what and for how

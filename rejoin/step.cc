@@ -1,5 +1,7 @@
 #include "rejoin/step.h"
 
+#include <cmath>
+
 #include "base/fail.h"
 
 namespace rejoin {
@@ -35,6 +37,18 @@ Result<std::optional<Session::Step>> step_of(StepView view, bool weighted) {
     return batches;
   };
   return Session::Step(std::move(facts));
+}
+
+Position position_after(std::uint64_t step, const membership::Samples& trained) {
+  std::vector<SampleRange> ranges;
+  for (const auto& [begin, end] : trained.ranges()) ranges.push_back({begin, end});
+  return {step, std::move(ranges), std::nullopt};
+}
+
+Result<> check_factor(std::uint64_t step, float factor) {
+  if (std::isfinite(factor) && factor >= 0) return {};
+  return fail(ErrorCode::invalid_argument, "scale_feedback() of step {} with {}: a factor is finite, and 0 or above",
+              step, factor);
 }
 
 }  // namespace rejoin

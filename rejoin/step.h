@@ -1,4 +1,4 @@
-// What a trainer is told of a step, made of what the driver knows.
+// What a trainer is told of a step, made of what the driver knows; and what it tells of one.
 #pragma once
 
 #include "rejoin/driver.h"
@@ -8,5 +8,9 @@ namespace rejoin {
 
 // Errors: `refused`, for a trainer that is not `weighted` where its gradients would have to be.
 Result<std::optional<Session::Step>> step_of(StepView view, bool weighted);
+// Of the state after it, without a digest.
+Position position_after(std::uint64_t step, const membership::Samples& trained);
+// Errors: `invalid_argument`, for what scale_feedback() does not take.
+Result<> check_factor(std::uint64_t step, float factor);
 
 }  // namespace rejoin

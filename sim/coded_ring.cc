@@ -34,12 +34,12 @@ std::byte* bytes_at(std::vector<float>& values, const ftar::Range& range) {
 }  // namespace
 
 std::vector<float> CodedRing::mean(std::uint64_t step, std::uint32_t bucket, const std::vector<Member>& ring,
-                                   const std::vector<std::vector<float>>& inputs, std::uint32_t divisor) {
+                                   const std::vector<std::vector<float>>& inputs, std::uint32_t divisor, float factor) {
   const std::size_t n = inputs.size(), count = inputs[0].size();
   std::vector<Lost> before, after(n);
   for (std::size_t p = 0; p < n; ++p) {
     Lost& known = before.emplace_back(std::move(lost_[{ring[p].process, bucket}]));
-    if (known.step + 1 != step || !known.any) known = {};
+    if (known.step + 1 != step || !known.any || factor == 0) known = {};
     after[p] = {.step = step, .divisor = std::max(1u, divisor), .any = false, .values = std::vector<float>(count)};
   }
   const ftar::Schedule schedule({.bytes = count * sizeof(float),
@@ -69,14 +69,15 @@ std::vector<float> CodedRing::mean(std::uint64_t step, std::uint32_t bucket, con
         else std::copy_n(own, range.length, out);
       } else {
         std::vector<std::byte> coded(range.length + 64);
-        ftar::coding::Pass pass{.count = elements,
-                                .own = own,
-                                .arrived = k == 0 ? nullptr : arrived.data(),
-                                .arrived_width = form,
-                                .feedback = bytes_at(std::as_const(before[p].values), range),
-                                .times = static_cast<float>(after[p].divisor) / static_cast<float>(before[p].divisor),
-                                .divisor = last ? divisor : 0,
-                                .width = width};
+        ftar::coding::Pass pass{
+            .count = elements,
+            .own = own,
+            .arrived = k == 0 ? nullptr : arrived.data(),
+            .arrived_width = form,
+            .feedback = bytes_at(std::as_const(before[p].values), range),
+            .times = factor * (static_cast<float>(after[p].divisor) / static_cast<float>(before[p].divisor)),
+            .divisor = last ? divisor : 0,
+            .width = width};
         if (width != Width::plain) {
           after[p].any = true;
           pass.residual = bytes_at(after[p].values, range);

@@ -20,8 +20,9 @@ class CodedRing {
   };
 
   // Of a bucket in a step that is committed. The first members are the contributors, in the order of `inputs`.
+  // `factor`: how much the step before has counted.
   std::vector<float> mean(std::uint64_t step, std::uint32_t bucket, const std::vector<Member>& ring,
-                          const std::vector<std::vector<float>>& inputs, std::uint32_t divisor);
+                          const std::vector<std::vector<float>>& inputs, std::uint32_t divisor, float factor);
 
  private:
   struct Lost {

@@ -115,12 +115,13 @@ std::vector<float> Replay::result_of(const Step& step, std::uint32_t rank, std::
   if (!travel_.coded || mean.size() * sizeof(float) <= travel_.direct_bytes) return mean;
   State& state = ranks_[rank];
   const auto& ring = step.rings[rank];
+  const float factor = travel_.factor(step.record.step() - 1);
   auto result = travel_.follows_times ? (*step.results[rank])[bucket]
                                       : state.ring.mean(step.record.step(), bucket, ring, inputs,
-                                                        static_cast<std::uint32_t>(all.weights));
+                                                        static_cast<std::uint32_t>(all.weights), factor);
   std::set<std::uint64_t> processes;
   for (std::size_t i = 0; i < inputs.size(); ++i) processes.insert(ring[i].process);
-  if (auto wrong = state.debts[bucket].add(mean, result, magnitudes, processes); wrong && !lost_)
+  if (auto wrong = state.debts[bucket].add(mean, result, magnitudes, processes, factor); wrong && !lost_)
     lost_ = fmt::format("after step {} of rank {} in bucket {}: {}", step.record.step(), rank, bucket, *wrong);
   return result;
 }

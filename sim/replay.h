@@ -4,6 +4,7 @@
 // the first who applies a step has as its result.
 #pragma once
 
+#include <functional>
 #include <map>
 #include <optional>
 #include <vector>
@@ -17,8 +18,9 @@ namespace rejoin::sim {
 
 // How a job's gradients travel.
 struct Travel {
-  bool coded = false, follows_times = false;  // by some; … or not, as it comes
-  std::uint64_t direct_bytes = 0;             // buckets up to this size go as they are
+  bool coded = false, follows_times = false;        // by some; … or not, as it comes
+  std::uint64_t direct_bytes = 0;                   // buckets up to this size go as they are
+  std::function<float(std::uint64_t step)> factor;  // how much this step counts, as its trainers tell
 };
 
 class Replay {

@@ -62,7 +62,13 @@ Shape Shape::of(std::uint64_t seed) {
           .located = often("located", 3),
           .measured = often("measured", 2),
           .codings = one_of(kCodingsDrawn, seed, "codings"),
+          .clips = often("clips", 2),
           .old = often("old", 3)};
+}
+
+float Shape::factor(std::uint64_t step) const {
+  constexpr std::array<float, 6> factors{1, 1, 0.25f, 1e-12f, 1.5f, 0};
+  return clips ? factors[Random(step, "how much a step counts").pick(factors.size())] : 1;
 }
 
 std::map<std::string, std::string> Shape::values() const {
@@ -90,6 +96,7 @@ std::map<std::string, std::string> Shape::values() const {
           {"located", located ? "y" : "n"},
           {"measured", measured ? "y" : "n"},
           {"codings", std::string(kCodingsNames[static_cast<std::size_t>(codings)])},
+          {"clips", clips ? "y" : "n"},
           {"old", old ? "y" : "n"}};
 }
 
@@ -97,7 +104,7 @@ std::map<std::string, std::string> Shape::values() const {
 std::uint64_t direct_bytes(const Shape& shape) { return !shape.direct ? 0 : shape.coded() ? 1024 : 32768; }
 
 std::size_t pairs_of_values() {
-  constexpr std::array<std::size_t, 24> sizes{kReplicas.size(),
+  constexpr std::array<std::size_t, 25> sizes{kReplicas.size(),
                                               kRanks.size(),
                                               2,
                                               2,
@@ -113,6 +120,7 @@ std::size_t pairs_of_values() {
                                               kSpares.size(),
                                               kCheckpointSteps.size(),
                                               kCodings,
+                                              2,
                                               2,
                                               2,
                                               2,

@@ -58,6 +58,7 @@ class Trainer final : public Process {
   void damage_at_rest();
   void begin_update();
   void end_update();
+  void tell_factor();
   void evaluate();
   std::vector<std::span<std::byte>> columns() const;
   void restore();

@@ -64,6 +64,7 @@ void Trainer::end_update() {
   updates_.clear();
   state_->end_update(Step(step_.step), contributed_);
   last_ = step_.step;
+  if (world_.shape.clips) tell_factor();
   stage_ = Stage::waiting;
   if (drifts_ && contributed_) {
     floats(state_->column({0}, 0))[instance % 300] += 1e-3f;
@@ -76,6 +77,13 @@ void Trainer::end_update() {
     write_checkpoint();
   if (Daemon* daemon = world_.daemon_of(machine)) world_.wake(*daemon);  // the doorbell
   if (world_.shape.evaluates && random.one_in(60)) evaluate();
+}
+
+// How much the step that has ended has counted. Of the one before, and of the next, it tells too late and too early.
+void Trainer::tell_factor() {
+  driver_->scale_feedback(last_ - 1, 7);
+  driver_->scale_feedback(last_, world_.shape.factor(last_));
+  driver_->scale_feedback(last_ + 1, 7);
 }
 
 // Between two steps, for up to five silences: nobody is to be put out for it.

@@ -148,6 +148,7 @@ class Session {
       return stream ? rejoin_end_update_on(session_, reinterpret_cast<void*>(*stream)) : rejoin_end_update(session_);
     });
   }
+  void scale_feedback(std::uint64_t step, float factor) { check(rejoin_scale_feedback(session_, step, factor)); }
   // Raises the error that all later calls raise.
   void abandon_update(const std::string& what) {
     waiting([&] { return rejoin_abandon_update(session_, what.c_str()); });
@@ -263,6 +264,7 @@ NB_MODULE(_native, m) {
       .def("all_reduce", &Session::all_reduce, nb::arg("bucket"), nb::arg("stream") = nb::none())
       .def("begin_update", &Session::begin_update)
       .def("end_update", &Session::end_update, nb::arg("stream") = nb::none())
+      .def("scale_feedback", &Session::scale_feedback, nb::arg("step"), nb::arg("factor"))
       .def("abandon_update", &Session::abandon_update, nb::arg("what"))
       .def("busy", &Session::busy, nb::arg("limit_ms"), nb::arg("reason"))
       .def("done", &Session::done)
