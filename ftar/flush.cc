@@ -1,5 +1,7 @@
 // Between two epochs: when nothing of an older one can land any more. A member hears only of those with which it has to
 // do in this epoch, or had to do before: of a large ring they are few.
+#include <fmt/format.h>
+
 #include <algorithm>
 
 #include "ftar/operation.h"

@@ -107,7 +107,7 @@ class Driver {
   // for.
   void want(const std::vector<bool>& buckets, TimePoint now);
   void take(std::uint64_t step, TimePoint now);  // the trainer works on this step from now on
-  // See Session::scale_feedback(). The caller passes it on before want() of the next step.
+  // What coding has lost in this step counts so much in the next. The caller says so before want() of the next step.
   void scale_feedback(std::uint64_t step, float factor) {
     if (ring_) ring_->scale_feedback(Step(step), factor);
   }

@@ -220,7 +220,7 @@ Result<> ProgressThread::all_reduce(std::uint32_t bucket, void* stream) {
 // Nothing is to be woken: it is of use with the next bucket that is wanted.
 void ProgressThread::scale_feedback(std::uint64_t step, float factor) {
   const std::lock_guard lock(mutex_);
-  feedback_scale_ = {step, factor};
+  scaled_ = {step, feedback_scale_.of(step, factor)};
 }
 
 Result<> ProgressThread::end_update(std::uint64_t step, bool contributed, void* stream) {
@@ -302,8 +302,8 @@ void ProgressThread::run() {
       if (asked_ && updates_ == 0) {
         asked_ = false;
         const TimePoint asked_at = clock_.now();
-        if (const auto scale = std::exchange(feedback_scale_, std::nullopt))
-          driver_->scale_feedback(scale->first, scale->second);
+        if (const auto scaled = std::exchange(scaled_, std::nullopt))
+          driver_->scale_feedback(scaled->first, scaled->second);
         driver_->want(wanted_, asked_at);
         driver_->take(taken_, asked_at);
       }

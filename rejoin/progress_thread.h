@@ -15,6 +15,7 @@
 #include "local.pb.h"
 #include "local/owner.h"
 #include "rejoin/driver.h"
+#include "rejoin/feedback_scale.h"
 #include "rejoin/interrupt.h"
 #include "rejoin/kernel_launcher.h"
 #include "rejoin/report_queue.h"
@@ -46,8 +47,8 @@ class ProgressThread {
   Result<> may_go_on() const;  // fails after a failure or an interrupt
   Result<> all_reduce(std::uint32_t bucket);
   Result<> all_reduce(std::uint32_t bucket, void* stream);
-  // What coding has lost in this step, the last one committed here, counts so much in the next: the driver knows before
-  // it begins any all-reduce that is asked for afterwards.
+  // The update of this step, the last one committed here, has multiplied the mean gradient by this factor. How much
+  // what coding has lost of it counts, the driver knows before it begins any all-reduce that is asked for afterwards.
   void scale_feedback(std::uint64_t step, float factor);
   struct Decision {
     bool committed = false;  // otherwise the step, so far a joiner's, begins again: this replica contributes to it
@@ -165,8 +166,9 @@ class ProgressThread {
   std::vector<bool> handed_over_;  // those, and the buckets that a stream has yet to come to
   std::size_t updates_ = 0;        // how many updates streams have yet to do
   std::optional<Error> failure_;
-  std::optional<std::pair<std::uint64_t, float>> feedback_scale_;  // for the driver, before wanted_: a step, its factor
-  bool asked_ = false;                                             // wanted_ or taken_ has changed
+  FeedbackScale feedback_scale_;
+  std::optional<std::pair<std::uint64_t, float>> scaled_;  // what comes of that, for the driver: a step, and how much
+  bool asked_ = false;                                     // wanted_ or taken_ has changed
   bool occupation_changed_ = false;
   std::optional<Driver::Occupation> occupation_;  // what the trainer is busy with
   std::optional<StepView> current_;               // the step under way, if any

@@ -295,11 +295,12 @@ class Session {
   // that it is nobody's any more. Returns the error that all later calls give, too.
   virtual Error abandon_update(const std::string& what) = 0;
 
-  // Says how much of a step's mean gradient went into the update, for what coding has lost of it: that is added to the
-  // next step's gradients times `factor`, and whole where nothing is said. It is the number that the mean gradient was
-  // multiplied with, in units of the next step's gradients: the coefficient of a clip; where the loss has a scale,
-  // times the next step's scale over this one's; 0 for a step that was skipped, of which nothing is added then. It is
-  // the same on all replicas. What a weight (Step::weight()) or the learning rate does is no part of it.
+  // Says by which factor a step's mean gradient was multiplied in its update, for what coding has lost of it. That is
+  // added to the next step's gradients: whole where nothing is said, nothing of it where the factor is 0, and otherwise
+  // times the factor over the one that the next step is expected to have, the median of the last 15 that were told (1
+  // each before). The factor is the coefficient of a clip, 0 for a step that was skipped, and, where the loss has a
+  // scale, in units of the next step's gradients: times the next scale over this one. Neither Step::weight() nor the
+  // learning rate is part of it. It is the same on all replicas, and told in each step or in none.
   // Due after commit(), or end_update(), of `step` and before the first all_reduce() of the next one; however often
   // that is retried, it counts once. Of another step, later, while catching up, or where nothing is coded it changes
   // nothing. Thread: the trainer's. Errors: `invalid_argument` for a factor that is negative or not finite, before

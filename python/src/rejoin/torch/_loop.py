@@ -108,3 +108,5 @@ def update(session: Session, step: int) -> None:
             log.error("%s", ended)
         raise
     session._native.end_update(session._stream())
+    if session._in_step:  # what has been caught up with was not coded here
+        session._updates.scale_feedback(step)

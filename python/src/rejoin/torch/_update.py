@@ -100,6 +100,13 @@ class Update:
             return self._rules.max_norm / (norm + 1e-6) / scale
         return 1.0 / scale
 
+    def scale_feedback(self, step: int) -> None:
+        """Say how much the step's gradient has counted, after its update: what coding lost of it counts as much."""
+        if not self._rules.look_at_norm:
+            return
+        next_scale = 2.0 ** round(float(self._scale.columns[0][0])) if self._scale is not None else 1.0
+        self._native.scale_feedback(step, (self._coefficient(step) or 0.0) * next_scale)
+
     # The mean of the replicas' equal numbers is that number but for rounding: they are whole ones.
     def _scale_of_step(self) -> float:
         return 2.0 ** round(float(self._scale.reduced[0])) if self._scale is not None else 1.0
