@@ -184,6 +184,7 @@ def main():
     try:
         scratch_copy(folder)
         run(["cmake", "-S", str(folder), "-B", str(folder / "build"), "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release",
+             "-DCMAKE_UNITY_BUILD=ON", "-DCMAKE_UNITY_BUILD_BATCH_SIZE=16",  # as build/release
              "-DCMAKE_C_COMPILER_LAUNCHER=ccache", "-DCMAKE_CXX_COMPILER_LAUNCHER=ccache"], check=True)
         built = build(folder, options.jobs)
         if built.returncode != 0:

@@ -1,4 +1,4 @@
-"""A trainer for the tests of coded gradients: one gradient is far too large, and it clips or skips."""
+"""A trainer for the tests of coded gradients: some of one replica's gradients are far too large, and it clips."""
 
 import argparse
 from pathlib import Path
@@ -11,43 +11,59 @@ FEATURES = 700
 SAMPLES = 500
 
 
+class Constant(torch.nn.Module):
+    """Its gradient is the same in each step: of a block one value, and others that 4 bits make zeros of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(FEATURES, 64))
+        self.register_buffer("pattern", torch.full((64,), 1 / 40), persistent=False)
+        self.pattern[::16] = 1.0
+
+    def forward(self, _: torch.Tensor) -> torch.Tensor:
+        return (self.weight * self.pattern).sum()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--constant", action="store_true")
     parser.add_argument("--max-norm", type=float)
-    parser.add_argument("--loss-scale", type=float)
+    parser.add_argument("--skip-nonfinite", action="store_true")
     parser.add_argument("--rate", type=float, default=1.0)
-    parser.add_argument("--spike", type=float, help="what a part of one replica's gradient is multiplied with, and where")
-    parser.add_argument("--at", type=int, nargs="*", default=[], help="in these steps")
+    parser.add_argument("--spike", type=float, help="what is instead of some gradients of replica 1")
+    parser.add_argument("--at", type=int, help="in this step")
     given = parser.parse_args()
 
     session = rj.Session.from_environment()
     torch.manual_seed(1)
-    model = torch.nn.Linear(FEATURES, FEATURES)
+    model = Constant() if given.constant else torch.nn.Linear(FEATURES, FEATURES)
     optimizer = torch.optim.SGD(model.parameters(), lr=given.rate)
     session.attach(
-        model, optimizer, max_norm=given.max_norm, loss_scale=given.loss_scale, metrics=("loss",)
+        model, optimizer, max_norm=given.max_norm, skip_nonfinite=given.skip_nonfinite, metrics=("loss",)
     )  # fmt: skip
     torch.manual_seed(5)
     data = torch.utils.data.TensorDataset(torch.randn(SAMPLES, FEATURES))
     loader = torch.utils.data.DataLoader(data, batch_sampler=session.batches(SAMPLES))
-    spiky = given.spike * torch.randn(100, FEATURES) if given.spike else None
-
+    spikes = torch.randn(100, FEATURES)
     now = 0
 
     def spike(gradient: torch.Tensor) -> torch.Tensor:
-        if spiky is None or session.replica != 1 or now not in given.at:
+        if session.replica != 1 or now != given.at:
             return gradient
-        return torch.cat([spiky, gradient[100:]])
+        return torch.cat([spikes * given.spike, gradient[100:]])
 
     model.weight.register_hook(spike)
     for step, (x,) in session.steps(loader):
         now = step.number
-        loss = (model(x) - x).pow(2).mean()
-        (step.scale(loss) if given.loss_scale else loss).backward()
+        loss = model(x) if given.constant else (model(x) - x).pow(2).mean()
+        loss.backward()
         step.record(loss=loss)
         optimizer.step()
         print(f"step {now} mean {step.mean('loss'):.6f} norm {session.last_norm:.4g}", flush=True)
+        if given.constant:  # of the way that its small values would have gone uncoded
+            way = given.rate * now * given.max_norm / session.last_norm / 40
+            print(f"way {now} {-float(model.weight[:, 1].mean()) / way:.4f}", flush=True)
 
 
 if __name__ == "__main__":
