@@ -118,7 +118,10 @@ Result<> train(Session& session, const SessionConfig& config, const std::string&
                   part(session.moment(update.tensor, 1)), gradient);
     });
     if (!committed) return committed;
-    if (!step.contributes()) continue;                      // its state is not complete before it contributes
+    if (!step.contributes()) continue;  // its state is not complete before it contributes
+    // What coding has lost of this step's gradients (--coding) is to count no more in the next than they have here.
+    const float clip = std::min(1.0f, kLargestNorm / norms.at(step.number()));
+    if (auto told = session.scale_feedback(step.number(), clip); !told) return told;
     norms.erase(norms.begin(), norms.find(step.number()));  // … and from then on it is given no earlier step's updates
     directory.append_metric(
         config, step, fmt::format("loss {:.4f} norm {:.4f} rate {:.6f}", mean_loss[0], norms.at(step.number()), rate));

@@ -31,7 +31,7 @@ def main() -> None:
     parser.add_argument("--max-norm", type=float)
     parser.add_argument("--skip-nonfinite", action="store_true")
     parser.add_argument("--rate", type=float, default=1.0)
-    parser.add_argument("--spike", type=float, help="what is instead of some gradients of replica 1")
+    parser.add_argument("--spike", type=float, default=0.0, help="what is instead of some gradients of replica 1")
     parser.add_argument("--at", type=int, help="in this step")
     given = parser.parse_args()
 
@@ -45,13 +45,15 @@ def main() -> None:
     torch.manual_seed(5)
     data = torch.utils.data.TensorDataset(torch.randn(SAMPLES, FEATURES))
     loader = torch.utils.data.DataLoader(data, batch_sampler=session.batches(SAMPLES))
-    spikes = torch.randn(100, FEATURES)
+    spikes = given.spike * torch.randn(100, FEATURES)
+    if given.skip_nonfinite:
+        spikes[0, 0] = torch.inf
     now = 0
 
     def spike(gradient: torch.Tensor) -> torch.Tensor:
         if session.replica != 1 or now != given.at:
             return gradient
-        return torch.cat([spikes * given.spike, gradient[100:]])
+        return torch.cat([spikes, gradient[100:]])
 
     model.weight.register_hook(spike)
     for step, (x,) in session.steps(loader):
