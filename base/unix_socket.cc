@@ -135,20 +135,28 @@ Result<> send_with_fds(const Fd& socket, BytesView bytes, const std::vector<int>
   }
 }
 
+namespace {
+
+// A peer may close with messages of ours unread. The kernel reports that as ECONNRESET, once, ahead of the messages
+// that the peer had sent before.
+template <typename Receive>
+ssize_t even_of_one_that_closed(Receive receive) {
+  for (bool closed = false;;) {
+    const ssize_t got = receive();
+    if (got >= 0 || (errno != EINTR && (errno != ECONNRESET || std::exchange(closed, true)))) return got;
+  }
+}
+
+}  // namespace
+
 Result<std::optional<Received>> receive_with_fds(const Fd& socket, std::size_t limit) {
   // Its length first: most calls find nothing, and few messages are as long as the limit.
-  const auto look = [&] {
-    ssize_t length;
-    do length = ::recv(socket.get(), nullptr, 0, MSG_DONTWAIT | MSG_PEEK | MSG_TRUNC);
-    while (length < 0 && errno == EINTR);
-    return length;
-  };
-  ssize_t length = look();
-  // Said once, and before the messages that a peer sent before it closed with some of ours unread.
-  if (length < 0 && errno == ECONNRESET) length = look();
+  const auto look = [&] { return ::recv(socket.get(), nullptr, 0, MSG_DONTWAIT | MSG_PEEK | MSG_TRUNC); };
+  const ssize_t length = even_of_one_that_closed(look);
   if (length < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return std::optional<Received>{};
+  if (length < 0) return fail(ErrorCode::unavailable, "the peer is gone: {}", std::strerror(errno));
   Received received;
-  received.bytes.resize(length < 0 ? 0 : std::min(limit, static_cast<std::size_t>(length)));
+  received.bytes.resize(std::min(limit, static_cast<std::size_t>(length)));
   iovec part{received.bytes.data(), received.bytes.size()};
   alignas(cmsghdr) char control[CMSG_SPACE(kMaxFds * sizeof(int))];
   msghdr message{};
@@ -156,9 +164,8 @@ Result<std::optional<Received>> receive_with_fds(const Fd& socket, std::size_t l
   message.msg_iovlen = 1;
   message.msg_control = control;
   message.msg_controllen = sizeof control;
-  ssize_t got;
-  do got = ::recvmsg(socket.get(), &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
-  while (got < 0 && errno == EINTR);
+  const auto receive = [&] { return ::recvmsg(socket.get(), &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC); };
+  const ssize_t got = even_of_one_that_closed(receive);
   if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return std::optional<Received>{};
   for (cmsghdr* header = got >= 0 ? CMSG_FIRSTHDR(&message) : nullptr; header != nullptr;
        header = CMSG_NXTHDR(&message, header)) {

@@ -202,7 +202,7 @@ class Bench {
     return here;
   }
 
-  // One work's result is that of the CPU, bit by bit. Of a hop: without what was lost before, which each one changes.
+  // Whether one work's result is that of the CPU, bit by bit. A hop is tried without what was lost before.
   Result<> check(device::Reducer& reducer, const Kind& kind, std::uint64_t chunk) {
     const std::size_t count = chunk / size_of(type_);
     coding::Pass pass{.type = type_, .count = count, .arrived_width = kind.width, .width = kind.width};

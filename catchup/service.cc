@@ -222,6 +222,12 @@ std::vector<Service::CompletedRank> Service::poll(TimePoint now) {
   return std::exchange(caught_up_, {});
 }
 
+Duration Service::wait(TimePoint now, Duration most) const {
+  for (const auto& [endpoint, serving] : serving_)
+    if (const TimePoint due = serving.source->due(); due > now) most = std::min(most, due - now);
+  return most;
+}
+
 std::vector<RankKey> Service::joining() const {
   std::vector<RankKey> keys;
   for (const auto& [key, rank] : ranks_)

@@ -101,6 +101,8 @@ class Service {
   // Returns the ranks that were removed since the last call because their device has failed.
   std::vector<RankKey> take_failed() { return std::exchange(failed_, {}); }
   bool busy() const { return busy_; }  // more work without waiting for events
+  // The caller polls again after this time at the latest, and no later than `most` from now.
+  Duration wait(TimePoint now, Duration most) const;
   std::vector<RankKey> joining() const;
   std::size_t serving() const { return serving_.size(); }
   std::optional<CatchUpProgress> progress(RankKey key, TimePoint now) const;

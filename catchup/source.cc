@@ -135,6 +135,10 @@ bool Source::work(TimePoint now) {
   return !requests_.empty() || !jobs_.empty() || !questions_.empty();
 }
 
+TimePoint Source::due() const {
+  return !requests_.empty() && memory_.view->phase() == local::Phase::reduce ? link_.due() : TimePoint{};
+}
+
 bool Source::may_start(TimePoint now) {
   return !requests_.empty() && link_.may_begin(memory_.view->phase() == local::Phase::reduce, now) &&
          pacer_.may_send(now) && memory_.view->clock().version >= requests_.front().at_least;

@@ -19,6 +19,7 @@
 #include "base/clock.h"
 #include "base/fail.h"
 #include "base/fd.h"
+#include "base/start_thread.h"
 #include "base/unix_socket.h"
 #include "daemon/doctor_pairs.h"
 #include "local.pb.h"
@@ -133,7 +134,8 @@ SocketFacts probe_socket(const std::string& socket, std::chrono::milliseconds pa
 Result<std::vector<std::string>> addresses_of(const std::string& host, std::chrono::milliseconds patience) {
   auto found = std::make_shared<std::promise<Result<std::vector<std::string>>>>();
   auto later = found->get_future();
-  std::thread([found, host] {
+  std::thread asker;
+  auto started = start_thread(asker, [found, host] {
     addrinfo hints{}, *all = nullptr;
     hints.ai_socktype = SOCK_STREAM;
     if (const int error = ::getaddrinfo(host.c_str(), nullptr, &hints, &all); error != 0)
@@ -146,7 +148,9 @@ Result<std::vector<std::string>> addresses_of(const std::string& host, std::chro
     }
     ::freeaddrinfo(all);
     found->set_value(std::move(addresses));
-  }).detach();
+  });
+  if (!started) return tl::unexpected(started.error());
+  asker.detach();
   if (later.wait_for(patience) == std::future_status::ready) return later.get();
   return fail(ErrorCode::timeout, "its name is not resolved in {} ms", patience.count());
 }

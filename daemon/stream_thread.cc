@@ -106,8 +106,8 @@ void StreamThread::run() {
     if (service_->busy()) continue;
     std::vector<int> fds = service_->doorbells();
     fds.push_back(wake_.get());
-    idle.wait(false, joining.empty() && service_->serving() == 0 ? Duration(std::chrono::seconds(1)) : kReportEvery,
-              fds);
+    const bool streams = !joining.empty() || service_->serving() > 0;
+    idle.wait(false, service_->wait(clock_.now(), streams ? kReportEvery : Duration(std::chrono::seconds(1))), fds);
     drain_eventfd(wake_);
   }
   service_.reset();

@@ -119,7 +119,7 @@ Result<> train(Session& session, const SessionConfig& config, const std::string&
     });
     if (!committed) return committed;
     if (!step.contributes()) continue;  // its state is not complete before it contributes
-    // What coding has lost of this step's gradients (--coding) is to count no more in the next than they have here.
+    // So what coding (--coding) has lost of these gradients counts no more in the next step than they have in this one.
     const float clip = std::min(1.0f, kLargestNorm / norms.at(step.number()));
     if (auto told = session.scale_feedback(step.number(), clip); !told) return told;
     norms.erase(norms.begin(), norms.find(step.number()));  // … and from then on it is given no earlier step's updates

@@ -143,7 +143,7 @@ void RingOperation::begin_coding() {
   coding_->loss = std::make_shared<coding::Loss>();
   if (contributes_) coding_->feedback.begin(bucket_.step, bucket_.divisor);
   else coding_->feedback.forget();
-  const Width width = coding_->plain_for > 0 ? Width::plain : coding_->width;
+  const Width width = coding_->plain_for > 0 || bucket_.spec.exact ? Width::plain : coding_->width;
   const bool right = owner_.codes_to(right_.to, bucket_), left = owner_.codes_to(left_.to, bucket_);
   const bool scatter = owner_.codes_to(scatter_to_, bucket_);
   slow_ = right || left || scatter;

@@ -62,6 +62,7 @@ struct BucketSpec {
   std::size_t count = 0;  // elements
   std::span<std::byte> input;
   std::span<std::byte> output;
+  bool exact = false;  // this member codes none of its chunks, and decodes what others code
 };
 
 struct Options {

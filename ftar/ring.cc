@@ -79,7 +79,7 @@ void RingOperation::start() {
   for (auto* peer : senders)
     if (!owner_.send(*peer, MessageHeader::ready, bucket_.index, bucket_.step.value)) return;  // `closed` follows
   if (owner_.contributors_ == 1 && contributes_) {
-    const auto& [type, count, in, out] = bucket_.spec;
+    const auto& [type, count, in, out, exact] = bucket_.spec;
     if (coding_ != nullptr) code_alone();
     else if (owner_.reducer_)
       give(bucket_.divisor > 1

@@ -137,6 +137,9 @@ rejoin_code rejoin_bucket(rejoin_session* session, const uint32_t* tensors, size
     return REJOIN_OK;
   });
 }
+rejoin_code rejoin_keep_exact(rejoin_session* session, uint32_t bucket) {
+  return guarded([&] { return code(session->session->keep_exact(bucket)); });
+}
 
 rejoin_code rejoin_allocate(rejoin_session* session) {
   return guarded([&] { return code(session->session->allocate()); });

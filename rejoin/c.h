@@ -117,6 +117,8 @@ rejoin_code rejoin_add(rejoin_session* session, const rejoin_tensor_spec* spec, 
 /* `gradients` may be null: the session allocates them. */
 rejoin_code rejoin_bucket(rejoin_session* session, const uint32_t* tensors, size_t count,
                           const rejoin_memory* gradients, uint32_t* bucket);
+/* See Session::keep_exact(). It is called before rejoin_allocate(). */
+rejoin_code rejoin_keep_exact(rejoin_session* session, uint32_t bucket);
 rejoin_code rejoin_allocate(rejoin_session* session);
 /* See Session::set_fingerprint(). It is called before rejoin_join(). */
 rejoin_code rejoin_set_fingerprint(rejoin_session* session, const char* text);
@@ -145,8 +147,8 @@ rejoin_code rejoin_all_reduce_on(rejoin_session* session, uint32_t bucket, void*
 rejoin_code rejoin_begin_update(rejoin_session* session, int* committed, const rejoin_update** updates, size_t* count);
 rejoin_code rejoin_end_update(rejoin_session* session);
 rejoin_code rejoin_end_update_on(rejoin_session* session, void* cuda_stream);
-/* See Session::scale_feedback(). It is called after the update of `step`, before the next step's first
- * rejoin_all_reduce(). */
+/* See Session::scale_feedback(): by which factor, 0 or above, the update of `step` has multiplied the mean gradient; 0
+ * where it was skipped. It is called after the update, before the next step's first rejoin_all_reduce(). */
 rejoin_code rejoin_scale_feedback(rejoin_session* session, uint64_t step, float factor);
 /* It always fails, with the error that all later calls have. */
 rejoin_code rejoin_abandon_update(rejoin_session* session, const char* what);

@@ -10,6 +10,7 @@
 #include "base/digest.h"
 #include "base/fail.h"
 #include "base/fd.h"
+#include "base/start_thread.h"
 #include "checkpoint.pb.h"
 #include "rejoin/checkpoint_limits.h"
 #include "rejoin/checkpoint_transfer.h"
@@ -46,13 +47,16 @@ class Server final : public CheckpointServer {
     if (!listener) return tl::unexpected(listener.error());
     auto wake = make_eventfd();
     if (!wake) return tl::unexpected(wake.error());
-    return std::unique_ptr<CheckpointServer>(new Server(listener->own, std::move(listener->engine), std::move(*wake)));
+    std::unique_ptr<Server> made(new Server(listener->own, std::move(listener->engine), std::move(*wake)));
+    if (auto started = start_thread(made->thread_, [server = made.get()] { server->run(); }); !started)
+      return tl::unexpected(started.error());
+    return made;
   }
 
   ~Server() override {
     stop_ = true;
     signal_eventfd(wake_);
-    thread_.join();
+    if (thread_.joinable()) thread_.join();
   }
 
   const std::string& address() const override { return address_; }
@@ -98,9 +102,7 @@ class Server final : public CheckpointServer {
       : address_(address.text(kCheckpointScheme)),
         hello_(address.secret),
         engine_(std::move(engine)),
-        wake_(std::move(wake)) {
-    thread_ = std::thread([this] { run(); });
-  }
+        wake_(std::move(wake)) {}
 
   // Runs it in the server's thread, which owns the engine, again after each event until it gives a result; waits for
   // it, and calls `meanwhile` from time to time.

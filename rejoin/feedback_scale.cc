@@ -1,17 +1,17 @@
 #include "rejoin/feedback_scale.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace rejoin {
 
 float FeedbackScale::of(std::uint64_t step, float factor) {
-  const std::size_t own = step % told_.size();
-  auto others = told_;
-  std::rotate(others.begin(), others.begin() + own + 1, others.end());  // this step's is the last
-  const auto end = others.end() - 1, middle = others.begin() + (end - others.begin()) / 2;
-  std::nth_element(others.begin(), middle, end);
-  if (factor > 0) told_[own] = factor;
-  return std::min(factor / *middle, std::max(1.0f, factor));
+  if (const float before = std::exchange(told_, factor); std::exchange(step_, step) != step && before > 0)
+    before_[next_++ % before_.size()] = before;
+  auto sorted = before_;
+  const auto median = sorted.begin() + sorted.size() / 2;
+  std::nth_element(sorted.begin(), median, sorted.end());
+  return std::min(factor / *median, std::clamp(factor, 1.0f, 2.0f));
 }
 
 }  // namespace rejoin

@@ -1,6 +1,7 @@
 #include "rejoin/kernel_launcher.h"
 
 #include "base/log.h"
+#include "base/start_thread.h"
 
 namespace rejoin {
 
@@ -8,8 +9,11 @@ namespace {
 constexpr auto kLook = std::chrono::milliseconds(200);  // at a kernel that nobody launches: it may have died
 }  // namespace
 
-KernelLauncher::KernelLauncher(std::shared_ptr<device::Reducer> reducer)
-    : reducer_(std::move(reducer)), thread_([this] { run(); }) {}
+KernelLauncher::KernelLauncher(std::shared_ptr<device::Reducer> reducer) : reducer_(std::move(reducer)) {}
+
+Result<> KernelLauncher::start() {
+  return start_thread(thread_, [this] { run(); });
+}
 
 KernelLauncher::~KernelLauncher() {
   {
@@ -17,7 +21,7 @@ KernelLauncher::~KernelLauncher() {
     stop_ = true;
   }
   called_.notify_all();
-  thread_.join();
+  if (thread_.joinable()) thread_.join();
 }
 
 void KernelLauncher::call() {

@@ -8,6 +8,7 @@
 #include <mutex>
 #include <thread>
 
+#include "base/result.h"
 #include "device/reducer.h"
 
 namespace rejoin {
@@ -16,6 +17,7 @@ class KernelLauncher {
  public:
   explicit KernelLauncher(std::shared_ptr<device::Reducer> reducer);  // one with an external launcher
   ~KernelLauncher();
+  Result<> start();  // errors: `exhausted`, where the system gives no thread
   // Asks for a launch. Any thread may call it, and it never waits for the driver.
   void call();
 

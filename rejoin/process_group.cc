@@ -9,6 +9,7 @@
 
 #include "base/fail.h"
 #include "base/fd.h"
+#include "base/start_thread.h"
 #include "collectives/call.h"
 #include "rejoin/group_device.h"
 #include "rejoin/log_default.h"
@@ -116,14 +117,17 @@ class Threaded final : public ProcessGroup {
     if (!listener) return tl::unexpected(listener.error());
     auto wake = make_eventfd();
     if (!wake) return tl::unexpected(wake.error());
-    return std::unique_ptr<ProcessGroup>(
+    std::unique_ptr<Threaded> made(
         new Threaded(listener->own, std::move(device), std::move(listener->engine), std::move(*wake)));
+    if (auto started = start_thread(made->thread_, [group = made.get()] { group->run(); }); !started)
+      return tl::unexpected(started.error());
+    return made;
   }
 
   ~Threaded() override {
     stop_ = true;
     signal_eventfd(wake_);
-    thread_.join();
+    if (thread_.joinable()) thread_.join();
     const std::lock_guard lock(ended_->mutex);
     ended_->closed = true;
     ended_->changed.notify_all();
@@ -267,7 +271,6 @@ class Threaded final : public ProcessGroup {
         wake_(std::move(wake)) {
     group_ = std::make_unique<collectives::Group>(*engine_, collectives::Handle{own.secret, {own.address}},
                                                   device_ ? device_->reducer() : nullptr);
-    thread_ = std::thread([this] { run(); });
   }
 
   void in_thread(std::function<void()> call) {

@@ -48,11 +48,21 @@ ProgressThread::~ProgressThread() {
   watchdog_.reset();
   if (streams_) streams_->release();
   side_thread_.reset();  // what it does is the driver's
+  finish_works();
   driver_.reset();
   engine_.reset();  // what it still copies is done by a kernel that the launcher may have to launch
   kernel_launcher_.reset();
   server_.reset();
   streams_.reset();
+}
+
+// What the ring has given to the GPU, which writes into memory that goes with the driver. When the thread has ended.
+void ProgressThread::finish_works() {
+  while (reducer_ && !reducer_->idle()) {
+    if (!reducer_->done()) return;  // nothing works on it any more
+    if (reducer_->wants_launch()) kernel_launcher_->call();
+    std::this_thread::yield();
+  }
 }
 
 // ---- the trainer's thread
@@ -71,6 +81,7 @@ Result<> ProgressThread::join(const Position& from, std::uint64_t digest, Durati
   if (on_gpu) {
     const NoSignals no_signals;
     side_thread_ = std::make_unique<SideThread>(wake_);
+    if (auto started = side_thread_->start(); !started) return started;
     aside = [this](std::function<void()> work) { side_thread_->run(std::move(work)); };
   }
   driver_.emplace(
@@ -114,7 +125,7 @@ Result<> ProgressThread::prepare_driver() {
 Result<> ProgressThread::begin() {
   const NoSignals no_signals;
   idle_.emplace(*engine_, transport::Idle::Options{.spins = 200, .yields = 20});
-  if (streams_)
+  if (streams_) {
     watchdog_ = std::make_unique<Watchdog>(
         deadlines::kStreamsWait.of(silence_), [this] { return streams_->streams_wait(); },
         [this] {
@@ -124,6 +135,8 @@ Result<> ProgressThread::begin() {
                             "again",
                             milliseconds(deadlines::kStreamsWait.of(silence_)) / 1000)});
         });
+    if (auto started = watchdog_->start(); !started) return started;
+  }
   return start_thread(thread_, [this] { run(); });
 }
 
@@ -159,6 +172,7 @@ Result<> ProgressThread::prepare_device() {
   if (!streams) return tl::unexpected(streams.error());
   streams_ = std::move(*streams);
   kernel_launcher_ = std::make_unique<KernelLauncher>(reducer_);
+  if (auto started = kernel_launcher_->start(); !started) return started;
   auto server = device::MemoryServer::make(device, owner_.shared_memory());
   if (!server) return tl::unexpected(server.error());
   server_ = std::move(*server);
@@ -321,7 +335,7 @@ void ProgressThread::run() {
         unsent_.add(std::move(heartbeat));
       }
     }
-    if (daemon_) poll_daemon(now);
+    if (daemon_) (void)poll_daemon(now);
     else reconnect(now);
     if (daemon_) check_daemon(now);
     const std::uint64_t outcomes = driver_->outcomes();

@@ -47,8 +47,8 @@ class ProgressThread {
   Result<> may_go_on() const;  // fails after a failure or an interrupt
   Result<> all_reduce(std::uint32_t bucket);
   Result<> all_reduce(std::uint32_t bucket, void* stream);
-  // The update of this step, the last one committed here, has multiplied the mean gradient by this factor. How much
-  // what coding has lost of it counts, the driver knows before it begins any all-reduce that is asked for afterwards.
+  // The update of this step, the last one committed here, has multiplied the mean gradient by this factor. The driver
+  // gets what follows from it before any all-reduce that is asked for later.
   void scale_feedback(std::uint64_t step, float factor);
   struct Decision {
     bool committed = false;  // otherwise the step, so far a joiner's, begins again: this replica contributes to it
@@ -76,7 +76,7 @@ class ProgressThread {
   std::optional<int> numa_node() const;
 
   void run();
-  void poll_daemon(TimePoint now);
+  bool poll_daemon(TimePoint now);
   void check_daemon(TimePoint now);
   void publish();
   void send_all(TimePoint now);
@@ -116,6 +116,7 @@ class ProgressThread {
   }
   Result<> may_reduce(std::uint32_t bucket) const;
   void poll_streams();
+  void finish_works();
 
   const SessionConfig config_;
   TrainingState& state_;

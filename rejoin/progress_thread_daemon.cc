@@ -23,6 +23,9 @@ proto::FromTrainer more() {
   return message;
 }
 
+// Whether the daemon has closed the connection: what it said before that is still to be read, and then its end.
+bool says_why(const Error& error) { return error.code == ErrorCode::unavailable; }
+
 }  // namespace
 
 // ---- the trainer's thread
@@ -61,7 +64,7 @@ Result<Fd> ProgressThread::reach_daemon(TimePoint deadline) {
                           "no Rejoin daemon at {}: {}; start rejoind on this node with --socket {}", config_.socket,
                           socket.error().message, config_.socket);
     if (!logged)
-      spdlog::warn("no Rejoin daemon at {} yet; it is waited for, {} ms at most (--patience-ms)", config_.socket,
+      spdlog::warn("no Rejoin daemon at {} yet; it is waited for (--patience-ms {})", config_.socket,
                    config_.patience.count());
     if (auto may = wait_a_little({}); !may) return tl::unexpected(may.error());
   }
@@ -96,7 +99,7 @@ Result<> ProgressThread::register_with(Fd& socket, TimePoint deadline) {
   const auto gone = [&](const Error& error) {
     return rejoin::fail(error.code, "the daemon at {}: {}", config_.socket, error.message);
   };
-  if (auto greeted = greet(socket); !greeted) return gone(greeted.error());
+  if (auto greeted = greet(socket); !greeted && !says_why(greeted.error())) return gone(greeted.error());
   for (;;) {
     auto received = receive_with_fds(socket, 512 * KiB);
     if (!received) return gone(received.error());
@@ -112,7 +115,7 @@ Result<> ProgressThread::register_with(Fd& socket, TimePoint deadline) {
     if (message.kind_case() == proto::ToTrainer::kRefusal)
       return rejoin::fail(ErrorCode::refused, "the daemon at {} refused: {}", config_.socket, message.refusal());
     if (message.has_more())
-      if (auto sent = send_offer(socket, more()); !sent) return gone(sent.error());
+      if (auto sent = send_offer(socket, more()); !sent && !says_why(sent.error())) return gone(sent.error());
     if (!message.has_welcome()) continue;
     if (auto understood = check_protocol(message.welcome()); !understood) return understood;
     auto secret = take_secrets(message.welcome());
@@ -232,8 +235,7 @@ void ProgressThread::send_all(TimePoint now) {
   if (!welcome_) return;
   auto sent = unsent_.send(daemon_);
   if (sent) return;
-  poll_daemon(now);  // what it said before it closed tells why
-  if (daemon_) lose_daemon(sent.error().message);
+  if (poll_daemon(now)) lose_daemon(sent.error().message);  // what it said before it closed tells why
 }
 
 void ProgressThread::lose_daemon(const std::string& why) {
@@ -264,33 +266,36 @@ void ProgressThread::check_daemon(TimePoint now) {
                    config_.socket, seconds(patience))});
 }
 
-void ProgressThread::poll_daemon(TimePoint now) {
+// False where it has said its last word, or is gone.
+bool ProgressThread::poll_daemon(TimePoint now) {
+  const auto lose = [this](const Error& error) { return lose_daemon(error.message), false; };
+  const auto end = [this](Error error) { return fail(std::move(error)), false; };
   for (;;) {
     auto received = receive_with_fds(daemon_, 512 * KiB);
-    if (!received) return lose_daemon(received.error().message);
-    if (!*received) return;
+    if (!received) return lose(received.error());
+    if (!*received) return true;
     daemon_seen_ = now;
     proto::ToTrainer message;
     if (!message.ParseFromArray((*received)->bytes.data(), static_cast<int>((*received)->bytes.size()))) {
       spdlog::warn("the daemon sent bytes that are no message; ignored");
       continue;
     }
-    if (message.kind_case() == proto::ToTrainer::kRefusal) return fail({ErrorCode::refused, message.refusal()});
+    if (message.kind_case() == proto::ToTrainer::kRefusal) return end({ErrorCode::refused, message.refusal()});
     if (message.kind_case() == proto::ToTrainer::kDropped) dropped_ = message.dropped();
     if (message.has_welcome()) {
-      if (auto understood = check_protocol(message.welcome()); !understood) return fail(understood.error());
+      if (auto understood = check_protocol(message.welcome()); !understood) return end(understood.error());
       auto secret = take_secrets(message.welcome());
-      if (!secret) return lose_daemon(secret.error().message);
+      if (!secret) return lose(secret.error());
       driver_->set_secret(*secret);
       welcome_ = true;
     }
     if (message.has_left()) {  // it closes the connection now
       farewell_heard_ = true;
-      return;
+      return false;
     }
     if (message.has_control()) driver_->on_control_message(message.control(), now);
     if (message.has_more())
-      if (auto sent = send_offer(daemon_, more()); !sent) return lose_daemon(sent.error().message);
+      if (auto sent = send_offer(daemon_, more()); !sent && !says_why(sent.error())) return lose(sent.error());
   }
 }
 

@@ -33,6 +33,7 @@ class SessionImpl final : public Session {
   Result<BucketId> bucket(const std::vector<TensorId>& tensors, std::span<std::byte> gradients) override {
     return state_.bucket(tensors, gradients);
   }
+  Result<> keep_exact(BucketId bucket) override { return state_.keep_exact(bucket); }
   Result<> allocate() override { return state_.allocate(); }
   Result<std::span<std::byte>> weight(TensorId t) override {
     return state_.check_tensor(t, "weight()").map([&] { return state_.column(t, 0); });

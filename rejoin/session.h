@@ -166,6 +166,10 @@ class Session {
   // gradient buffer that its framework has allocated on the session's device, anywhere in an allocation or over
   // several. The buffer outlives the session.
   virtual Result<BucketId> bucket(const std::vector<TensorId>& tensors, std::span<std::byte> gradients) = 0;
+  // Says that what a bucket reduces is no gradient, but for example statistics that become their mean: it travels as it
+  // is where others are coded (SessionConfig::coding). Nothing may be lost of it, since no later step makes up for
+  // that. Errors: `invalid_argument` after allocate(); `not_found`.
+  virtual Result<> keep_exact(BucketId bucket) = 0;
   // Allocates the weights, moments (shared with the daemon) and gradients that are not there yet, all zero, in the
   // device's memory: what the next three give are then addresses for its kernels and copies, and no host may look
   // there. Errors: `invalid_argument`, `exhausted`; `unreachable` for memory that the daemon can't be given, with what
@@ -298,13 +302,14 @@ class Session {
   // Says by which factor a step's mean gradient was multiplied in its update, for what coding has lost of it. That is
   // added to the next step's gradients: whole where nothing is said, nothing of it where the factor is 0, and otherwise
   // times the factor over the one that the next step is expected to have, the median of the last 15 that were told (1
-  // each before). The factor is the coefficient of a clip, 0 for a step that was skipped, and, where the loss has a
-  // scale, in units of the next step's gradients: times the next scale over this one. Neither Step::weight() nor the
-  // learning rate is part of it. It is the same on all replicas, and told in each step or in none.
-  // Due after commit(), or end_update(), of `step` and before the first all_reduce() of the next one; however often
-  // that is retried, it counts once. Of another step, later, while catching up, or where nothing is coded it changes
-  // nothing. Thread: the trainer's. Errors: `invalid_argument` for a factor that is negative or not finite, before
-  // join() and inside of an optimizer; those of begin_step() where the session is at its end.
+  // each before), but no more than whole, or twice where the factor itself is above 1. The factor is the coefficient of
+  // a clip, 0 for a step that was skipped, and, where the loss has a scale, in units of the next step's gradients:
+  // times the next scale over this one. Neither Step::weight() nor the learning rate is part of it. It is the same on
+  // all replicas, and told in each step or in none. Due after commit(), or end_update(), of `step` and before the first
+  // all_reduce() of the next one; however often that is retried, it counts once. Of another step, later, while catching
+  // up, or where nothing is coded it changes nothing. Thread: the trainer's. Errors: `invalid_argument` for a factor
+  // that is negative or not finite, before join() and inside of an optimizer; those of begin_step() where the session
+  // is at its end.
   virtual Result<> scale_feedback(std::uint64_t step, float factor) = 0;
 
   // Between these two the trainer is busy with something that the others could take for hanging: writing a checkpoint,

@@ -2,9 +2,13 @@
 
 #include <pthread.h>
 
+#include "base/start_thread.h"
+
 namespace rejoin {
 
-SideThread::SideThread(const Fd& ended) : ended_(ended), thread_([this] { loop(); }) {}
+Result<> SideThread::start() {
+  return start_thread(thread_, [this] { loop(); });
+}
 
 SideThread::~SideThread() {
   {
@@ -12,7 +16,7 @@ SideThread::~SideThread() {
     stop_ = true;
   }
   changed_.notify_all();
-  thread_.join();
+  if (thread_.joinable()) thread_.join();
 }
 
 void SideThread::run(std::function<void()> work) {

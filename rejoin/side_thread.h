@@ -9,15 +9,17 @@
 #include <thread>
 
 #include "base/fd.h"
+#include "base/result.h"
 
 namespace rejoin {
 
 class SideThread {
  public:
   // `ended`, an eventfd that outlives this, is signalled after each task.
-  explicit SideThread(const Fd& ended);
-  ~SideThread();  // waits for what is under way, and drops what has not begun
-  // One task after the other. Thread: any.
+  explicit SideThread(const Fd& ended) : ended_(ended) {}
+  ~SideThread();     // waits for what is under way, and drops what has not begun
+  Result<> start();  // errors: `exhausted`, where the system gives no thread
+  // One task after the other, once it is started. Thread: any.
   void run(std::function<void()> work);
 
  private:

@@ -49,7 +49,17 @@ Result<BucketId> TrainingState::bucket(const std::vector<TensorId>& tensors, std
   for (auto t : tensors) bucket_of_[t.index] = id;
   buckets_.push_back(tensors);
   own_.push_back(own);
+  exact_.push_back(false);
   return id;
+}
+
+Result<> TrainingState::keep_exact(BucketId bucket) {
+  if (owner_) return fail(ErrorCode::invalid_argument, "keep_exact() comes after allocate()");
+  if (bucket >= buckets_.size())
+    return fail(ErrorCode::not_found, "keep_exact(): there is no bucket {}; bucket() has given {}, numbered from 0",
+                bucket, buckets_.size());
+  exact_[bucket] = true;
+  return {};
 }
 
 Result<> TrainingState::set_fingerprint(std::string text) {
@@ -142,7 +152,7 @@ Result<> TrainingState::allocate() {
     for (auto t : buckets_[b])
       gradient_[t.index] = input_of.subspan(gradient_offset_[t.index] - begin, gradient_bytes(t.index));
     const DataType type = tensors_[buckets_[b][0].index].type_of_gradient();
-    specs_.push_back({type, size / size_of(type), input_of, output_.bytes.subspan(begin, size)});
+    specs_.push_back({type, size / size_of(type), input_of, output_.bytes.subspan(begin, size), exact_[b]});
   }
   return {};
 }

@@ -22,6 +22,7 @@ class TrainingState {
   Result<TensorId> add(const TensorSpec& tensor, const std::vector<std::span<std::byte>>& own = {});
   Result<BucketId> bucket(const std::vector<TensorId>& tensors, std::span<std::byte> own = {});
   Result<> allocate();
+  Result<> keep_exact(BucketId bucket);
   Result<> set_fingerprint(std::string text);
   bool allocated() const { return owner_ != nullptr; }
   // Checks that column() and gradient() may be called for this tensor; an error names the session's call `what`.
@@ -70,6 +71,7 @@ class TrainingState {
   std::set<std::string> names_;
   std::vector<BucketId> bucket_of_;
   std::vector<std::vector<TensorId>> buckets_;
+  std::vector<bool> exact_;                     // by bucket: it never travels coded
   std::vector<std::span<std::byte>> own_;       // by bucket: gradients in the trainer's memory
   std::vector<std::uint64_t> gradient_offset_;  // in output_, and in input_ where they are there
   std::vector<std::span<std::byte>> gradient_;

@@ -1,9 +1,15 @@
 #include "rejoin/watchdog.h"
 
+#include "base/start_thread.h"
+
 namespace rejoin {
 
 Watchdog::Watchdog(Duration patience, std::function<bool()> matters, std::function<void()> alarm)
-    : patience_(patience), matters_(std::move(matters)), alarm_(std::move(alarm)), thread_([this] { run(); }) {}
+    : patience_(patience), matters_(std::move(matters)), alarm_(std::move(alarm)) {}
+
+Result<> Watchdog::start() {
+  return start_thread(thread_, [this] { run(); });
+}
 
 Watchdog::~Watchdog() {
   {
@@ -11,7 +17,7 @@ Watchdog::~Watchdog() {
     stop_ = true;
   }
   stopped_.notify_all();
-  thread_.join();
+  if (thread_.joinable()) thread_.join();
 }
 
 // Looks are counted, not time: a process that was stopped has looked as little as the thread has turned.

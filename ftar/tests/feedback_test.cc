@@ -30,7 +30,7 @@ struct Kept : testing::Test {
   }
 };
 
-TEST_F(Kept, CountsAsOftenAsIsToldOfItsStep) {
+TEST_F(Kept, IsScaledAsIsToldOfItsStep) {
   reduce(1, 8);
   feedback.scale(Step(1), 0.5f);
   feedback.scale(Step(1), 0.25f);  // the last one holds
@@ -39,7 +39,7 @@ TEST_F(Kept, CountsAsOftenAsIsToldOfItsStep) {
   EXPECT_EQ(added(3), 3.0f) << "nothing was told of step 2";
 }
 
-TEST_F(Kept, CountsAsOftenInEachRetryAndWithEachDivisor) {
+TEST_F(Kept, IsScaledAlikeInEachRetryAndWithEachDivisor) {
   reduce(1, 8, 4);
   feedback.scale(Step(1), 0.25f);
   for (int retry = 0; retry < 3; ++retry) {

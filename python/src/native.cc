@@ -102,6 +102,7 @@ class Session {
     for (std::size_t i = 0; i < count; ++i) all.emplace_back(cards[i].replica, cards[i].text);
     return all;
   }
+  void keep_exact(std::uint32_t bucket) { check(rejoin_keep_exact(session_, bucket)); }
   void use_weights() { rejoin_use_weights(session_); }
   void set_card(const std::string& text) { check(rejoin_set_card(session_, text.c_str())); }
   bool intact(std::uint64_t during_ms) {
@@ -258,6 +259,7 @@ NB_MODULE(_native, m) {
       .def("begin_step", &Session::begin_step)
       .def("upcoming", &Session::upcoming, nb::arg("steps"))
       .def("cards", &Session::cards)
+      .def("keep_exact", &Session::keep_exact, nb::arg("bucket"))
       .def("use_weights", &Session::use_weights)
       .def("set_card", &Session::set_card, nb::arg("text"))
       .def("intact", &Session::intact, nb::arg("during_ms"))

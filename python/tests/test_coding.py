@@ -39,6 +39,8 @@ def test_a_spike_that_is_clipped_or_skipped_is_felt_no_longer_than_uncoded(tmp_p
 
 def test_what_coding_loses_is_made_up_for_where_each_step_is_clipped(tmp_path, monkeypatch):
     log = log_of(tmp_path / "4", monkeypatch, "4", "--constant", "--max-norm", "1", steps=60)
+    off = re.findall(r"^statistics off by (\S+)", log, re.M)
+    assert len(off) == 60 and float(off[-1]) < 1e-5, "a buffer's mean is of nothing but roundings"
     norm, way = re.search(r"^step 60 mean \S+ norm (\S+)\nway 60 (\S+)", log, re.M).groups()
     assert float(norm) > 10, "each step is clipped by more than that"
     assert float(way) == pytest.approx(1, abs=0.2), "all but what the first steps lose, when it is not known yet"
@@ -53,8 +55,8 @@ def told(norm: float, log_scale: int, next_log_scale: int, rules: Rules) -> floa
         rules,
         torch.device("cpu"),
         SimpleNamespace(total=lambda step, mine: mine),
-        SimpleNamespace(columns=[torch.tensor([float(next_log_scale), 0.0])]),
     )
+    update._next_scale = 2.0**next_log_scale
     update._seen[7] = ((norm * 2.0**log_scale) ** 2, 2.0**log_scale)
     for _ in range(2):
         update.scale_feedback(7)

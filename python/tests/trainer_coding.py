@@ -12,13 +12,17 @@ SAMPLES = 500
 
 
 class Constant(torch.nn.Module):
-    """Its gradient is the same in each step: of a block one value, and others that 4 bits make zeros of."""
+    """Its gradient is the same in each step: of a block one value, and others that 4 bits make zeros of.
+
+    So are its statistics, of which 4 bits would make zeros, too.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(FEATURES, 64))
         self.register_buffer("pattern", torch.full((64,), 1 / 40), persistent=False)
         self.pattern[::16] = 1.0
+        self.register_buffer("statistics", torch.rand(20000) ** 8)
 
     def forward(self, _: torch.Tensor) -> torch.Tensor:
         return (self.weight * self.pattern).sum()
@@ -38,6 +42,7 @@ def main() -> None:
     session = rj.Session.from_environment()
     torch.manual_seed(1)
     model = Constant() if given.constant else torch.nn.Linear(FEATURES, FEATURES)
+    statistics = model.statistics.clone() if given.constant else None
     optimizer = torch.optim.SGD(model.parameters(), lr=given.rate)
     session.attach(
         model, optimizer, max_norm=given.max_norm, skip_nonfinite=given.skip_nonfinite, metrics=("loss",)
@@ -66,6 +71,7 @@ def main() -> None:
         if given.constant:  # of the way that its small values would have gone uncoded
             way = given.rate * now * given.max_norm / session.last_norm / 40
             print(f"way {now} {-float(model.weight[:, 1].mean()) / way:.4f}", flush=True)
+            print(f"statistics off by {float((model.statistics / statistics - 1).abs().max()):.3g}", flush=True)
 
 
 if __name__ == "__main__":

@@ -77,6 +77,7 @@ TEST(KernelLauncher, WorksAreDoneThoughOnlyTheLauncherLaunches) {
       *device::Reducer::make(*device, {.blocks = 2, .threads = 64, .patience = 1ms, .external_launcher = true});
   auto from = *device->allocate_pinned(1000), to = *device->allocate_pinned(1000);
   KernelLauncher launcher(reducer);
+  ASSERT_TRUE(launcher.start());
   for (int round = 1; round <= 20; ++round) {
     std::fill(from.bytes.begin(), from.bytes.end(), std::byte(round));
     const auto given = *reducer->copy(to.bytes.data() + 1, from.bytes.data(), 999);
@@ -97,6 +98,7 @@ TEST(KernelLauncher, WhoWaitsForItsCopiesIsServed) {
       *device::Reducer::make(*device, {.blocks = 2, .threads = 64, .external_launcher = true});
   auto from = *device->allocate_pinned(1000), to = *device->allocate_pinned(1000);
   KernelLauncher launcher(reducer);
+  ASSERT_TRUE(launcher.start());
   const auto copier = device::make_copier(reducer);
   std::fill(from.bytes.begin(), from.bytes.end(), std::byte{7});
   for (int i = 0; i < 100; ++i) ASSERT_TRUE(copier->copy(to.bytes.data() + 10 * i, from.bytes.data(), 10));
@@ -142,6 +144,7 @@ TEST(AWatchdog, RaisesTheAlarmWhenWhatMattersStandsStill) {
   Alarm alarm;
   Watchdog watchdog(
       32ms, [] { return true; }, [&] { alarm.raise(); });
+  ASSERT_TRUE(watchdog.start());
   EXPECT_TRUE(alarm.wait(20s));
 }
 
@@ -150,6 +153,7 @@ TEST(AWatchdog, IsQuietWhereNothingMatters) {
   std::atomic<int> asked = 0;
   Watchdog watchdog(
       32ms, [&] { return ++asked, false; }, [&] { alarm.raise(); });
+  ASSERT_TRUE(watchdog.start());
   const auto deadline = std::chrono::steady_clock::now() + 20s;
   while (asked < 100) {
     ASSERT_LT(std::chrono::steady_clock::now(), deadline);

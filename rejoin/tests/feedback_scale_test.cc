@@ -54,6 +54,16 @@ TEST_F(Scale, AStepThatIsSkippedCountsForNothingAndIsNoUsualOne) {
   EXPECT_EQ(next(0.5f), 1.0f);
 }
 
+TEST_F(Scale, AFactorThatIsAlwaysLargeIsUsualSoonAndCountsLittleUntilThen) {
+  for (int i = 0; i < 8; ++i) EXPECT_LE(next(65536), 2.0f);
+  EXPECT_EQ(next(65536), 1.0f);
+}
+
+TEST_F(Scale, WhatIsToldOfSomeStepsAloneIsLearntAllTheSame) {
+  for (int i = 0; i < 16; ++i) (void)scale.of(step += 2, 0.1f);
+  EXPECT_EQ(scale.of(step += 2, 0.1f), 1.0f);
+}
+
 TEST_F(Scale, AStepOfWhichIsToldAgainIsOneStep) {
   usually(1);
   for (int again = 0; again < 20; ++again) EXPECT_EQ(scale.of(100, 0.5f), 0.5f);

@@ -59,7 +59,9 @@ void StripedEngine::on_accepted(std::uint32_t rail, const Event& event) {
     rails_[rail]->close(event.endpoint);
   };
   if (!take(bytes, greeting) || greeting.magic != wire::kMagic)
-    return refuse("it is no striped one of this version; both ends must have as many rails, of addresses and threads");
+    return refuse(
+        "it is no striped one of this version; both ends must have the same number of rails (addresses, each with its "
+        "threads)");
   if (greeting.rail != rail) return refuse(fmt::format("the peer takes it for its rail {}", greeting.rail));
   const std::array<std::uint64_t, 2> connection{greeting.connection[0], greeting.connection[1]};
   auto found = by_connection_.find(connection);

@@ -47,6 +47,8 @@ def declare(session: Session, tensors: list[Tensor], bucket_bytes: int) -> None:
         )
     for bucket in buckets_of(tensors, bucket_bytes):
         number = session._native.bucket([tensor.index for tensor in bucket])
+        if not bucket[0].is_parameter:  # its mean is taken as it is: nothing makes up for what coding would lose
+            session._native.keep_exact(number)
         for tensor in bucket:
             tensor.bucket = number
         session._buckets.add(bucket)

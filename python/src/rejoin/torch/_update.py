@@ -61,6 +61,7 @@ class Update:
         self._constant_lr = [float(group["lr"]) for group in optimizer.param_groups]
         self._seen: dict[int, tuple[float, float]] = {}  # by step: this rank's part of the norm, and the loss's scale
         self._coefficients: dict[int, float | None] = {}  # by step, as far as they were asked for
+        self._next_scale = 1.0  # of the loss, after the last update here
         self.offset = 0  # steps that the optimizer had counted before the job's first
         self.last_norm: float | None = None
 
@@ -104,8 +105,7 @@ class Update:
         """Say how much the step's gradient has counted, after its update: what coding lost of it counts as much."""
         if not self._rules.look_at_norm:
             return
-        next_scale = 2.0 ** round(float(self._scale.columns[0][0])) if self._scale is not None else 1.0
-        self._native.scale_feedback(step, (self._coefficient(step) or 0.0) * next_scale)
+        self._native.scale_feedback(step, (self._coefficient(step) or 0.0) * self._next_scale)
 
     # The mean of the replicas' equal numbers is that number but for rounding: they are whole ones.
     def _scale_of_step(self) -> float:
@@ -123,6 +123,7 @@ class Update:
             log_scale, good = min(log_scale + 1, _MOST_LOG_SCALE), 0
         else:
             good += 1
+        self._next_scale = 2.0**log_scale
         weight.copy_(torch.tensor([log_scale, good], dtype=weight.dtype))
 
     def _set_lr(self, step: int) -> None:
