@@ -99,11 +99,9 @@ class SessionImpl final : public Session {
     }
     step_ = (*view)->step;
     stage_ = (*view)->contributes ? Stage::contributing : Stage::following;
-    complete_version_.reset();
-    if (stage_ == Stage::contributing) complete_version_ = step_ - 1;
+    complete_version_.reset(), stands_.reset();
+    if ((*view)->contributes) complete_version_ = step_ - 1, stands_ = position_after(step_ - 1, (*view)->trained);
     handed_over_.assign(state_.buckets().size(), false);
-    stands_.reset();
-    if ((*view)->contributes) stands_ = position_after(step_ - 1, (*view)->trained);
     state_.owner().set_phase(local::Phase::compute);
     events::record(events::Kind::step, {.step = step_, .a = (*view)->contributes});
     return step_of(std::move(**view), weighted_);
