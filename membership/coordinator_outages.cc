@@ -31,7 +31,7 @@ void Coordinator::note_outages(const proto::LogRecord::EpochBegun& begun, std::o
 std::string Coordinator::reason_for_being_out(ReplicaId id) const {
   const auto out = out_.find(id);
   return out == out_.end() ? "another process has had its place since"
-                           : "it has been out before it came back: " + out->second.why;
+                           : fmt::format("the others went on without it ({})", out->second.why);
 }
 
 std::vector<ReplicaOutage> Coordinator::outages(TimePoint now) const {

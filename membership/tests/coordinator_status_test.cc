@@ -280,7 +280,7 @@ TEST(CoordinatorStatus, WhoComesBackAfterItWasPutOutHearsWhy) {
   bench.inbox.clear();
   bench.back_with(1, 0, 1, 1);
   ASSERT_TRUE(bench.evicted_anybody());
-  EXPECT_EQ(bench.inbox[1].back().evicted().reason(), "it has been out before it came back: rank 1: killed");
+  EXPECT_EQ(bench.inbox[1].back().evicted().reason(), "the others went on without it (rank 1: killed)");
   EXPECT_NE(bench.warnings.find("replica 1 rank 0, which has come back, is sent away"), std::string::npos);
 }
 
