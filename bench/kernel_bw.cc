@@ -84,12 +84,15 @@ class Bench {
       auto& rates = results.works.emplace_back(kind, Results::Rates()).second;
       for (std::size_t c = 0; c < s_.chunks.size(); ++c) {
         auto& row = rates.emplace_back(s_.blocks.size());
+        Bytes expected;
         for (std::size_t b = 0; b < s_.blocks.size() && done; ++b) {
           auto reducer = device::Reducer::make(
               *device_, {.blocks = s_.blocks[b], .threads = s_.threads, .codes = kind.width != coding::Width::plain});
           if (!reducer) return tl::unexpected(reducer.error());
           if (kind.width != coding::Width::plain) done = code_first(**reducer, kind, s_.chunks[c]);
-          if (done) done = check(**reducer, kind, std::min(s_.chunks[c], s_.bytes));
+          const std::uint64_t chunk = std::min(s_.chunks[c], s_.bytes);
+          if (done && b == 0) done = by_cpu(kind, chunk).map([&](Bytes result) { expected = std::move(result); });
+          if (done) done = check(**reducer, kind, chunk, expected);
           if (done) done = measure(row[b], [&] { return all_works(**reducer, kind, s_.chunks[c]); });
         }
       }
@@ -202,34 +205,47 @@ class Bench {
     return here;
   }
 
-  // Whether one work's result is that of the CPU, bit by bit. A hop is tried without what was lost before.
-  Result<> check(device::Reducer& reducer, const Kind& kind, std::uint64_t chunk) {
+  // What one work gives, by the CPU. A hop is without what was lost before.
+  Result<Bytes> by_cpu(const Kind& kind, std::uint64_t chunk) {
+    const bool plain = kind.width == coding::Width::plain;
+    const auto arrived = read(plain ? a_ : arrived_, coding::coded_bytes(type_, chunk, kind.width));
+    if (!arrived) return arrived;
     const std::size_t count = chunk / size_of(type_);
-    coding::Pass pass{.type = type_, .count = count, .arrived_width = kind.width, .width = kind.width};
-    const bool plain = kind.width == coding::Width::plain, codes = !plain && !kind.decodes;
+    Bytes result(bytes_of_result(kind, chunk));
+    if (kind.decodes) return ftar::coding::decode(type_, kind.width, result.data(), arrived->data(), count), result;
+    const auto own = read(b_, chunk);
+    if (!own) return own;
+    if (plain) return ftar::add(type_, result.data(), arrived->data(), own->data(), count), result;
+    (void)ftar::coding::run(hop(kind, count, own->data(), arrived->data(), result.data()));
+    return result;
+  }
+  std::uint64_t bytes_of_result(const Kind& kind, std::uint64_t chunk) const {
+    return kind.decodes ? chunk : coding::coded_bytes(type_, chunk, kind.width);
+  }
+  coding::Pass hop(const Kind& kind, std::size_t count, const std::byte* own, const std::byte* arrived,
+                   std::byte* coded) const {
+    return {.type = type_,
+            .count = count,
+            .own = own,
+            .arrived = arrived,
+            .arrived_width = kind.width,
+            .width = kind.width,
+            .coded = coded};
+  }
+  // Whether the GPU gives the same, bit by bit.
+  Result<> check(device::Reducer& reducer, const Kind& kind, std::uint64_t chunk, const Bytes& expected) {
+    const std::size_t count = chunk / size_of(type_);
+    const bool plain = kind.width == coding::Width::plain;
     const auto given = in_chunks(reducer, s_.bytes, [&](std::uint64_t, std::uint64_t) {
       if (plain) return reducer.add(type_, out_.bytes.data(), a_.bytes.data(), b_.bytes.data(), count, 0);
-      auto on_device = pass;
-      on_device.arrived = arrived_.bytes.data();
-      if (codes) on_device.own = b_.bytes.data(), on_device.coded = coded_.bytes.data();
-      else on_device.width = coding::Width::plain, on_device.out = out_.bytes.data();
-      return reducer.code(on_device, nullptr);
+      auto pass = hop(kind, count, b_.bytes.data(), arrived_.bytes.data(), coded_.bytes.data());
+      if (kind.decodes)
+        pass.own = nullptr, pass.width = coding::Width::plain, pass.coded = nullptr, pass.out = out_.bytes.data();
+      return reducer.code(pass, nullptr);
     });
     if (!given) return given;
-    const std::uint64_t bytes = codes ? coding::coded_bytes(type_, chunk, kind.width) : chunk;
-    const auto result = read(codes ? coded_ : out_, bytes), a = read(a_, chunk), b = read(b_, chunk),
-               arrived = read(arrived_, coding::coded_bytes(type_, chunk, kind.width));
-    for (const auto* each : {&result, &a, &b, &arrived})
-      if (!*each) return tl::unexpected(each->error());
-    Bytes expected(bytes);
-    if (plain) {
-      ftar::add(type_, expected.data(), a->data(), b->data(), count);
-    } else if (kind.decodes) {
-      ftar::coding::decode(type_, kind.width, expected.data(), arrived->data(), count);
-    } else {
-      pass.arrived = arrived->data(), pass.own = b->data(), pass.coded = expected.data();
-      (void)ftar::coding::run(pass);
-    }
+    const auto result = read(plain || kind.decodes ? out_ : coded_, expected.size());
+    if (!result) return tl::unexpected(result.error());
     return expected == *result ? Result<>() : wrong(kind.title);
   }
 

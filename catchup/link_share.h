@@ -19,8 +19,6 @@ namespace rejoin::catchup {
 
 class LinkShare {
  public:
-  static constexpr Duration kYield = std::chrono::milliseconds(20);
-
   // Of a slice, kept by the caller until it ends.
   struct Begun {
     TimePoint at{}, since{};  // … and since when the bytes count that are delivered until then
@@ -57,6 +55,7 @@ class LinkShare {
   std::uint64_t under_way() const { return under_way_; }
 
  private:
+  static constexpr Duration kYield = std::chrono::milliseconds(20);
   static constexpr Duration kLeastHolds = std::chrono::seconds(10);
   static constexpr Duration kLongestPause = std::chrono::seconds(1);  // a joiner may have been stopped
   struct Ended {

@@ -20,6 +20,7 @@ namespace {
 
 constexpr std::uint64_t kWarmup = 20, kLast = 400;
 constexpr float kPeakRate = 3e-3f, kLargestNorm = 0.5f;
+float clip_of(float norm) { return std::min(1.0f, kLargestNorm / norm); }
 
 std::atomic<Session*> running = nullptr;
 volatile std::sig_atomic_t came = 0;  // SIGTERM, SIGINT: the session's waiting ends, and train() with it
@@ -110,9 +111,8 @@ Result<> train(Session& session, const SessionConfig& config, const std::string&
         return update.of(Session::as<float>(column.value()));
       };
       std::vector<float> gradient(update.gradient_as<float>().begin(), update.gradient_as<float>().end());
-      const float norm = norms.at(update.step);
-      if (norm > kLargestNorm)
-        for (float& g : gradient) g *= kLargestNorm / norm;
+      if (const float clip = clip_of(norms.at(update.step)); clip < 1)
+        for (float& g : gradient) g *= clip;
       const demo::AdamW adamw{.rate = rate};
       adamw.apply(update.step, part(session.weight(update.tensor)), part(session.moment(update.tensor, 0)),
                   part(session.moment(update.tensor, 1)), gradient);
@@ -120,8 +120,7 @@ Result<> train(Session& session, const SessionConfig& config, const std::string&
     if (!committed) return committed;
     if (!step.contributes()) continue;  // its state is not complete before it contributes
     // So what coding (--coding) has lost of these gradients counts no more in the next step than they have in this one.
-    const float clip = std::min(1.0f, kLargestNorm / norms.at(step.number()));
-    if (auto told = session.scale_feedback(step.number(), clip); !told) return told;
+    if (auto told = session.scale_feedback(step.number(), clip_of(norms.at(step.number()))); !told) return told;
     norms.erase(norms.begin(), norms.find(step.number()));  // … and from then on it is given no earlier step's updates
     directory.append_metric(
         config, step, fmt::format("loss {:.4f} norm {:.4f} rate {:.6f}", mean_loss[0], norms.at(step.number()), rate));

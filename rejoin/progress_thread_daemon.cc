@@ -233,9 +233,8 @@ void ProgressThread::reconnect(TimePoint now) {
 
 void ProgressThread::send_all(TimePoint now) {
   if (!welcome_) return;
-  auto sent = unsent_.send(daemon_);
-  if (sent) return;
-  if (poll_daemon(now)) lose_daemon(sent.error().message);  // what it said before it closed tells why
+  const auto sent = unsent_.send(daemon_);
+  if (!sent && poll_daemon(now)) lose_daemon(sent.error().message);  // what it said before it closed tells why
 }
 
 void ProgressThread::lose_daemon(const std::string& why) {
