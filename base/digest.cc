@@ -6,18 +6,27 @@ namespace rejoin {
 
 std::uint64_t digest_avx2(BytesView bytes);
 std::uint64_t digest_avx512(BytesView bytes);
+std::uint64_t digest_and_copy_avx2(std::byte* to, BytesView from);
+std::uint64_t digest_and_copy_avx512(std::byte* to, BytesView from);
 
 namespace {
 
 std::uint64_t digest_generic(BytesView bytes) { return digest_kernel::run(bytes); }
+std::uint64_t digest_and_copy_generic(std::byte* to, BytesView from) { return digest_kernel::run_and_copy(to, from); }
 
-const auto chosen = __builtin_cpu_supports("avx512f") ? digest_avx512
-                    : __builtin_cpu_supports("avx2")  ? digest_avx2
-                                                      : digest_generic;
+struct Kernels {
+  std::uint64_t (*digest)(BytesView);
+  std::uint64_t (*digest_and_copy)(std::byte*, BytesView);
+};
+
+const Kernels chosen = __builtin_cpu_supports("avx512f") ? Kernels{digest_avx512, digest_and_copy_avx512}
+                       : __builtin_cpu_supports("avx2")  ? Kernels{digest_avx2, digest_and_copy_avx2}
+                                                         : Kernels{digest_generic, digest_and_copy_generic};
 
 }  // namespace
 
-std::uint64_t digest(BytesView bytes) { return chosen(bytes); }
+std::uint64_t digest(BytesView bytes) { return chosen.digest(bytes); }
+std::uint64_t digest_and_copy(std::byte* to, BytesView from) { return chosen.digest_and_copy(to, from); }
 std::uint64_t digest_plain(BytesView bytes) { return digest_generic(bytes); }
 
 std::uint64_t digest_of_block(BytesView block) { return XXH3_64bits(block.data(), block.size()); }

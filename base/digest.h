@@ -9,6 +9,9 @@
 namespace rejoin {
 
 std::uint64_t digest(BytesView bytes);
+// Copies past the caches (base/streamed_copy.h), and returns the digest of what it copied: of each block before that is
+// copied, so that memory is read once. The two ranges do not overlap.
+std::uint64_t digest_and_copy(std::byte* to, BytesView from);
 // The same without vector instructions beyond the baseline, for tests.
 std::uint64_t digest_plain(BytesView bytes);
 

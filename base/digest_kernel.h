@@ -3,6 +3,7 @@
 
 // Inlined, so that each includer gets the variant of its own vector width.
 #define XXH_INLINE_ALL
+#include <emmintrin.h>
 #include <xxhash.h>
 
 #include <algorithm>
@@ -11,6 +12,7 @@
 
 #include "base/bytes.h"
 #include "base/digest.h"
+#include "base/streamed_copy.h"
 
 namespace rejoin::digest_kernel {
 
@@ -22,7 +24,9 @@ static inline std::uint64_t combine(std::uint64_t so_far, std::uint64_t next) {
   return XXH3_64bits(both, sizeof both);
 }
 
-static inline std::uint64_t run(BytesView bytes) {
+// Calls `after` with each block that has just been hashed.
+template <typename After>
+static inline std::uint64_t run(BytesView bytes, After after) {
   std::uint64_t result = bytes.size();
   std::array<std::uint64_t, kRun> hashes;
   for (std::size_t at = 0; at < bytes.size();) {
@@ -30,10 +34,22 @@ static inline std::uint64_t run(BytesView bytes) {
     for (; count < kRun && at < bytes.size(); ++count) {
       const std::size_t size = std::min(kBlock, bytes.size() - at);
       hashes[count] = XXH3_64bits(bytes.data() + at, size);
+      after(bytes.subspan(at, size));
       at += size;
     }
     result = combine(result, XXH3_64bits(hashes.data(), count * sizeof hashes[0]));
   }
+  return result;
+}
+
+static inline std::uint64_t run(BytesView bytes) {
+  return run(bytes, [](BytesView) {});
+}
+
+static inline std::uint64_t run_and_copy(std::byte* to, BytesView from) {
+  const std::uint64_t result =
+      run(from, [&](BytesView block) { streamed_copy_unordered(to + (block.data() - from.data()), block); });
+  _mm_sfence();
   return result;
 }
 

@@ -7,11 +7,15 @@
 #include <cstdint>
 #include <cstring>
 
+#include "base/bytes.h"
+
 namespace rejoin {
 
-// As memcpy. When it has returned, the bytes are ordered before what this thread stores next.
-inline void streamed_copy(std::byte* to, const std::byte* from, std::size_t length) {
+// As memcpy. Its bytes are ordered before what this thread stores only after a fence.
+inline void streamed_copy_unordered(std::byte* to, BytesView bytes) {
   constexpr std::size_t kLine = 64;
+  const std::byte* from = bytes.data();
+  const std::size_t length = bytes.size();
   const std::size_t head = (kLine - reinterpret_cast<std::uintptr_t>(to) % kLine) % kLine;
   if (length < head + kLine) {
     std::memcpy(to, from, length);
@@ -29,8 +33,13 @@ inline void streamed_copy(std::byte* to, const std::byte* from, std::size_t leng
     _mm_stream_si128(target + 2, c);
     _mm_stream_si128(target + 3, d);
   }
-  _mm_sfence();
   std::memcpy(to + done, from + done, length - done);
+}
+
+// As memcpy. When it has returned, the bytes are ordered before what this thread stores next.
+inline void streamed_copy(std::byte* to, BytesView from) {
+  streamed_copy_unordered(to, from);
+  _mm_sfence();
 }
 
 }  // namespace rejoin

@@ -306,7 +306,7 @@ void Communicator::handle(const transport::Event& event) {
   switch (event.kind) {
     case EventKind::connected: return introduce(*peer);
     case EventKind::message: return on_message(*peer, event.message);
-    case EventKind::written: return on_written(*peer, event.value);
+    case EventKind::written: return on_written(*peer, event);
     case EventKind::closed: return lose(*peer, event.error.value_or(Error{ErrorCode::unavailable, "closed"}));
     case EventKind::accepted:
     case EventKind::completed: return;

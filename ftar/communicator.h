@@ -242,7 +242,7 @@ class Communicator {
   void handle(const transport::Event& event);
   void on_accepted(const transport::Event& event);
   void on_message(Peer& peer, BytesView message);
-  void on_written(Peer& peer, std::uint64_t notify);
+  void on_written(Peer& peer, const transport::Event& event);
   void on_completed(const transport::Event& event);
   void introduce(Peer& peer);
   void on_introduction(Peer& peer, std::uint64_t abilities, BytesView rest);
@@ -281,7 +281,7 @@ class Communicator {
   // Returns the peer's position in this epoch's ring, or the number of members where it is not in it.
   std::uint32_t position_of(const Peer& peer) const;
   std::uint64_t plan_hash() const;
-  void damage_if_due(Step step, std::span<std::byte> arrived);
+  bool damage_if_due(Step step, std::span<std::byte> arrived);  // returns whether it was
   bool device_works() const { return done_by_device_ < given_to_device_; }
   void work();
   bool may_pull() const;

@@ -39,14 +39,14 @@ bool Communicator::post(Peer& peer, std::uint32_t bucket, std::uint32_t kind, co
                 slot,
                 chunk,
                 form};
-  // Who takes a digest of what came reads it at once.
-  const bool streamed = kind != Tag::kReduceScatter && !digesting_ && buckets_[bucket].bytes() >= kLeastStreamed;
+  const bool streamed = kind != Tag::kReduceScatter && buckets_[bucket].bytes() >= kLeastStreamed;
   const transport::Write write{.context = context_of(epoch_, bucket, kind),
                                .local = local,
                                .remote = remote,
                                .length = length,
                                .notify = tag.packed(),
-                               .streamed = streamed};
+                               .streamed = streamed,
+                               .digested = kind != Tag::kReduceScatter && digesting_ && !reducer_};
   if (!engine_.write(peer.endpoint, {&write, 1})) return false;  // its `closed` event is on the way
   ++peer.writes_in_flight;
   peer.rate.on_posted(length, now_);
@@ -100,14 +100,15 @@ void Communicator::on_message(Peer& peer, BytesView message) {
   if (bucket.running && bucket.running->done()) finish(bucket);
 }
 
-void Communicator::on_written(Peer& peer, std::uint64_t notify) {
-  const Tag tag = Tag::unpack(notify);
+void Communicator::on_written(Peer& peer, const transport::Event& event) {
+  const Tag tag = Tag::unpack(event.value);
   if (tag.epoch != (epoch_.value & 0xfff) || tag.bucket >= buckets_.size()) {
     ++stale_dropped_;
     return;
   }
   Bucket& bucket = buckets_[tag.bucket];
-  if (!bucket.running || tag.step != (bucket.step.value & 0x3f) || !bucket.running->on_chunk(peer, tag)) {
+  if (!bucket.running || tag.step != (bucket.step.value & 0x3f) ||
+      !bucket.running->on_chunk(peer, tag, event.digested)) {
     ++stale_dropped_;
     return;
   }

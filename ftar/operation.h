@@ -93,7 +93,8 @@ class Operation {
   virtual void start() = 0;
   virtual void on_ready(Peer&) {}
   virtual void on_credit() {}
-  virtual bool on_chunk(Peer&, const Tag&) { return false; }  // returns false for a chunk that does not belong here
+  // Returns false for a chunk that does not belong here.
+  virtual bool on_chunk(Peer&, const Tag&, const std::optional<transport::Digested>&) { return false; }
   virtual void on_write_completed(Peer&, std::uint32_t /*kind*/) {}
   virtual void on_direct() {}
   virtual void on_reduced(std::uint64_t /*number*/) {}  // the device has done its works up to this number
@@ -157,8 +158,10 @@ class ChunkedOperation : public Operation {
  protected:
   bool peer_ready(const Peer& peer) const;
   void make_final(std::uint32_t chunk);
-  void take_final(Peer& from, std::uint32_t chunk, std::span<std::byte> arrived);
-  void take_digest(std::uint32_t chunk);
+  // Returns what is known of a digest of what arrived.
+  std::optional<transport::Digested> take_final(Peer& from, std::uint32_t chunk, std::span<std::byte> arrived,
+                                                const std::optional<transport::Digested>& digested);
+  void take_digest(std::uint32_t chunk, const std::optional<transport::Digested>& known = std::nullopt);
 
   Communicator& owner_;
   Communicator::Bucket& bucket_;
@@ -178,7 +181,7 @@ class RingOperation final : public ChunkedOperation {
   void start() override;
   void on_ready(Peer&) override { pump(); }
   void on_credit() override { pump(); }
-  bool on_chunk(Peer& from, const Tag& tag) override;
+  bool on_chunk(Peer& from, const Tag& tag, const std::optional<transport::Digested>& digested) override;
   void on_write_completed(Peer& to, std::uint32_t kind) override;
   void on_reduced(std::uint64_t number) override;
   bool done() const override {
@@ -265,7 +268,7 @@ class PullOperation final : public ChunkedOperation {
   PullOperation(Communicator& owner, Communicator::Bucket& bucket);
   void start() override;
   void on_ready(Peer& from) override;
-  bool on_chunk(Peer& from, const Tag& tag) override;
+  bool on_chunk(Peer& from, const Tag& tag, const std::optional<transport::Digested>& digested) override;
   void on_write_completed(Peer& to, std::uint32_t kind) override;
   bool has_work() const override;
   void work() override;

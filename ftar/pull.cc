@@ -93,12 +93,12 @@ void PullOperation::on_write_completed(Peer& to, std::uint32_t) {
   pump(position);
 }
 
-bool PullOperation::on_chunk(Peer& from, const Tag& tag) {
+bool PullOperation::on_chunk(Peer& from, const Tag& tag, const std::optional<transport::Digested>& digested) {
   if (!schedule_.valid(tag.chunk) || tag.kind != Tag::kAllGather || final_[tag.chunk]) return false;
   if (schedule_.segment_of(tag.chunk) != owner_.position_of(from)) return false;
   const Range range = schedule_.chunk(tag.chunk);
-  take_final(from, tag.chunk, bucket_.spec.output.subspan(range.offset, range.length));
-  take_digest(tag.chunk);
+  const auto arrived = bucket_.spec.output.subspan(range.offset, range.length);
+  take_digest(tag.chunk, take_final(from, tag.chunk, arrived, digested));
   return true;
 }
 

@@ -24,10 +24,11 @@ Shape Communicator::shape_of(const Bucket& bucket) const {
 
 // Once: the step is repeated with what arrives then. A high bit of an element, whichever its type: a low one may vanish
 // in rounding, and would make no difference.
-void Communicator::damage_if_due(Step step, std::span<std::byte> arrived) {
-  if (step != options_.flip_bit_at || options_.flip_bit_at == Step{} || reducer_) return;
+bool Communicator::damage_if_due(Step step, std::span<std::byte> arrived) {
+  if (step != options_.flip_bit_at || options_.flip_bit_at == Step{} || reducer_) return false;
   options_.flip_bit_at = {};
   arrived[std::min(arrived.size() / 16 * 8 + 7, arrived.size() - 1)] ^= std::byte{0x40};
+  return true;
 }
 
 // As digests of them are combined.

@@ -30,17 +30,21 @@ void ChunkedOperation::make_final(std::uint32_t chunk) {
   ++final_count_;
 }
 
-void ChunkedOperation::take_final(Peer& from, std::uint32_t chunk, std::span<std::byte> arrived) {
+std::optional<transport::Digested> ChunkedOperation::take_final(Peer& from, std::uint32_t chunk,
+                                                                std::span<std::byte> arrived,
+                                                                const std::optional<transport::Digested>& digested) {
   from.stats.bytes_received += arrived.size();
-  owner_.damage_if_due(bucket_.step, arrived);
   make_final(chunk);
+  return owner_.damage_if_due(bucket_.step, arrived) ? std::nullopt : digested;
 }
 
 // After it has been sent on: nobody waits for this.
-void ChunkedOperation::take_digest(std::uint32_t chunk) {
+void ChunkedOperation::take_digest(std::uint32_t chunk, const std::optional<transport::Digested>& known) {
   if (!digesting_) return;
   const Range range = schedule_.chunk(chunk);
-  digests_[chunk] = rejoin::digest(BytesView(bucket_.spec.output).subspan(range.offset, range.length));
+  const auto bytes = BytesView(bucket_.spec.output).subspan(range.offset, range.length);
+  const auto digest = known ? known->of(bytes) : std::nullopt;
+  digests_[chunk] = digest ? *digest : rejoin::digest(bytes);
 }
 
 std::optional<std::uint64_t> ChunkedOperation::digest() const {
@@ -148,14 +152,14 @@ void RingOperation::make_all_final() {
   }
 }
 
-bool RingOperation::on_chunk(Peer& from, const Tag& tag) {
+bool RingOperation::on_chunk(Peer& from, const Tag& tag, const std::optional<transport::Digested>& digested) {
   const bool coded = width_of(tag.form) != coding::Width::plain;
   if (!schedule_.valid(tag.chunk) || (tag.form != Tag::kPlain && coding_ == nullptr)) return false;
   if (tag.kind == Tag::kReduceScatter) return on_reduce_scatter_chunk(from, tag);
   if (final_[tag.chunk]) return false;
   const std::size_t length = length_of(tag.chunk, tag.form);
   std::byte* arrived = coded ? coded_place(tag.chunk) : bucket_.spec.output.data() + schedule_.chunk(tag.chunk).offset;
-  take_final(from, tag.chunk, {arrived, length});
+  const auto known = take_final(from, tag.chunk, {arrived, length}, digested);
   if (coding_ != nullptr) forms_[tag.chunk] = static_cast<std::uint8_t>(tag.form);
   // Who takes it as it has come need not wait until it is decoded.
   const bool passed_on = coded && takes_coded(right_) && takes_coded(left_);
@@ -163,7 +167,7 @@ bool RingOperation::on_chunk(Peer& from, const Tag& tag) {
   pump_gather(right_);
   pump_gather(left_);
   if (passed_on) decode(tag.chunk);
-  take_digest(tag.chunk);
+  take_digest(tag.chunk, known);
   return true;
 }
 

@@ -80,6 +80,7 @@ struct Write {
   std::optional<std::uint64_t> notify;  // raises a `written` event at the peer when all bytes are there
   // The peer will not read them soon: where processors copy, they may pass the caches by.
   bool streamed = false;
+  bool digested = false;  // the peer will want their digest (base/digest.h): the `written` event may bring it
 };
 
 struct Read {
@@ -101,11 +102,23 @@ enum class EventKind : std::uint8_t {
   closed,     // the endpoint failed or the peer closed it; only close() may still be called on it
 };
 
+// What a write has brought, where the transport has copied it, and so could take its digest at less cost than whoever
+// reads it again.
+struct Digested {
+  BytesView bytes;  // where they are now
+  std::uint64_t digest = 0;
+  // Returns the digest if it is of these bytes.
+  std::optional<std::uint64_t> of(BytesView those) const {
+    return bytes.data() == those.data() && bytes.size() == those.size() ? std::optional(digest) : std::nullopt;
+  }
+};
+
 struct Event {
   EventKind kind{};
   EndpointId endpoint;
   std::uint64_t value = 0;
-  BytesView message;  // valid until the next poll()
+  BytesView message;                   // valid until the next poll()
+  std::optional<Digested> digested{};  // of a `written` event, of a write that was `digested`
   std::optional<Error> error;
 };
 

@@ -7,7 +7,6 @@
 #include <thread>
 
 #include "base/bytes.h"
-#include "base/digest.h"
 #include "base/unix_socket.h"
 #include "local/owner.h"
 #include "local/view.h"
@@ -351,25 +350,6 @@ TEST(Pins, WhatIsHeldIsOneVersionHoweverFastTheTrainerUpdates) {
   trainer.join();
   EXPECT_GE(from_state, turns / 3 - 1);
   EXPECT_GE(from_shadow, turns / 3 - 1);
-}
-
-TEST(Digest, AllInstructionSetsAgreeAtEveryLength) {
-  std::mt19937 random(3);
-  Bytes bytes(5'000'000);
-  for (auto& byte : bytes) byte = static_cast<std::byte>(random());
-  for (std::size_t length : {0ul, 1ul, 17ul, 240ul, 4095ul, 4096ul, 4097ul, 100'000ul, 4'194'304ul, 5'000'000ul})
-    EXPECT_EQ(digest(BytesView(bytes).first(length)), digest_plain(BytesView(bytes).first(length))) << length;
-}
-
-TEST(Digest, EveryByteAndItsPlaceMatter) {
-  Bytes bytes(20000);
-  const auto plain = digest(bytes);
-  for (std::size_t i : {0ul, 4095ul, 4096ul, 19999ul}) {
-    bytes[i] = std::byte{1};
-    EXPECT_NE(digest(bytes), plain);
-    bytes[i] = std::byte{0};
-  }
-  EXPECT_NE(digest(BytesView(bytes).first(19999)), plain);
 }
 
 // As of a daemon that puts out a trainer which has just begun to run again, and writes at this moment.

@@ -8,6 +8,7 @@
 #include <cerrno>
 #include <cstring>
 
+#include "base/digest.h"
 #include "base/fail.h"
 #include "base/streamed_copy.h"
 #include "transport/shm/engine.h"
@@ -23,6 +24,12 @@ constexpr std::uint64_t kBytesPerCall = 16 * MiB;  // of one process_vm call
 // A poll() ends when it has moved this much: whoever is told of the bytes then finds them in the cache.
 constexpr std::uint64_t kBytesPerPoll = 256 * KiB;
 constexpr std::size_t kPeerFiles = 512;  // of one peer, mapped at a time
+
+// Older receivers take it for a part of has_notify.
+std::uint16_t copied(const Write& write) {
+  if (!write.streamed || !write.notify) return 0;
+  return write.digested ? wire::kStreamed | wire::kDigested : wire::kStreamed;
+}
 
 }  // namespace
 
@@ -95,7 +102,7 @@ Result<> ShmEngine::write(EndpointId id, std::span<const Write> writes) {
     endpoint.operations[operation] = {.context = write.context, .region = write.local.region, .read = {}};
     wire::Header header{.kind = wire::Kind::write,
                         .has_notify = write.notify.has_value(),
-                        .streamed = write.streamed && write.notify,  // older receivers take it for a part of that
+                        .copied = copied(write),
                         .length = write.length,
                         .operation = operation,
                         .key = write.remote.region.key,
@@ -232,20 +239,26 @@ BytesView ShmEngine::peer_file(Endpoint& endpoint, const RemoteAddress& remote) 
   return files.front().bytes.span();
 }
 
-// The bytes that a record of the peer's names.
-Result<> ShmEngine::fetch(Endpoint& endpoint, const wire::Header& header, BytesView body, std::byte* target) {
+// Moves the bytes that a record of the peer's names, and returns their digest where that was wanted and is cheap.
+Result<std::optional<Digested>> ShmEngine::fetch(Endpoint& endpoint, const wire::Header& header, BytesView body,
+                                                 std::byte* target) {
   if (header.address == 0) {
     if (body.size() != header.length) return fail(ErrorCode::corrupt, "it sent other bytes than it announced");
     if (!body.empty()) std::memcpy(target, body.data(), body.size());
-    return {};
+    return std::nullopt;
   }
   moved_ += header.length;
   const RemoteAddress remote{header.address, header.file, header.inode, header.file_offset};
   const BytesView mapped = in_place(endpoint, remote, header.length);
-  if (mapped.empty()) return copy_out(endpoint, remote, {target, header.length});
-  if (header.streamed != 0) streamed_copy(target, mapped.data(), mapped.size());
+  if (mapped.empty()) {
+    if (auto copied = copy_out(endpoint, remote, {target, header.length}); !copied)
+      return tl::unexpected(copied.error());
+    return std::nullopt;
+  }
+  if ((header.copied & wire::kDigested) != 0) return Digested{{target, mapped.size()}, digest_and_copy(target, mapped)};
+  if (header.copied != 0) streamed_copy(target, mapped);
   else std::memcpy(target, mapped.data(), mapped.size());
-  return {};
+  return std::nullopt;
 }
 
 // The peer's bytes where they are mapped here; empty where they are not.
@@ -273,7 +286,7 @@ void ShmEngine::on_write(Endpoint& endpoint, const wire::Header& header, BytesVi
     if (header.address != 0 && endpoint.in.recalls() == kGone) return;
     if (!fetched) return fail_endpoint(endpoint, fetched.error().code, fetched.error().message);
     if (header.has_notify != 0)
-      events_.emit({.kind = EventKind::written, .endpoint = endpoint.id, .value = header.notify});
+      events_.emit({.kind = EventKind::written, .endpoint = endpoint.id, .value = header.notify, .digested = *fetched});
   }
   answer(endpoint, header.operation, refusal);
 }

@@ -122,7 +122,8 @@ class ShmEngine final : public Engine {
   void answer(Endpoint& endpoint, std::uint64_t operation, Regions::Refusal refusal);
   void point_at(wire::Header& header, BytesView& body, const LocalRange& range);
   void on_acknowledge(Endpoint& endpoint, const wire::Header& header);
-  Result<> fetch(Endpoint& endpoint, const wire::Header& header, BytesView body, std::byte* target);
+  Result<std::optional<Digested>> fetch(Endpoint& endpoint, const wire::Header& header, BytesView body,
+                                        std::byte* target);
   struct RemoteAddress {  // of bytes of the peer's: in its memory, and in its file if there is one
     std::uint64_t address = 0;
     std::int64_t file = -1;

@@ -19,11 +19,14 @@ constexpr std::uint64_t kMagic = 0x345045524d485352;  // changes with the layout
 
 enum class Kind : std::uint32_t { message = 1, write, acknowledge, read, found };
 
+constexpr std::uint16_t kStreamed = 1;  // whoever copies them may pass its caches by
+constexpr std::uint16_t kDigested = 2;  // and is to take their digest, if it does
+
 struct Header {
   Kind kind{};
   std::uint16_t has_notify = 0;
-  std::uint16_t streamed = 0;  // a write's bytes: whoever copies them may pass its caches by
-  std::uint64_t length = 0;    // bytes to move
+  std::uint16_t copied = 0;  // a write's bytes: how they are copied, in kStreamed and kDigested
+  std::uint64_t length = 0;  // bytes to move
   std::uint64_t operation = 0;
   std::uint64_t key = 0;  // acknowledge: the refusal
   std::uint64_t offset = 0;

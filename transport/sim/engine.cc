@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <charconv>
 
+#include "base/digest.h"
 #include "base/fail.h"
 #include "transport/endpoints.h"
 
@@ -146,8 +147,7 @@ Result<> SimEngine::send(EndpointId id, BytesView message) {
 Result<> SimEngine::write(EndpointId id, std::span<const Write> writes) {
   for (const auto& write : writes)
     if (auto checked = check(id, write.local, write.length); !checked) return checked;
-  for (const auto& write : writes)
-    start(id, Direction::write, write.context, write.local, write.remote, write.length, write.notify);
+  for (const auto& write : writes) start(id, Direction::write, write);
   return {};
 }
 
@@ -155,7 +155,8 @@ Result<> SimEngine::read(EndpointId id, std::span<const Read> reads) {
   for (const auto& read : reads)
     if (auto checked = check(id, read.local, read.length); !checked) return checked;
   for (const auto& read : reads)
-    start(id, Direction::read, read.context, read.local, read.remote, read.length, std::nullopt);
+    start(id, Direction::read,
+          {.context = read.context, .local = read.local, .remote = read.remote, .length = read.length});
   return {};
 }
 
@@ -189,22 +190,21 @@ Result<BytesView> SimEngine::view(EndpointId id, const ViewableRegion& where, st
 // The bytes move at one instant between posting and completion, not at posting: a source that changes too early shows.
 // With late writes it is the other way round: what left goes on, and only a closed receiver stops it. Of a poster that
 // was killed they land in part, or whole.
-void SimEngine::start(EndpointId id, Direction direction, std::uint64_t context, const LocalRange& local,
-                      const RemoteRange& remote, std::uint64_t length, std::optional<std::uint64_t> notify) {
+void SimEngine::start(EndpointId id, Direction direction, const Write& what) {
   Endpoint& endpoint = endpoints_.at(id.value);
   const std::uint64_t operation = ++fabric_.ids_made_;
   endpoint.outstanding.insert(operation);
-  endpoint.contexts[operation] = context;
-  OnItsWay moved{number_, endpoint.peer_engine, id, endpoint.peer, operation, direction, local, remote, length, notify,
-                 {}};
+  endpoint.contexts[operation] = what.context;
+  OnItsWay moved{what, number_, endpoint.peer_engine, id, endpoint.peer, operation, direction, {}};
   if (fabric_.options_.late_writes && direction == Direction::write) {
-    const std::byte* bytes = regions_.at(local.region.value).memory.data() + local.offset;
-    moved.left.emplace(bytes, bytes + length);
+    const std::byte* bytes = regions_.at(what.local.region.value).memory.data() + what.local.offset;
+    moved.left.emplace(bytes, bytes + what.length);
   }
   if (fabric_.options_.withdrawal_breaks)
-    fabric_.moving_[operation] = {number_, endpoint.peer_engine, id, endpoint.peer, local.region, remote.region.key};
+    fabric_.moving_[operation] = {number_,       endpoint.peer_engine, id,
+                                  endpoint.peer, what.local.region,    what.remote.region.key};
   if (const auto* peer = fabric_.engine(endpoint.peer_engine); peer != nullptr && peer->room_ != room_)
-    fabric_.bytes_between_rooms_ += length;
+    fabric_.bytes_between_rooms_ += what.length;
   const Duration there = (moved.left ? fabric_.late_delay() : fabric_.delay()) +
                          (direction == Direction::write ? fabric_.slowness(number_, endpoint.peer_engine)
                                                         : fabric_.slowness(endpoint.peer_engine, number_));
@@ -233,7 +233,10 @@ void SimEngine::land(Fabric& fabric, OnItsWay moved) {
   const std::optional<Error> error = receiver->take_bytes(sender, moved);
   if (!error && closed) ++fabric.stale_writes_;
   if (!error && moved.notify && !closed)
-    receiver->emit({.kind = EventKind::written, .endpoint = moved.peer, .value = *moved.notify});
+    receiver->emit({.kind = EventKind::written,
+                    .endpoint = moved.peer,
+                    .value = *moved.notify,
+                    .digested = receiver->digest_of(moved)});
   fabric.after(fabric.delay() + fabric.slowness(moved.to, moved.from),
                [&fabric, from = moved.from, id = moved.endpoint, operation = moved.operation, error] {
                  if (auto* poster = fabric.engine(from)) poster->complete(id, operation, error);
@@ -265,6 +268,14 @@ std::optional<Error> SimEngine::take_bytes(const SimEngine* sender, const OnItsW
   if (moved.direction == Direction::write && moved.length > 0 && std::exchange(damage_, false))
     far[fabric_.random_() % moved.length] ^= std::byte{1} << static_cast<int>(moved.operation % 8);
   return std::nullopt;
+}
+
+// Some copy what is written to them, and some don't.
+std::optional<Digested> SimEngine::digest_of(const OnItsWay& written) {
+  if (!written.digested || written.operation % 2 == 0) return std::nullopt;
+  const BytesView bytes =
+      region_of_key(written.remote.region.key)->memory.subspan(written.remote.offset, written.length);
+  return Digested{bytes, digest(bytes)};
 }
 
 void SimEngine::complete(EndpointId id, std::uint64_t operation, std::optional<Error> error) {

@@ -60,21 +60,17 @@ class SimEngine final : public Engine {
   };
 
   enum class Direction { write, read };
-  void start(EndpointId endpoint, Direction direction, std::uint64_t context, const LocalRange& local,
-             const RemoteRange& remote, std::uint64_t length, std::optional<std::uint64_t> notify);
-  struct OnItsWay {  // a write or a read
+  void start(EndpointId endpoint, Direction direction, const Write& what);
+  struct OnItsWay : Write {  // or a read
     std::uint32_t from = 0, to = 0;
     EndpointId endpoint, peer;  // its ends
     std::uint64_t operation = 0;
     Direction direction{};
-    LocalRange local;
-    RemoteRange remote;
-    std::uint64_t length = 0;
-    std::optional<std::uint64_t> notify;
     std::optional<Bytes> left;  // what its poster's memory held then
   };
   static void land(Fabric& fabric, OnItsWay moved);
   std::optional<Error> take_bytes(const SimEngine* sender, const OnItsWay& moved);
+  std::optional<Digested> digest_of(const OnItsWay& written);
   Regions::Refusal refusal_of(const OnItsWay& moved);
   Result<> check(EndpointId endpoint, const LocalRange& local, std::uint64_t length) const;
   void complete(EndpointId endpoint, std::uint64_t operation, std::optional<Error> error);

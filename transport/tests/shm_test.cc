@@ -19,6 +19,7 @@
 #include <functional>
 
 #include "base/clock.h"
+#include "base/digest.h"
 #include "base/fd.h"
 #include "base/unix_socket.h"
 #include "transport/shm/factory.h"
@@ -162,15 +163,21 @@ TEST(ShmEngine, StreamedWritesBringTheSameBytesAtAnyPlaceAndLength) {
                         .remote = {two.listener->remote(target), at},
                         .length = length,
                         .notify = 5,
-                        .streamed = true};
+                        .streamed = true,
+                        .digested = length % 2 == 0};
       ASSERT_TRUE(two.caller->write(two.there, {&write, 1}));
       bool written = false;
+      std::optional<Digested> digested;
       ASSERT_TRUE(within(std::chrono::seconds(20), [&] {
         for (const auto& event : two.listener->poll())
-          written = written || (event.kind == EventKind::written && event.value == 5);
+          if (event.kind == EventKind::written && event.value == 5) written = true, digested = event.digested;
         (void)two.caller->poll();
         return written;
       }));
+      const auto landed = BytesView(into.span()).subspan(at, length);
+      EXPECT_EQ(digested.has_value(), write.digested && length > 8 * KiB) << "few bytes travel in the ring";
+      if (digested) EXPECT_EQ(digested->of(landed), digest(landed));
+      if (digested) EXPECT_FALSE(digested->of(landed.first(length - 1))) << "a digest is of these bytes and no others";
       EXPECT_TRUE(std::ranges::equal(into.span().subspan(at, length), from.span().subspan(3, length)));
       EXPECT_EQ(into.data()[at + length], std::byte{0xee});
       if (at > 0) EXPECT_EQ(into.data()[at - 1], std::byte{0xee});

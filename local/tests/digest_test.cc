@@ -1,0 +1,46 @@
+#include "base/digest.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <random>
+
+namespace rejoin {
+namespace {
+
+TEST(Digest, AllInstructionSetsAgreeAtEveryLength) {
+  std::mt19937 random(3);
+  Bytes bytes(5'000'000);
+  for (auto& byte : bytes) byte = static_cast<std::byte>(random());
+  for (std::size_t length : {0ul, 1ul, 17ul, 240ul, 4095ul, 4096ul, 4097ul, 100'000ul, 4'194'304ul, 5'000'000ul})
+    EXPECT_EQ(digest(BytesView(bytes).first(length)), digest_plain(BytesView(bytes).first(length))) << length;
+}
+
+TEST(Digest, OnTheWayIsThatOfTheBytesAndTheyLandWhole) {
+  std::mt19937 random(4);
+  Bytes from(1'100'000), to(from.size() + 200);
+  for (auto& byte : from) byte = static_cast<std::byte>(random());
+  for (std::size_t length : {0ul, 1ul, 63ul, 64ul, 4095ul, 4096ul, 4097ul, 100'000ul, 1'100'000ul})
+    for (std::size_t at : {0ul, 1ul, 64ul, 100ul}) {
+      std::ranges::fill(to, std::byte{0xee});
+      const auto bytes = BytesView(from).first(length);
+      EXPECT_EQ(digest_and_copy(to.data() + at, bytes), digest(bytes)) << length;
+      EXPECT_TRUE(std::ranges::equal(BytesView(to).subspan(at, length), bytes)) << length << " at " << at;
+      EXPECT_EQ(to[at + length], std::byte{0xee});
+      if (at > 0) EXPECT_EQ(to[at - 1], std::byte{0xee});
+    }
+}
+
+TEST(Digest, EveryByteAndItsPlaceMatter) {
+  Bytes bytes(20000);
+  const auto plain = digest(bytes);
+  for (std::size_t i : {0ul, 4095ul, 4096ul, 19999ul}) {
+    bytes[i] = std::byte{1};
+    EXPECT_NE(digest(bytes), plain);
+    bytes[i] = std::byte{0};
+  }
+  EXPECT_NE(digest(BytesView(bytes).first(19999)), plain);
+}
+
+}  // namespace
+}  // namespace rejoin
