@@ -304,16 +304,26 @@ std::vector<std::pair<RankKey, Source::Stats>> Service::serving_now() const {
   return all;
 }
 
+// Of who fetches and of who is fetched from; otherwise a step of the trainer's changes nothing here.
+std::vector<local::View*> Service::views_in_use() const {
+  std::vector<local::View*> views;
+  for (const auto& [key, rank] : ranks_)
+    if (rank.joiner) views.push_back(rank.view.get());
+  for (const auto& [endpoint, serving] : serving_)
+    if (const auto& rank = ranks_.at(serving.rank); !rank.joiner) views.push_back(rank.view.get());
+  return views;
+}
+
 std::vector<int> Service::doorbells() const {
   std::vector<int> fds;
-  for (const auto& [key, rank] : ranks_) fds.push_back(rank.view->doorbell().get());
+  for (const auto* view : views_in_use()) fds.push_back(view->doorbell().get());
   return fds;
 }
 
 void Service::arm_doorbells() {
-  for (auto& [key, rank] : ranks_) {
-    drain_eventfd(rank.view->doorbell());
-    rank.view->wait_for_change();
+  for (auto* view : views_in_use()) {
+    drain_eventfd(view->doorbell());
+    view->wait_for_change();
   }
 }
 

@@ -166,6 +166,7 @@ class Service {
   void connect(RankKey key, LocalRank& rank, const SourceAddress& source, bool fellow, TimePoint now);
   void part_from(LocalRank& rank, const GivenUp& fellow, TimePoint now);
   void give_up_silent_sources(TimePoint now);
+  std::vector<local::View*> views_in_use() const;
   void handle(const transport::Event& event, TimePoint now);
   void on_accepted(const transport::Event& event);
   void on_message(transport::EndpointId endpoint, BytesView bytes);

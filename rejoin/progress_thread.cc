@@ -188,9 +188,13 @@ Result<std::optional<StepView>> ProgressThread::wait_for_step(std::uint64_t afte
   taken_ = current_->step;
   taken_epoch_ = epoch_;
   taken_contributes_ = current_->contributes;
-  asked_ = true;
-  signal_eventfd(wake_);
+  ask();
   return current_;
+}
+
+// Under the mutex. One that has been asked and has not looked yet is awake, or waits for an update on the GPU.
+void ProgressThread::ask() {
+  if (!std::exchange(asked_, true)) signal_eventfd(wake_);
 }
 
 // Under the mutex.
@@ -205,13 +209,10 @@ Result<> ProgressThread::may_reduce(std::uint32_t bucket) const {
 }
 
 Result<> ProgressThread::all_reduce(std::uint32_t bucket) {
-  {
-    const std::lock_guard lock(mutex_);
-    if (auto may = may_reduce(bucket); !may) return may;
-    wanted_[bucket] = true;
-    asked_ = true;
-  }
-  signal_eventfd(wake_);
+  const std::lock_guard lock(mutex_);
+  if (auto may = may_reduce(bucket); !may) return may;
+  wanted_[bucket] = true;
+  ask();
   return {};
 }
 
