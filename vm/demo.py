@@ -1,4 +1,4 @@
-"""The demo over several VMs as nodes, two RoCE rails between them; one node loses power and comes back."""
+"""The demo over several VMs as nodes in two rooms, two RoCE rails between them; one node loses power and comes back."""
 import json
 import os
 import queue
@@ -20,6 +20,10 @@ QUESTION = ("uptime; tail -n 5 *.out; cat /proc/net/dev; rdma link; rdma res sho
 NO_NETWORK = "no ping comes through"
 
 
+def location(node):
+    return f"dc/room{node % 2}/node{node}"
+
+
 def job(node, nodes, params, silence):
     """The shell script of one node: its daemon, its replica's trainers, and with the first the coordinator."""
     common = f"--job-key-file key --silence-ms {silence} --events ev"
@@ -32,7 +36,7 @@ def job(node, nodes, params, silence):
         lines.append(f"sh told coordinator rejoind --coordinator --listen 10.77.0.1:7000 --log-directory log --replicas {nodes} "
                      f"--ranks {RANKS} --batch 8 {common} >coordinator.out 2>&1 &")
     lines.append(f"sh told node{node} rejoind --name node{node} --socket /tmp/sock --connect 10.77.0.1:7000 --transport {TRANSPORT} "
-                 f"{common} --address-file node.json >node.out 2>&1 &")
+                 f"--location {location(node)} {common} --address-file node.json >node.out 2>&1 &")
     lines.append("until [ -e node.json ]; do usleep 20000; done")
     for rank in range(RANKS):
         lines.append(f"( for life in 1 2 3; do sh told r{node}.{rank} rejoin-demo-trainer --replica {node} --rank {rank} "
@@ -43,6 +47,31 @@ def job(node, nodes, params, silence):
     # What the rig asks for, line by line, until the power goes.
     lines.append('while read -r line; do eval "$line" 2>&1 | sed "s/^/vm-answer /"; done </dev/ttyS0')
     return "\n".join(lines) + "\n"
+
+
+def follows_locations(nodes, tell):
+    """Whether the ring enters each room once, and who came back has fetched from its own room alone, as status tells."""
+    told = {}
+    for vm in nodes:
+        vm.ask("rejoin status 127.0.0.1:7002 | grep 'served to joiners'")
+    nodes[0].ask("rejoin status 127.0.0.1:7001 | grep -o 'dc/room.*' | tr '\\n' ' '; echo in the order of the ring")
+    deadline = time.monotonic() + 60
+    patterns = [re.compile(rf"vm-answer node{vm.number}: .*, (.*) served to joiners") for vm in nodes]
+    order = re.compile("vm-answer (.*) in the order of the ring")
+    while len(told) < len(nodes) + 1 and time.monotonic() < deadline:
+        for key, vm, pattern in [(vm.number, vm, pattern) for vm, pattern in zip(nodes, patterns)] + [("order", nodes[0], order)]:
+            found = [match[1] for match in map(pattern.search, vm.lines) if match]
+            told.update({key: found[-1]} if found else {})
+        time.sleep(0.1)
+    expected = " ".join(location(n) for n in sorted((vm.number for vm in nodes), key=lambda n: (n % 2, n)))
+    back = nodes[-1].number
+    near = [vm.number for vm in nodes[:-1] if vm.number % 2 == back % 2] or [vm.number for vm in nodes[:-1]]
+    good = told.get("order") == expected and all((told.get(vm.number, "0 B") != "0 B") == (vm.number in near) for vm in nodes[:-1])
+    tell(f"the ring's order: {told.get('order')}; node {back} fetched " +
+         " and ".join(f"{told.get(vm.number)} from node {vm.number}" for vm in nodes[:-1]))
+    if not good:
+        tell(f"expected were the order {expected}, and bytes from {near} alone")
+    return good
 
 
 class Node:
@@ -104,7 +133,7 @@ def play(nodes, params, limit, kill_at=15, silence=4000):
     started = time.monotonic()
     scripts = [job(n, nodes, params, silence) for n in range(nodes)]
     vms = [Node(n, scripts[n], switches, programs, events) for n in range(nodes)]
-    victim, killed_at, promoted_at, resumed_at, back_at, entered_at = 1, None, None, None, None, None
+    victim, killed_at, promoted_at, resumed_at, back_at, entered_at = nodes - 1, None, None, None, None, None
     digests, last, wire = {}, {}, 0  # version → who → digest; node → step
     proven, different = [], []       # versions that all ranks have told, after the node came back
     moved = {}                       # node → when it was started, had its last step, or was asked about that
@@ -189,6 +218,7 @@ def play(nodes, params, limit, kill_at=15, silence=4000):
         good = len(proven) >= 2 and not different
         log("same bits on all nodes, one of which lost power in between" if good
             else f"different bits at version {different[0]}" if different else "it did not come back in time")
+        good = good and follows_locations(vms, log)
         if not good:
             for vm in vms:
                 print(f"---- node {vm.number}, the end of its console:")
