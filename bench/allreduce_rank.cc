@@ -1,8 +1,3 @@
-#include <arpa/inet.h>
-#include <fcntl.h>
-#include <ifaddrs.h>
-#include <net/if.h>
-#include <sched.h>
 #include <signal.h>
 #include <sys/prctl.h>
 #include <sys/wait.h>
@@ -17,6 +12,7 @@
 #include "base/fail.h"
 #include "base/fd.h"
 #include "bench/allreduce.h"
+#include "bench/host.h"
 #include "bench/socket_ring.h"
 #include "bench/usage.h"
 #include "device/access.h"
@@ -55,25 +51,6 @@ void put(DataType type, std::byte* at, std::uint32_t sum, std::uint32_t divisor 
     const auto stored = element.store(divisor > 1 ? arithmetic::Divisor<Value>(divisor)(value) : value);
     std::memcpy(at, &stored, sizeof stored);
   });
-}
-
-// This process's network is that namespace's from now on. Returns the address there.
-Result<std::string> enter_host(const std::string& name) {
-  const std::string path = "/run/netns/" + name;
-  const Fd there(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
-  if (!there || ::setns(there.get(), CLONE_NEWNET) != 0) return fail_errno("--hosts: entering " + path);
-  ifaddrs* all = nullptr;
-  if (::getifaddrs(&all) != 0) return fail_errno("--hosts: the addresses of " + name);
-  const std::unique_ptr<ifaddrs, decltype(&::freeifaddrs)> owned(all, ::freeifaddrs);
-  for (const ifaddrs* one = all; one != nullptr; one = one->ifa_next) {
-    if (one->ifa_addr == nullptr || one->ifa_addr->sa_family != AF_INET || (one->ifa_flags & IFF_LOOPBACK) != 0)
-      continue;
-    char text[INET_ADDRSTRLEN] = {};
-    sockaddr_in address{};
-    std::memcpy(&address, one->ifa_addr, sizeof address);
-    if (::inet_ntop(AF_INET, &address.sin_addr, text, sizeof text) != nullptr) return std::string(text);
-  }
-  return fail(ErrorCode::not_found, "--hosts: {} has no address but loopback's", name);
 }
 
 class RankProcess {

@@ -48,8 +48,8 @@ class Hosts:
             raise SystemExit(f"no network of namespaces can be had here (it needs root, ip and tc): {error}") from error
         return self
 
-    def limit(self, megabytes):
-        for name in self.names:
+    def limit(self, megabytes, names=None):
+        for name in names or self.names:
             run("ip", "netns", "exec", name, "tc", "qdisc", "replace", "dev", "eth0", "root", "tbf",
                 "rate", f"{megabytes * 8}mbit", "burst", "256k", "latency", "50ms")  # fmt: skip
 

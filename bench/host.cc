@@ -1,0 +1,35 @@
+#include "bench/host.h"
+
+#include <arpa/inet.h>
+#include <fcntl.h>
+#include <ifaddrs.h>
+#include <net/if.h>
+#include <sched.h>
+
+#include <cstring>
+#include <memory>
+
+#include "base/fail.h"
+#include "base/fd.h"
+
+namespace rejoin::bench {
+
+Result<std::string> enter_host(const std::string& name) {
+  const std::string path = "/run/netns/" + name;
+  const Fd there(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
+  if (!there || ::setns(there.get(), CLONE_NEWNET) != 0) return fail_errno("--hosts: entering " + path);
+  ifaddrs* all = nullptr;
+  if (::getifaddrs(&all) != 0) return fail_errno("--hosts: the addresses of " + name);
+  const std::unique_ptr<ifaddrs, decltype(&::freeifaddrs)> owned(all, ::freeifaddrs);
+  for (const ifaddrs* one = all; one != nullptr; one = one->ifa_next) {
+    if (one->ifa_addr == nullptr || one->ifa_addr->sa_family != AF_INET || (one->ifa_flags & IFF_LOOPBACK) != 0)
+      continue;
+    char text[INET_ADDRSTRLEN] = {};
+    sockaddr_in address{};
+    std::memcpy(&address, one->ifa_addr, sizeof address);
+    if (::inet_ntop(AF_INET, &address.sin_addr, text, sizeof text) != nullptr) return std::string(text);
+  }
+  return fail(ErrorCode::not_found, "--hosts: {} has no address but loopback's", name);
+}
+
+}  // namespace rejoin::bench
