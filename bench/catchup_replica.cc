@@ -5,6 +5,7 @@
 #include <numeric>
 
 #include "base/fail.h"
+#include "base/mix.h"
 #include "bench/host.h"
 #include "bench/usage.h"
 #include "catchup/gradient_log.h"
@@ -65,9 +66,7 @@ class Replica {
   // A weight, its mean gradient or its mean squared gradient, spread as in a trained model; or a constant.
   float value(std::uint64_t column, std::uint64_t i) const {
     if (!s_.real_data) return 0.125f;
-    std::uint64_t x = (i * 3 + column + 1) * 0x9e3779b97f4a7c15;
-    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9;
-    x = (x ^ (x >> 27)) * 0x94d049bb133111eb;
+    const std::uint64_t x = mixed((i * 3 + column + 1) * 0x9e3779b97f4a7c15);
     float sum = -6;  // of twelve uniform numbers: nearly normal
     for (int k = 0; k < 12; ++k) sum += static_cast<float>(((x >> (5 * k)) ^ (x << (k + 7))) & 0xffff) / 65536.0f;
     const float normal = sum;

@@ -116,7 +116,7 @@ TEST_P(CatchUp, SourcesThatDifferAreReportedAndNotTrustedBeforeTheOneThatIsWrong
     EXPECT_NE(drift.digests[0].second, drift.digests[1].second);
     EXPECT_LT(drift.offset, drift.total);
     const auto refetched = joiner.service->progress({joiner.id, RankId(0)}, cluster.clock.now())->refetched;
-    for (int i = 0; i < (on_gpu || kSlow ? 20 : 100); ++i) cluster.train(6);
+    for (int i = 0; i < (on_gpu || kSanitized ? 20 : 100); ++i) cluster.train(6);
     EXPECT_FALSE(joiner.caught_up) << "its sources differ";
     EXPECT_EQ(joiner.service->progress({joiner.id, RankId(0)}, cluster.clock.now())->refetched, refetched)
         << "fetched again, it would fit one of them";

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "base/log.h"
+#include "base/sanitized.h"
 #include "catchup/gradient_log.h"
 #include "catchup/service.h"
 #include "device/tests/library.h"
@@ -23,13 +24,7 @@
 
 namespace rejoin::catchup {
 
-#ifdef REJOIN_SANITIZED
-inline constexpr bool kSlow = true;
-inline constexpr std::uint64_t kSeeds = 2;
-#else
-inline constexpr bool kSlow = false;
-inline constexpr std::uint64_t kSeeds = 4;
-#endif
+inline constexpr std::uint64_t kSeeds = kSanitized ? 2 : 4;
 
 inline local::Manifest small_model(bool elementwise, bool on_gpu) {
   const std::uint64_t less = on_gpu ? 9 : 3;  // a GPU made of software is slower than memory
@@ -322,7 +317,7 @@ struct Cluster {
 struct CatchUp : testing::TestWithParam<Memory> {
   Memory memory = GetParam();
   bool on_gpu = memory.on_gpu;
-  std::uint64_t seeds() const { return on_gpu ? (kSlow ? 1 : 2) : kSeeds; }
+  std::uint64_t seeds() const { return on_gpu ? (kSanitized ? 1 : 2) : kSeeds; }
 };
 
 }  // namespace rejoin::catchup

@@ -10,6 +10,7 @@
 #include <random>
 
 #include "base/bytes.h"
+#include "base/sanitized.h"
 
 namespace rejoin::collectives {
 namespace {
@@ -115,11 +116,7 @@ std::vector<std::uint32_t> filled(std::size_t member, std::size_t memory, std::s
   return all;
 }
 
-#ifdef REJOIN_SANITIZED
-constexpr std::uint32_t kMost = 4;  // members
-#else
-constexpr std::uint32_t kMost = 9;
-#endif
+constexpr std::uint32_t kMost = kSanitized ? 4 : 9;                       // members
 constexpr std::size_t kCounts[] = {0, 1, 7, 100, 9'000, 20'011, 70'001};  // elements: on both sides of every limit
 
 void for_each_shape(const std::function<void(Shape)>& call, std::uint32_t most = kMost) {

@@ -7,6 +7,7 @@
 #include <thread>
 
 #include "base/bytes.h"
+#include "base/sanitized.h"
 #include "base/unix_socket.h"
 #include "local/owner.h"
 #include "local/view.h"
@@ -304,11 +305,7 @@ TEST(Pins, NothingIsPinnedWhileAnUpdateRuns) {
 // The promise under real concurrency: whatever is read while pinned is one version, complete, although updates go on.
 // In turns: the trainer waits for the reader, the reader for the trainer's next update, and both race.
 TEST(Pins, WhatIsHeldIsOneVersionHoweverFastTheTrainerUpdates) {
-#ifdef REJOIN_SANITIZED
-  constexpr int turns = 30;
-#else
-  constexpr int turns = 600;
-#endif
+  constexpr int turns = kSanitized ? 30 : 600;
   auto owner = *Owner::make(*Manifest::make({{.name = "w", .count = 20000, .columns = 3}}));
   auto view = view_of(owner);
   std::atomic<bool> stop{false}, wait_for_reader{false};
