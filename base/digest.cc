@@ -28,6 +28,7 @@ const Kernels chosen = __builtin_cpu_supports("avx512f") ? Kernels{digest_avx512
 std::uint64_t digest(BytesView bytes) { return chosen.digest(bytes); }
 std::uint64_t digest_and_copy(std::byte* to, BytesView from) { return chosen.digest_and_copy(to, from); }
 std::uint64_t digest_plain(BytesView bytes) { return digest_generic(bytes); }
+std::uint64_t digest_and_copy_plain(std::byte* to, BytesView from) { return digest_and_copy_generic(to, from); }
 
 std::uint64_t digest_of_block(BytesView block) { return XXH3_64bits(block.data(), block.size()); }
 std::uint64_t digest_of_hashes(std::uint64_t bytes, std::span<const std::uint64_t> hashes) {

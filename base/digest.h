@@ -9,11 +9,12 @@
 namespace rejoin {
 
 std::uint64_t digest(BytesView bytes);
-// Copies past the caches (base/streamed_copy.h), and returns the digest of what it copied: of each block before that is
-// copied, so that memory is read once. The two ranges do not overlap.
+// Copies past the caches (base/streamed_copy.h), and returns digest(from). It digests a block and then copies that, so
+// that memory is read once. The two ranges do not overlap.
 std::uint64_t digest_and_copy(std::byte* to, BytesView from);
-// The same without vector instructions beyond the baseline, for tests.
+// The same two without vector instructions beyond the baseline, for tests.
 std::uint64_t digest_plain(BytesView bytes);
+std::uint64_t digest_and_copy_plain(std::byte* to, BytesView from);
 
 // Its two levels, for whoever has the hashes of the whole blocks from elsewhere: of one block, and of all together.
 constexpr std::size_t kDigestBlock = 4 * KiB;  // the last one may be shorter

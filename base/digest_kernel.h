@@ -3,7 +3,6 @@
 
 // Inlined, so that each includer gets the variant of its own vector width.
 #define XXH_INLINE_ALL
-#include <emmintrin.h>
 #include <xxhash.h>
 
 #include <algorithm>

@@ -11,8 +11,10 @@
 
 namespace rejoin {
 
+// Static, so that what is compiled for wider vectors serves nobody else.
+
 // As memcpy. Its bytes are ordered before what this thread stores only after a fence.
-inline void streamed_copy_unordered(std::byte* to, BytesView bytes) {
+static inline void streamed_copy_unordered(std::byte* to, BytesView bytes) {
   constexpr std::size_t kLine = 64;
   const std::byte* from = bytes.data();
   const std::size_t length = bytes.size();
@@ -37,7 +39,7 @@ inline void streamed_copy_unordered(std::byte* to, BytesView bytes) {
 }
 
 // As memcpy. When it has returned, the bytes are ordered before what this thread stores next.
-inline void streamed_copy(std::byte* to, BytesView from) {
+static inline void streamed_copy(std::byte* to, BytesView from) {
   streamed_copy_unordered(to, from);
   _mm_sfence();
 }

@@ -107,9 +107,10 @@ int main(int argc, char** argv) {
   line.add("--limit", s.limit, "each source sends at most this many MB/s; 0: no limit").show_default();
   line.flag("--weights", s.real_data, "fill the state with values like a trained model's, not with a constant");
   line.add("--use_cuda", s.cuda, "states in this CUDA device's memory, which all replicas share");
-  line.add("--hosts", s.hosts,
-           "network namespaces, one for each replica, the joiner's first, which has the first address there that is "
-           "none of loopback's; for tcp")
+  line.add(
+          "--hosts", s.hosts,
+          "network namespaces, one for each replica, the joiner's first; each has the first IPv4 address there that is "
+          "none of loopback's; for tcp")
       .separated_by(',');
   line.add("--json", s.json, "write the results to this file");
   if (const auto status = line.parse(argc, argv)) return *status;

@@ -34,6 +34,8 @@ def main():
     parser.add_argument("--size", default="512M", help="state")
     parser.add_argument("-n", type=int, default=3, help="repetitions")
     arguments = parser.parse_args()
+    if not PERF.exists():
+        sys.exit(f"{PERF} is not there: ./run build release")
     print("| sources' links, MB/s | bulk, GB/s | verified, GB/s | sent by the second |\n|---|---|---|---|")
     with Hosts(3) as hosts:
         hosts.limit(arguments.rate)

@@ -93,9 +93,8 @@ class Replica {
   std::span<std::byte> state() const { return owner_->memory_ranges().front(); }  // all of it
   bool joiner() const { return number_ == 0; }
   std::uint32_t processes() const { return s_.sources + 1; }
-  Result<> meet_all() {
-    return meet(meeting_, processes()) ? Result<>{} : fail(ErrorCode::cancelled, "another process failed");
-  }
+  static tl::unexpected<Error> another_failed() { return fail(ErrorCode::cancelled, "another process failed"); }
+  Result<> meet_all() { return meet(meeting_, processes()) ? Result<>{} : another_failed(); }
   Result<> open() {
     auto engine = transport::make_engine(s_.transport, owner_->device());
     if (!engine) return tl::unexpected(engine.error());
@@ -149,7 +148,8 @@ class Replica {
       std::vector<transport::EndpointId> sources;
       std::uint32_t finished = 0;
       TimePoint start{};
-      while (finished < s_.sources)
+      while (finished < s_.sources) {
+        if (meeting_.failed.load() != 0) return another_failed();
         for (const auto& event : poll()) {
           if (event.kind == transport::EventKind::accepted) sources.push_back(event.endpoint);
           if (event.kind == transport::EventKind::accepted && sources.size() == s_.sources) {
@@ -159,6 +159,7 @@ class Replica {
           }
           finished += event.kind == transport::EventKind::message;
         }
+      }
       seconds_taken = seconds(clock_.now() - start);
     }
     if (auto met = meet_all(); !met) return tl::unexpected(met.error());
@@ -198,6 +199,7 @@ class Replica {
       TimePoint updated = start;
       for (bool caught_up = false; !caught_up;) {
         const TimePoint now = clock_.now();
+        if (meeting_.failed.load() != 0) return another_failed();
         caught_up = !service.poll(now).empty();
         const auto progress = service.progress(key, now);
         if (measured.arrived_seconds == 0 && progress->slices == progress->total_slices)
@@ -245,7 +247,7 @@ class Replica {
     const auto cpu = gather(meeting_, number_, processes(), used.cpu_seconds);
     const auto calls = gather(meeting_, number_, processes(), static_cast<double>(used.system_calls));
     const auto bytes = gather(meeting_, number_, processes(), sent);
-    if (cpu.empty() || calls.empty() || bytes.empty()) return fail(ErrorCode::cancelled, "another process failed");
+    if (cpu.empty() || calls.empty() || bytes.empty()) return another_failed();
     measured.joiner_cpu = cpu[0], measured.joiner_calls = calls[0];
     measured.sources_cpu = std::accumulate(cpu.begin() + 1, cpu.end(), 0.0);
     measured.sources_calls = std::accumulate(calls.begin() + 1, calls.end(), 0.0);

@@ -7,8 +7,8 @@
 
 namespace rejoin::bench {
 
-// This process's network is that namespace's (of `ip netns`) from now on. Returns its first address there that is none
-// of loopback's. Errors: there is no such namespace, this process may not enter it, or there is no address.
+// This process's network is that namespace's (of `ip netns`) from now on. Returns its first IPv4 address there that is
+// none of loopback's. Errors: there is no such namespace, this process may not enter it, or there is no address.
 Result<std::string> enter_host(const std::string& name);
 
 }  // namespace rejoin::bench

@@ -10,6 +10,7 @@ by a token bucket. Needs root, ip and tc. The ranks are processes of this machin
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -32,6 +33,7 @@ class Hosts:
         self.made = []
 
     def __enter__(self):
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # so that what was made goes away
         try:
             for name in [self.bridge, *self.names]:
                 run("ip", "netns", "add", name)

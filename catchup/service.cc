@@ -158,7 +158,7 @@ Result<> Service::start_joining(LocalRank& rank, TimePoint now) {
 
 // What did not work: nobody else will ask for it.
 void Service::try_again(RankKey key, LocalRank& rank, TimePoint now) {
-  if (now < rank.retry_at || (rank.registered && rank.wanted.empty())) return;
+  if (now < rank.retry_at || !rank.tries_again()) return;
   rank.retry_at = now + kRetry;
   if (!rank.registered && !register_rank(rank)) return;
   if (rank.wanted.empty() || !start_joining(rank, now)) return;
@@ -225,6 +225,8 @@ std::vector<Service::CompletedRank> Service::poll(TimePoint now) {
 Duration Service::wait(TimePoint now, Duration most) const {
   for (const auto& [endpoint, serving] : serving_)
     if (const TimePoint due = serving.source->due(); due > now) most = std::min(most, due - now);
+  for (const auto& [key, rank] : ranks_)
+    if (rank.tries_again() && rank.retry_at > now) most = std::min(most, rank.retry_at - now);
   return most;
 }
 
@@ -264,8 +266,10 @@ void Service::poll_again(TimePoint now) {
   }
   for (auto& [key, rank] : ranks_) {
     busy_ |= rank.view->populate_some();
+    const bool joined = rank.joiner != nullptr;
     try_again(key, rank, now);
     if (!rank.joiner) continue;
+    busy_ |= !joined;  // its trainer is not watched yet
     rank.joiner->work(now, busy_);
     for (const auto& fellow : rank.joiner->take_given_up()) part_from(rank, fellow, now);
     for (auto& drift : rank.joiner->take_drifts()) drifts_.emplace_back(key, std::move(drift));
@@ -306,11 +310,11 @@ std::vector<std::pair<RankKey, Source::Stats>> Service::serving_now() const {
 
 // Of who fetches and of who is fetched from; otherwise a step of the trainer's changes nothing here.
 std::vector<local::View*> Service::views_in_use() const {
+  std::set<RankKey> served;
+  for (const auto& [endpoint, serving] : serving_) served.insert(serving.rank);
   std::vector<local::View*> views;
   for (const auto& [key, rank] : ranks_)
-    if (rank.joiner) views.push_back(rank.view.get());
-  for (const auto& [endpoint, serving] : serving_)
-    if (const auto& rank = ranks_.at(serving.rank); !rank.joiner) views.push_back(rank.view.get());
+    if (rank.joiner || served.contains(key)) views.push_back(rank.view.get());
   return views;
 }
 

@@ -110,7 +110,7 @@ class Service {
   std::uint64_t bytes_passed_on() const;  // of these: out of the state of a rank that was catching up itself
   // Of the joiners served now: how much, how fast, whether coded.
   std::vector<std::pair<RankKey, Source::Stats>> serving_now() const;
-  // What to watch besides the engine: the trainers' doorbells.
+  // What to watch besides the engine: the doorbells of the trainers whose memory is in use now, which any poll changes.
   std::vector<int> doorbells() const;
   void arm_doorbells();
 
@@ -138,9 +138,10 @@ class Service {
       Duration pause{};
       bool never = false;
     };
-    std::map<SourceAddress, Retry> given_up;                 // of the chain
-    Step committed;                                          // as catch_up() was last given it
-    TimePoint retry_at{};                                    // of what could not be registered, or connected with
+    std::map<SourceAddress, Retry> given_up;  // of the chain
+    Step committed;                           // as catch_up() was last given it
+    TimePoint retry_at{};                     // of what could not be registered, or connected with
+    bool tries_again() const { return !registered || !wanted.empty(); }
     std::map<SourceAddress, transport::EndpointId> sources;  // … and the connections with them
   };
   struct Serving {

@@ -39,19 +39,20 @@ bool Communicator::post(Peer& peer, std::uint32_t bucket, std::uint32_t kind, co
                 slot,
                 chunk,
                 form};
-  const bool streamed = kind != Tag::kReduceScatter && buckets_[bucket].bytes() >= kLeastStreamed;
+  const auto width = RingOperation::width_of(form);
+  // Otherwise it is read at once, to be added up or decoded.
+  const bool final = kind != Tag::kReduceScatter && width == coding::Width::plain;
   const transport::Write write{.context = context_of(epoch_, bucket, kind),
                                .local = local,
                                .remote = remote,
                                .length = length,
                                .notify = tag.packed(),
-                               .streamed = streamed,
-                               .digested = kind != Tag::kReduceScatter && digesting_ && !reducer_};
+                               .streamed = final && buckets_[bucket].bytes() >= kLeastStreamed,
+                               .digested = final && digesting_ && !reducer_};
   if (!engine_.write(peer.endpoint, {&write, 1})) return false;  // its `closed` event is on the way
   ++peer.writes_in_flight;
   peer.rate.on_posted(length, now_);
   chunk_bytes_sent_ += length;
-  const auto width = RingOperation::width_of(form);
   peer.stats.coded_bits = static_cast<std::uint32_t>(width);
   if (width == coding::Width::plain) return plain_bytes_sent_ += length, true;
   plain_bytes_sent_ += length / coding::bytes_of_block(buckets_[bucket].spec.type, width) * coding::kPlainBlock;

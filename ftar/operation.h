@@ -158,9 +158,8 @@ class ChunkedOperation : public Operation {
  protected:
   bool peer_ready(const Peer& peer) const;
   void make_final(std::uint32_t chunk);
-  // Returns what is known of a digest of what arrived.
-  std::optional<transport::Digested> take_final(Peer& from, std::uint32_t chunk, std::span<std::byte> arrived,
-                                                const std::optional<transport::Digested>& digested);
+  // Returns whether it is as it arrived, and no drill has damaged it.
+  bool take_final(Peer& from, std::uint32_t chunk, std::span<std::byte> arrived);
   void take_digest(std::uint32_t chunk, const std::optional<transport::Digested>& known = std::nullopt);
 
   Communicator& owner_;

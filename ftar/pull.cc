@@ -98,7 +98,7 @@ bool PullOperation::on_chunk(Peer& from, const Tag& tag, const std::optional<tra
   if (schedule_.segment_of(tag.chunk) != owner_.position_of(from)) return false;
   const Range range = schedule_.chunk(tag.chunk);
   const auto arrived = bucket_.spec.output.subspan(range.offset, range.length);
-  take_digest(tag.chunk, take_final(from, tag.chunk, arrived, digested));
+  take_digest(tag.chunk, take_final(from, tag.chunk, arrived) ? digested : std::nullopt);
   return true;
 }
 

@@ -30,15 +30,13 @@ void ChunkedOperation::make_final(std::uint32_t chunk) {
   ++final_count_;
 }
 
-std::optional<transport::Digested> ChunkedOperation::take_final(Peer& from, std::uint32_t chunk,
-                                                                std::span<std::byte> arrived,
-                                                                const std::optional<transport::Digested>& digested) {
+bool ChunkedOperation::take_final(Peer& from, std::uint32_t chunk, std::span<std::byte> arrived) {
   from.stats.bytes_received += arrived.size();
   make_final(chunk);
-  return owner_.damage_if_due(bucket_.step, arrived) ? std::nullopt : digested;
+  return !owner_.damage_if_due(bucket_.step, arrived);
 }
 
-// After it has been sent on: nobody waits for this.
+// After it has been sent on, so that nobody waits for this; unless the transport has taken it on the way.
 void ChunkedOperation::take_digest(std::uint32_t chunk, const std::optional<transport::Digested>& known) {
   if (!digesting_) return;
   const Range range = schedule_.chunk(chunk);
@@ -159,7 +157,7 @@ bool RingOperation::on_chunk(Peer& from, const Tag& tag, const std::optional<tra
   if (final_[tag.chunk]) return false;
   const std::size_t length = length_of(tag.chunk, tag.form);
   std::byte* arrived = coded ? coded_place(tag.chunk) : bucket_.spec.output.data() + schedule_.chunk(tag.chunk).offset;
-  const auto known = take_final(from, tag.chunk, {arrived, length}, digested);
+  const bool as_it_came = take_final(from, tag.chunk, {arrived, length});
   if (coding_ != nullptr) forms_[tag.chunk] = static_cast<std::uint8_t>(tag.form);
   // Who takes it as it has come need not wait until it is decoded.
   const bool passed_on = coded && takes_coded(right_) && takes_coded(left_);
@@ -167,7 +165,7 @@ bool RingOperation::on_chunk(Peer& from, const Tag& tag, const std::optional<tra
   pump_gather(right_);
   pump_gather(left_);
   if (passed_on) decode(tag.chunk);
-  take_digest(tag.chunk, known);
+  take_digest(tag.chunk, as_it_came ? digested : std::nullopt);
   return true;
 }
 

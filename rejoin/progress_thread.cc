@@ -188,14 +188,16 @@ Result<std::optional<StepView>> ProgressThread::wait_for_step(std::uint64_t afte
   taken_ = current_->step;
   taken_epoch_ = epoch_;
   taken_contributes_ = current_->contributes;
-  ask();
-  return current_;
+  const auto step = current_;
+  const bool wakes = ask();
+  lock.unlock();
+  if (wakes) signal_eventfd(wake_);
+  return step;
 }
 
-// Under the mutex. One that has been asked and has not looked yet is awake, or waits for an update on the GPU.
-void ProgressThread::ask() {
-  if (!std::exchange(asked_, true)) signal_eventfd(wake_);
-}
+// Under the mutex. Returns whether the progress thread is to be woken: where it was asked before and has not looked
+// yet, it is about to, unless an update on the GPU was in its way.
+bool ProgressThread::ask() { return !std::exchange(asked_, true) || updates_ > 0; }
 
 // Under the mutex.
 Result<> ProgressThread::may_reduce(std::uint32_t bucket) const {
@@ -209,10 +211,14 @@ Result<> ProgressThread::may_reduce(std::uint32_t bucket) const {
 }
 
 Result<> ProgressThread::all_reduce(std::uint32_t bucket) {
-  const std::lock_guard lock(mutex_);
-  if (auto may = may_reduce(bucket); !may) return may;
-  wanted_[bucket] = true;
-  ask();
+  bool wakes = false;
+  {
+    const std::lock_guard lock(mutex_);
+    if (auto may = may_reduce(bucket); !may) return may;
+    wanted_[bucket] = true;
+    wakes = ask();
+  }
+  if (wakes) signal_eventfd(wake_);
   return {};
 }
 

@@ -115,7 +115,7 @@ class ProgressThread {
     }
   }
   Result<> may_reduce(std::uint32_t bucket) const;
-  void ask();
+  bool ask();
   void poll_streams();
   void finish_works();
 

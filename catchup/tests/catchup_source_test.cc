@@ -1,4 +1,6 @@
 // Sources that die, refuse, cannot be reached or are of another model, and those that are not served from.
+#include <poll.h>
+
 #include <sstream>
 
 #include "catchup/tests/cluster.h"
@@ -24,6 +26,29 @@ TEST(CatchUpService, ASmallStateComesFromAllSources) {
     EXPECT_GT(second.service->bytes_served(), 0u);
     EXPECT_EQ(joiner.service->progress({joiner.id, RankId(0)}, cluster.clock.now())->sources_used, 2u);
   }
+}
+
+// A step of a trainer's wakes its daemon's thread of the stream only where somebody fetches into its memory or out of
+// it.
+TEST(CatchUpService, DoorbellsAreOfTrainersWhoseMemoryIsInUse) {
+  Cluster cluster(1);
+  Replica& source = cluster.add(true);
+  cluster.train(1);
+  EXPECT_TRUE(source.service->doorbells().empty());
+  Replica &joiner = cluster.add(false), &other = cluster.add(false);
+  cluster.catch_up({&joiner, &other});
+  EXPECT_EQ(joiner.service->doorbells().size(), 1u);
+  for (int i = 0; i < 100 && source.service->serving() < 2; ++i) cluster.pump(20);
+  ASSERT_EQ(source.service->serving(), 2u);
+  EXPECT_EQ(source.service->doorbells().size(), 1u) << "one trainer, whoever is served";
+  source.service->arm_doorbells();
+  pollfd doorbell{.fd = source.service->doorbells().front(), .events = POLLIN, .revents = 0};
+  EXPECT_EQ(::poll(&doorbell, 1, 0), 0);
+  cluster.train(0);
+  EXPECT_EQ(::poll(&doorbell, 1, 0), 1);
+  for (auto* one : {&joiner, &other}) one->service->finish({one->id, RankId(0)});
+  for (int i = 0; i < 100 && source.service->serving() > 0; ++i) cluster.pump(20);
+  EXPECT_TRUE(source.service->doorbells().empty());
 }
 
 // Of three sources two are near; all are compared with.

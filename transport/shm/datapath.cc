@@ -26,7 +26,7 @@ constexpr std::uint64_t kBytesPerPoll = 256 * KiB;
 constexpr std::size_t kPeerFiles = 512;  // of one peer, mapped at a time
 
 // Older receivers take it for a part of has_notify.
-std::uint16_t copied(const Write& write) {
+std::uint16_t copy_flags(const Write& write) {
   if (!write.streamed || !write.notify) return 0;
   return write.digested ? wire::kStreamed | wire::kDigested : wire::kStreamed;
 }
@@ -102,7 +102,7 @@ Result<> ShmEngine::write(EndpointId id, std::span<const Write> writes) {
     endpoint.operations[operation] = {.context = write.context, .region = write.local.region, .read = {}};
     wire::Header header{.kind = wire::Kind::write,
                         .has_notify = write.notify.has_value(),
-                        .copied = copied(write),
+                        .copy_flags = copy_flags(write),
                         .length = write.length,
                         .operation = operation,
                         .key = write.remote.region.key,
@@ -255,8 +255,9 @@ Result<std::optional<Digested>> ShmEngine::fetch(Endpoint& endpoint, const wire:
       return tl::unexpected(copied.error());
     return std::nullopt;
   }
-  if ((header.copied & wire::kDigested) != 0) return Digested{{target, mapped.size()}, digest_and_copy(target, mapped)};
-  if (header.copied != 0) streamed_copy(target, mapped);
+  if ((header.copy_flags & wire::kDigested) != 0)
+    return Digested{{target, mapped.size()}, digest_and_copy(target, mapped)};
+  if ((header.copy_flags & wire::kStreamed) != 0) streamed_copy(target, mapped);
   else std::memcpy(target, mapped.data(), mapped.size());
   return std::nullopt;
 }

@@ -25,8 +25,8 @@ constexpr std::uint16_t kDigested = 2;  // and is to take their digest, if it do
 struct Header {
   Kind kind{};
   std::uint16_t has_notify = 0;
-  std::uint16_t copied = 0;  // a write's bytes: how they are copied, in kStreamed and kDigested
-  std::uint64_t length = 0;  // bytes to move
+  std::uint16_t copy_flags = 0;  // of a write: kStreamed, kDigested
+  std::uint64_t length = 0;      // bytes to move
   std::uint64_t operation = 0;
   std::uint64_t key = 0;  // acknowledge: the refusal
   std::uint64_t offset = 0;

@@ -230,13 +230,11 @@ void SimEngine::land(Fabric& fabric, OnItsWay moved) {
     moved.length = fabric.random_() % moved.length;
     moved.notify.reset();
   }
-  const std::optional<Error> error = receiver->take_bytes(sender, moved);
+  std::optional<Digested> digested;
+  const std::optional<Error> error = receiver->take_bytes(sender, moved, digested);
   if (!error && closed) ++fabric.stale_writes_;
   if (!error && moved.notify && !closed)
-    receiver->emit({.kind = EventKind::written,
-                    .endpoint = moved.peer,
-                    .value = *moved.notify,
-                    .digested = receiver->digest_of(moved)});
+    receiver->emit({.kind = EventKind::written, .endpoint = moved.peer, .value = *moved.notify, .digested = digested});
   fabric.after(fabric.delay() + fabric.slowness(moved.to, moved.from),
                [&fabric, from = moved.from, id = moved.endpoint, operation = moved.operation, error] {
                  if (auto* poster = fabric.engine(from)) poster->complete(id, operation, error);
@@ -250,7 +248,8 @@ Regions::Refusal SimEngine::refusal_of(const OnItsWay& moved) {
   return transport::refusal_of(moved.remote.offset, moved.length, needed, region->memory.size(), region->access);
 }
 
-std::optional<Error> SimEngine::take_bytes(const SimEngine* sender, const OnItsWay& moved) {
+std::optional<Error> SimEngine::take_bytes(const SimEngine* sender, const OnItsWay& moved,
+                                           std::optional<Digested>& digested) {
   if (auto error = refusal_error(refusal_of(moved))) {
     ++refused_;
     return error;
@@ -265,17 +264,12 @@ std::optional<Error> SimEngine::take_bytes(const SimEngine* sender, const OnItsW
     const bool write = moved.direction == Direction::write;
     if (moved.length > 0) std::memcpy(write ? far : near, write ? near : far, moved.length);
   }
+  // Some copy what is written to them, and some don't. Whoever does takes the digest first.
+  if (const BytesView bytes(far, moved.length); moved.digested && moved.operation % 2 == 1)
+    digested = Digested{bytes, digest(bytes)};
   if (moved.direction == Direction::write && moved.length > 0 && std::exchange(damage_, false))
     far[fabric_.random_() % moved.length] ^= std::byte{1} << static_cast<int>(moved.operation % 8);
   return std::nullopt;
-}
-
-// Some copy what is written to them, and some don't.
-std::optional<Digested> SimEngine::digest_of(const OnItsWay& written) {
-  if (!written.digested || written.operation % 2 == 0) return std::nullopt;
-  const BytesView bytes =
-      region_of_key(written.remote.region.key)->memory.subspan(written.remote.offset, written.length);
-  return Digested{bytes, digest(bytes)};
 }
 
 void SimEngine::complete(EndpointId id, std::uint64_t operation, std::optional<Error> error) {

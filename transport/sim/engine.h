@@ -69,8 +69,8 @@ class SimEngine final : public Engine {
     std::optional<Bytes> left;  // what its poster's memory held then
   };
   static void land(Fabric& fabric, OnItsWay moved);
-  std::optional<Error> take_bytes(const SimEngine* sender, const OnItsWay& moved);
-  std::optional<Digested> digest_of(const OnItsWay& written);
+  // Errors: those of a refusal; nothing has moved then. Sets `digested` where a transport that copies would.
+  std::optional<Error> take_bytes(const SimEngine* sender, const OnItsWay& moved, std::optional<Digested>& digested);
   Regions::Refusal refusal_of(const OnItsWay& moved);
   Result<> check(EndpointId endpoint, const LocalRange& local, std::uint64_t length) const;
   void complete(EndpointId endpoint, std::uint64_t operation, std::optional<Error> error);
