@@ -5,6 +5,7 @@
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cctype>
+#include <cmath>
 #include <cstring>
 #include <map>
 #include <numeric>
@@ -238,7 +239,13 @@ Flag Flag::show_default() { return option_->capture_default_str(), *this; }
 Flag Flag::separated_by(char border) { return option_->delimiter(border), *this; }
 Flag Flag::sized() { return option_->transform(CLI::AsSizeValue(false)), *this; }
 Flag Flag::range(std::int64_t least, std::int64_t most) { return option_->check(CLI::Range(least, most)), *this; }
-Flag Flag::real_range(double least, double most) { return option_->check(CLI::Range(least, most)), *this; }
+Flag Flag::real_range(double least, double most) {
+  const auto number = [](const std::string& text) {
+    double value = 0;
+    return CLI::detail::lexical_cast(text, value) && std::isnan(value) ? text + " is no number" : std::string();
+  };
+  return option_->check(CLI::Range(least, most))->check(CLI::Validator(number, "")), *this;
+}
 Flag Flag::one_of(std::vector<std::string> values) { return option_->check(CLI::IsMember(std::move(values))), *this; }
 Flag Flag::existing_file() { return option_->check(CLI::ExistingFile), *this; }
 Flag Flag::check(ValueCheck check) {

@@ -17,6 +17,9 @@
 namespace rejoin::bench {
 namespace {
 
+// In one piece: several processes may have something to say.
+void complain(const std::string& what) { std::cerr << "rejoin_catchup_bw: " + what + "\n"; }
+
 int run(const CatchUpSettings& s) {
   const auto page = MeetingPage::make();
   if (!page) return std::cerr << "rejoin_catchup_bw: " << page.error().message << "\n", 1;
@@ -27,16 +30,13 @@ int run(const CatchUpSettings& s) {
     if (pid == 0) {
       ::prctl(PR_SET_PDEATHSIG, SIGKILL);
       auto done = run_replica(s, meeting, number);
-      if (!done)
-        meeting.failed.store(1),
-            std::cerr << "rejoin_catchup_bw: source " << number << ": " << done.error().message << "\n";
+      if (!done) meeting.failed.store(1), complain(fmt::format("source {}: {}", number, done.error().message));
       ::_exit(done ? 0 : 1);
     }
     children.push_back(pid);
   }
   auto measured = run_replica(s, meeting, 0);
-  if (!measured)
-    meeting.failed.store(1), std::cerr << "rejoin_catchup_bw: joiner: " << measured.error().message << "\n";
+  if (!measured) meeting.failed.store(1), complain("joiner: " + measured.error().message);
   for (auto pid : children) ::waitpid(pid, nullptr, 0);
   if (!measured) return 1;
   std::printf("# rejoin_catchup_bw: %s from %u sources, transport %s; every replica a process of this machine\n",
@@ -104,7 +104,9 @@ int main(int argc, char** argv) {
   line.add("--transport", s.transport, "shm, tcp, tcp+aes or ucx:LIST").show_default();
   line.add("--compression", s.compression_name, "of the stream: off, auto (zstd while it pays) or always")
       .show_default();
-  line.add("--limit", s.limit, "each source sends at most this many MB/s; 0: no limit").show_default();
+  line.add("--limit", s.limit, "each source sends at most this many MB/s; 0: no limit")
+      .real_range(0, 1e9)
+      .show_default();
   line.flag("--weights", s.real_data, "fill the state with values like a trained model's, not with a constant");
   line.add("--use_cuda", s.cuda, "states in this CUDA device's memory, which all replicas share");
   line.add(
@@ -119,8 +121,9 @@ int main(int argc, char** argv) {
   if (!compression) return std::cerr << "rejoin_catchup_bw: " << compression.error().message << "\n", 2;
   s.compression = *compression;
   if (!s.hosts.empty() && (s.hosts.size() != s.sources + 1 || !s.transport.starts_with("tcp")))
-    return std::cerr << "rejoin_catchup_bw: --hosts has " << s.hosts.size() << " for a joiner and " << s.sources
-                     << " sources over " << s.transport << "; there must be one each, and tcp\n",
+    return bench::complain(fmt::format("--hosts names {} and the transport is {}; there must be {}, one for the joiner "
+                                       "and one for each source, and a transport over TCP",
+                                       s.hosts.size(), s.transport, s.sources + 1)),
            2;
   if (s.bytes < 1024) return std::cerr << "rejoin_catchup_bw: --size must be at least 1 KiB\n", 2;
   init_logging("catchup_bw", "warn");

@@ -10,6 +10,7 @@ same bytes in plain writes, half of them from each source. Needs root, ip and tc
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -18,6 +19,19 @@ from pathlib import Path
 from slow_links import ROOT, Hosts
 
 PERF = ROOT / "build/release/bin/rejoin_catchup_bw"
+
+
+def positive(text):
+    value = int(text)
+    if value <= 0:
+        raise ValueError
+    return value
+
+
+def size(text):
+    if not re.fullmatch(r"[1-9][0-9]*[KMG]?", text):
+        raise ValueError
+    return text
 
 
 def measure(names, size, times):
@@ -29,10 +43,10 @@ def measure(names, size, times):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rate", type=int, default=200, help="MB/s of a link")
-    parser.add_argument("--slow", type=int, default=20, help="MB/s of the second source's, in the second measurement")
-    parser.add_argument("--size", default="512M", help="state")
-    parser.add_argument("-n", type=int, default=3, help="repetitions")
+    parser.add_argument("--rate", type=positive, default=200, help="MB/s of a link")
+    parser.add_argument("--slow", type=positive, default=20, help="MB/s of the second source's, in the second measurement")
+    parser.add_argument("--size", type=size, default="512M", help="state")
+    parser.add_argument("-n", type=positive, default=3, help="repetitions")
     arguments = parser.parse_args()
     if not PERF.exists():
         sys.exit(f"{PERF} is not there: ./run build release")

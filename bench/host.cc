@@ -17,7 +17,9 @@ namespace rejoin::bench {
 Result<std::string> enter_host(const std::string& name) {
   const std::string path = "/run/netns/" + name;
   const Fd there(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
-  if (!there || ::setns(there.get(), CLONE_NEWNET) != 0) return fail_errno("--hosts: entering " + path);
+  if (!there)
+    return fail_errno(fmt::format("--hosts: {} is no network namespace here ('ip netns list' names them)", name));
+  if (::setns(there.get(), CLONE_NEWNET) != 0) return fail_errno(fmt::format("--hosts: entering {} needs root", name));
   ifaddrs* all = nullptr;
   if (::getifaddrs(&all) != 0) return fail_errno("--hosts: the addresses of " + name);
   const std::unique_ptr<ifaddrs, decltype(&::freeifaddrs)> owned(all, ::freeifaddrs);
@@ -29,7 +31,8 @@ Result<std::string> enter_host(const std::string& name) {
     std::memcpy(&address, one->ifa_addr, sizeof address);
     if (::inet_ntop(AF_INET, &address.sin_addr, text, sizeof text) != nullptr) return std::string(text);
   }
-  return fail(ErrorCode::not_found, "--hosts: {} has no address but loopback's", name);
+  return fail(ErrorCode::not_found,
+              "--hosts: {} has no IPv4 address but loopback's: give it one with 'ip -n {} addr add …'", name, name);
 }
 
 }  // namespace rejoin::bench

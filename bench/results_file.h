@@ -13,7 +13,7 @@ inline Result<> write_results(const std::string& path, const std::string& text) 
   if (path.empty()) return {};
   std::ofstream out(path);
   out << text << "\n";
-  if (!out.flush()) return fail(ErrorCode::io, "can't write {}", path);
+  if (!out.flush()) return fail_errno("can't write " + path);
   return {};
 }
 
