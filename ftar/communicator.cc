@@ -77,11 +77,12 @@ Result<std::unique_ptr<Communicator>> Communicator::prepare(transport::Engine& e
       return fail(ErrorCode::invalid_argument, "bucket {}: {} elements of {} need {} bytes; input has {}, output {}",
                   made->buckets_.size(), spec.count, to_string(spec.type), bytes, spec.input.size(),
                   spec.output.size());
-    if (const auto most = most_chunks(bytes, options.chunk_bytes); most > Tag::kMaxChunks)
+    const auto largest = std::min(options.chunk_bytes, options.device ? options.chunk_bytes : kMostOfHost);
+    if (const auto most = most_chunks(bytes, largest); most > Tag::kMaxChunks)
       return fail(ErrorCode::invalid_argument,
                   "bucket {} of {} may have {} chunks of {}, over the limit of {}: make chunks larger or buckets "
                   "smaller",
-                  made->buckets_.size(), human_bytes(bytes), most, human_bytes(options.chunk_bytes), Tag::kMaxChunks);
+                  made->buckets_.size(), human_bytes(bytes), most, human_bytes(largest), Tag::kMaxChunks);
     auto& bucket = made->buckets_.emplace_back();
     bucket.spec = spec;
     bucket.index = static_cast<std::uint32_t>(made->buckets_.size() - 1);
@@ -132,9 +133,10 @@ std::uint64_t Communicator::plan_hash() const {
 
 // ---- epochs
 
-void Communicator::enter(Epoch epoch, std::vector<RingMember> ring) {
+void Communicator::enter(Epoch epoch, std::vector<RingMember> ring, Chunking chunking) {
   REJOIN_CHECK(epoch > epoch_, "epoch {} after {}", epoch.value, epoch_.value);
   epoch_ = epoch;
+  chunking_ = chunking;
   clean_ = announced_ = was_clean_ = false;
   const auto before = std::exchange(ring_, std::move(ring));
   for (const auto& one : before)
@@ -209,6 +211,7 @@ void Communicator::begin(Bucket& bucket) {
   bucket.came = 0;
   events::record(events::Kind::bucket_begun,
                  {.epoch = epoch_.value, .step = bucket.step.value, .a = bucket.index, .b = bucket.bytes()});
+  bucket.chunk_sizes = chunk_sizes(bucket);
   if (direct(bucket)) bucket.running = std::make_unique<DirectOperation>(*this, bucket);
   else if (doubled(bucket)) bucket.running = std::make_unique<DoublingOperation>(*this, bucket);
   else if (pulled(bucket)) bucket.running = std::make_unique<PullOperation>(*this, bucket);

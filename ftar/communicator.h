@@ -54,6 +54,9 @@ struct RingMember {
   Role role = Role::contributor;
 };
 
+// How members cut buckets into chunks, all of an epoch alike: as they do now, or as releases of protocol 15 do.
+enum class Chunking : std::uint8_t { now, of_protocol_15 };
+
 // A buffer that is reduced as one operation. The same on every member, in the same order.
 // The spans stay mapped while the communicator lives; both have count × size_of(type) bytes, of the memory of
 // Options::device.
@@ -66,7 +69,9 @@ struct BucketSpec {
 };
 
 struct Options {
-  std::size_t chunk_bytes = 1 * MiB;   // S: no chunk is larger
+  // S: no chunk is larger. In the host's memory it is half a MiB at most where members send each other chunks: then
+  // what has come is added while it is in a core's cache.
+  std::size_t chunk_bytes = 1 * MiB;
   std::uint32_t chunks_in_flight = 4;  // C: per neighbour and direction; at most 64
   // Buckets up to this size skip the ring. Of a device's memory larger ones, since each hop of a ring costs more there.
   std::size_t direct_bytes = 32 * KiB;
@@ -194,7 +199,7 @@ class Communicator {
   // Begins an epoch: `ring` in the order agreed by all, with this member in it. Operations under way are dropped;
   // the owner starts them again. Who was in the ring before and is not in this one may go on writing, if it has not
   // heard of this epoch: it is forgotten. Epochs only grow.
-  void enter(Epoch epoch, std::vector<RingMember> ring);
+  void enter(Epoch epoch, std::vector<RingMember> ring, Chunking chunking = Chunking::now);
   Epoch epoch() const { return epoch_; }
   bool clean() const { return clean_; }  // operations run
 
@@ -291,6 +296,7 @@ class Communicator {
   Doubling doubling() const;
   std::uint32_t places(const Bucket& bucket) const;
   Shape shape_of(const Bucket& bucket) const;
+  ChunkSizes chunk_sizes(const Bucket& bucket) const;
   std::vector<BytesView> ranges_of(const Bucket& bucket) const;
   BytesView received(const Bucket& bucket, std::uint32_t place) const;  // empty until all of it has arrived
 
@@ -313,6 +319,7 @@ class Communicator {
   std::uint64_t given_to_device_ = 0, done_by_device_ = 0;  // numbers of its last works
   bool flushes_ = false;                                    // NICs' writes are flushed before the device reads them
   bool digesting_ = false;
+  Chunking chunking_ = Chunking::now;
   bool device_failed_ = false;
   std::map<Member, std::unique_ptr<Peer>> peers_;
   std::map<transport::EndpointId, Peer*> by_endpoint_;

@@ -18,8 +18,15 @@ Shape Communicator::shape_of(const Bucket& bucket) const {
           .element = size_of(bucket.spec.type),
           .contributors = contributors_,
           .members = static_cast<std::uint32_t>(ring_.size()),
-          .chunk_bytes = tuned_chunk(bucket.bytes(), contributors_, options_.chunk_bytes),
+          .chunk_bytes = tuned_chunk(bucket.bytes(), contributors_, bucket.chunk_sizes),
           .both_ways = options_.both_ways};
+}
+
+ChunkSizes Communicator::chunk_sizes(const Bucket& bucket) const {
+  ChunkSizes sizes{.most = options_.chunk_bytes};
+  if (chunking_ == Chunking::of_protocol_15) sizes.least = 64 * KiB;
+  else if (!options_.device && !pulled(bucket)) sizes.most = std::min(sizes.most, kMostOfHost);
+  return sizes;
 }
 
 // Once: the step is repeated with what arrives then. A high bit of an element, whichever its type: a low one may vanish

@@ -20,8 +20,9 @@ constexpr std::uint32_t kProtocolVersion = 16, kOldestProtocol = 15;
 constexpr std::uint32_t kSilentProtocol = 15;
 
 enum class Feature : std::uint32_t {
-  welcome = 16,  // NodeWelcome: a listener says what it speaks, or why it refuses
-  balance = 16,  // --balance-batches: replicas train different numbers of samples, and weigh their gradients
+  welcome = 16,   // NodeWelcome: a listener says what it speaks, or why it refuses
+  chunking = 16,  // members cut buckets into larger chunks, or in the host's memory into smaller ones (ftar::Chunking)
+  balance = 16,   // --balance-batches: replicas train different numbers of samples, and weigh their gradients
 };
 
 // The versions that one end speaks, from the oldest to the newest.

@@ -7,6 +7,7 @@
 #include "base/flight.h"
 #include "base/log.h"
 #include "membership/node.h"
+#include "membership/versions.h"
 
 namespace rejoin {
 
@@ -377,7 +378,9 @@ void Driver::enter_epoch() {
   record_epoch();
   broken_.clear();
   // Whoever is out is fenced by this. It connects again, to be there if it is taken back.
-  ring_->enter(machine_.epoch(), std::move(ring_members));
+  const membership::Spoken spoken(std::max(machine_.plan().protocol(), membership::kSilentProtocol));
+  ring_->enter(machine_.epoch(), std::move(ring_members),
+               spoken.may(membership::Feature::chunking) ? ftar::Chunking::now : ftar::Chunking::of_protocol_15);
   events::emit("links", {{"epoch", machine_.epoch().value},
                          {"connections", std::uint64_t{ring_->peers().size()}},
                          {"missing", std::uint64_t{ring_->missing()}}});

@@ -148,12 +148,13 @@ struct Cluster {
     ring.back().role = newest;
     return ring;
   }
+  Chunking chunking = Chunking::now;
   void enter(Epoch epoch, const std::vector<RingMember>& ring) {
     for (auto& rank : ranks) {
       if (!rank->alive) continue;
       for (auto& other : ranks)
         if (!other->alive) rank->communicator->forget(other->self);
-      rank->communicator->enter(epoch, ring);
+      rank->communicator->enter(epoch, ring, chunking);
     }
   }
   // Twelve epochs, each with another order of members; of so many members one does not hear of it, and it lasts for

@@ -141,6 +141,25 @@ TEST(FtarResults, AFlippedBitIsTracedToTheHopThatItCameOver) {
   }
 }
 
+TEST(FtarPlans, ChunksAreCutAsAllMembersOfTheEpochDo) {
+  // Of 8 MiB, whose halves are segments of 4 MiB, and of 512 KiB. Each member is sent its own segment's chunks and
+  // those of the other one's sum; where it reads inputs in place, only these.
+  const auto received = [](Chunking chunking, Over over) {
+    Cluster cluster(4, {2 << 20, 128 << 10}, over);
+    cluster.options.chunk_bytes = 1 * MiB;
+    cluster.chunking = chunking;
+    for (int i = 0; i < 2; ++i) cluster.add();
+    cluster.enter(Epoch(1), cluster.ring_members());
+    cluster.start(Step(1));
+    EXPECT_TRUE(cluster.until([&] { return cluster.all_done(Step(1)); }));
+    return cluster.ranks[0]->communicator->stats().peers[0].chunks_received;
+  };
+  EXPECT_EQ(received(Chunking::now, Over::host), 2u * (8 + 1));
+  EXPECT_EQ(received(Chunking::of_protocol_15, Over::host), 2u * (4 + 4));
+  EXPECT_EQ(received(Chunking::now, Over::viewed), 4u + 1);
+  EXPECT_EQ(received(Chunking::now, Over::gpu), 2u * (4 + 1));
+}
+
 // The same inputs give the same bits in any memory, whoever adds them up where.
 TEST(FtarPlans, AllWaysOfAddingUpGiveTheSameBits) {
   const auto run = [](Over over) {
