@@ -211,7 +211,7 @@ void Communicator::begin(Bucket& bucket) {
   bucket.came = 0;
   events::record(events::Kind::bucket_begun,
                  {.epoch = epoch_.value, .step = bucket.step.value, .a = bucket.index, .b = bucket.bytes()});
-  bucket.chunk_sizes = chunk_sizes(bucket);
+  bucket.chunk_limit = chunk_limit(bucket);
   if (direct(bucket)) bucket.running = std::make_unique<DirectOperation>(*this, bucket);
   else if (doubled(bucket)) bucket.running = std::make_unique<DoublingOperation>(*this, bucket);
   else if (pulled(bucket)) bucket.running = std::make_unique<PullOperation>(*this, bucket);

@@ -122,8 +122,8 @@ struct Communicator::Bucket {
     std::vector<std::size_t> arrived;  // bytes, by place
   };
   Inbox inbox[2];
-  bool small = false;      // it goes in messages and not around the ring
-  ChunkSizes chunk_sizes;  // of the last all-reduce that has begun
+  bool small = false;           // it goes in messages and not around the ring
+  std::size_t chunk_limit = 0;  // of the last all-reduce that has begun
   // For the flight recorder, of the all-reduce under way: when something arrived last, the longest time without
   // anything, who ended that, and how much has arrived.
   TimePoint came_at{};

@@ -18,15 +18,13 @@ Shape Communicator::shape_of(const Bucket& bucket) const {
           .element = size_of(bucket.spec.type),
           .contributors = contributors_,
           .members = static_cast<std::uint32_t>(ring_.size()),
-          .chunk_bytes = tuned_chunk(bucket.bytes(), contributors_, bucket.chunk_sizes),
+          .chunk_bytes = tuned_chunk(bucket.bytes(), contributors_, bucket.chunk_limit),
           .both_ways = options_.both_ways};
 }
 
-ChunkSizes Communicator::chunk_sizes(const Bucket& bucket) const {
-  ChunkSizes sizes{.most = options_.chunk_bytes};
-  if (chunking_ == Chunking::of_protocol_15) sizes.least = 64 * KiB;
-  else if (!options_.device && !pulled(bucket)) sizes.most = std::min(sizes.most, kMostOfHost);
-  return sizes;
+std::size_t Communicator::chunk_limit(const Bucket& bucket) const {
+  const bool half = chunking_ == Chunking::now && !options_.device && !pulled(bucket);
+  return half ? std::min(options_.chunk_bytes, kMostOfHost) : options_.chunk_bytes;
 }
 
 // Once: the step is repeated with what arrives then. A high bit of an element, whichever its type: a low one may vanish

@@ -12,13 +12,14 @@ namespace rejoin::ftar {
 namespace {
 
 constexpr std::size_t kAlign = 64;  // segments and chunks begin at cache lines of the buffer
+constexpr std::size_t kLeastChunk = 64 * KiB;
 
 }  // namespace
 
-std::size_t tuned_chunk(std::size_t bytes, std::uint32_t contributors, const ChunkSizes& sizes) {
+std::size_t tuned_chunk(std::size_t bytes, std::uint32_t contributors, std::size_t limit) {
   const std::size_t segment = bytes / std::max(contributors, 1u);
   // Four chunks a segment let a round begin before the one before it has ended.
-  return std::min(round_up(std::max(segment / 4, sizes.least), KiB), sizes.most);
+  return std::min(round_up(std::max(segment / 4, kLeastChunk), KiB), limit);
 }
 
 Doubling::Doubling(std::uint32_t contributors, std::uint32_t members, std::uint32_t position)

@@ -104,13 +104,9 @@ class Doubling {
 
 constexpr std::size_t kMostOfHost = 512 * KiB;  // of a chunk, to be in a core's cache with what is added to it
 
-// Between what the size of chunks lies, in bytes. Small ones cost more than they gain by being added up early.
-struct ChunkSizes {
-  std::size_t least = 256 * KiB, most = 0;
-};
 // The chunk size for a buffer: large enough to be efficient, small enough that the rounds overlap; a multiple of 1 KiB,
-// but never above `sizes.most`.
-std::size_t tuned_chunk(std::size_t bytes, std::uint32_t contributors, const ChunkSizes& sizes);
+// but never above `limit`.
+std::size_t tuned_chunk(std::size_t bytes, std::uint32_t contributors, std::size_t limit);
 // No chunk of it has a larger number, whatever the ring: each segment has a chunk that is not full, or a few small
 // ones.
 constexpr std::uint64_t most_chunks(std::uint64_t bytes, std::uint64_t limit) {

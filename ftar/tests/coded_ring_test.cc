@@ -367,7 +367,7 @@ TEST(FtarCodedRoom, EachChunkHasAPlaceOfItsOwnThatIsAlignedWhereItsSizeIs) {
                                    .element = size_of(type),
                                    .contributors = contributors,
                                    .members = contributors,
-                                   .chunk_bytes = tuned_chunk(bytes, contributors, {.most = limit})});
+                                   .chunk_bytes = tuned_chunk(bytes, contributors, limit)});
           BucketCoding coding;
           coding.type = type;
           coding.room = 64;

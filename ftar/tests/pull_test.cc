@@ -32,7 +32,7 @@ struct Pull : testing::Test {
     return Schedule({.bytes = 40001 * 4,
                      .contributors = contributors,
                      .members = contributors,
-                     .chunk_bytes = tuned_chunk(40001 * 4, contributors, {.most = cluster.options.chunk_bytes})})
+                     .chunk_bytes = tuned_chunk(40001 * 4, contributors, cluster.options.chunk_bytes)})
         .all_chunks();
   }
   std::uint64_t views() const {

@@ -154,10 +154,10 @@ TEST(FtarPlans, ChunksAreCutAsAllMembersOfTheEpochDo) {
     EXPECT_TRUE(cluster.until([&] { return cluster.all_done(Step(1)); }));
     return cluster.ranks[0]->communicator->stats().peers[0].chunks_received;
   };
-  EXPECT_EQ(received(Chunking::now, Over::host), 2u * (8 + 1));
+  EXPECT_EQ(received(Chunking::now, Over::host), 2u * (8 + 4));
   EXPECT_EQ(received(Chunking::of_protocol_15, Over::host), 2u * (4 + 4));
-  EXPECT_EQ(received(Chunking::now, Over::viewed), 4u + 1);
-  EXPECT_EQ(received(Chunking::now, Over::gpu), 2u * (4 + 1));
+  EXPECT_EQ(received(Chunking::now, Over::viewed), 4u + 4);
+  EXPECT_EQ(received(Chunking::now, Over::gpu), 2u * (4 + 4));
 }
 
 // The same inputs give the same bits in any memory, whoever adds them up where.

@@ -147,7 +147,7 @@ TEST(Schedule, RingsOfAThousandMembersSendWhatTheyHaveToThoseWhoWaitForIt) {
                           .element = 8,
                           .contributors = contributors,
                           .members = members,
-                          .chunk_bytes = tuned_chunk(bytes, contributors, {.most = 1 * GiB}),
+                          .chunk_bytes = tuned_chunk(bytes, contributors, 1 * GiB),
                           .both_ways = both};
         check_ranges(shape);
         check_sends(shape);
@@ -185,7 +185,7 @@ TEST(Schedule, NoChunkHasANumberOverWhatIsReckonedWith) {
                                  .element = 1,
                                  .contributors = n,
                                  .members = n,
-                                 .chunk_bytes = tuned_chunk(bytes, n, {.most = limit})});
+                                 .chunk_bytes = tuned_chunk(bytes, n, limit)});
         ASSERT_LE(std::uint64_t{n} * schedule.stride(), most_chunks(bytes, limit)) << bytes << " by " << n;
       }
 }
@@ -200,19 +200,18 @@ TEST(Schedule, TunedChunksNeverExceedTheLimit) {
   for (std::size_t bytes = 1; bytes < (1ul << 40); bytes = bytes * 2 + bytes % 7)
     for (std::uint32_t n : {1u, 2u, 16u, 1024u})
       for (std::size_t limit : {64ul, 4096ul, 1ul << 20}) {
-        const auto chunk = tuned_chunk(bytes, n, {.most = limit});
+        const auto chunk = tuned_chunk(bytes, n, limit);
         EXPECT_LE(chunk, limit);
         EXPECT_EQ(chunk % 64, 0u) << "it ends at a cache line";
-        EXPECT_GE(chunk, std::min(limit, 256 * KiB)) << "none is too small to be worth its cost";
+        EXPECT_GE(chunk, std::min(limit, 64 * KiB)) << "none is too small to be worth its cost";
       }
 }
 
 TEST(Schedule, TunedChunksAreAQuarterOfASegmentWhereTheLimitAllows) {
-  EXPECT_EQ(tuned_chunk(64 * MiB, 16, {.most = 4 * MiB}), 1 * MiB);
-  EXPECT_EQ(tuned_chunk(64 * MiB, 4, {.most = 4 * MiB}), 4 * MiB);
-  EXPECT_EQ(tuned_chunk(64 * MiB, 2, {.most = 4 * MiB}), 4 * MiB) << "the limit";
-  EXPECT_EQ(tuned_chunk(1 * MiB, 16, {.most = 4 * MiB}), 256 * KiB) << "the least";
-  EXPECT_EQ(tuned_chunk(1 * MiB, 16, {.least = 64 * KiB, .most = 4 * MiB}), 64 * KiB);
+  EXPECT_EQ(tuned_chunk(64 * MiB, 16, 4 * MiB), 1 * MiB);
+  EXPECT_EQ(tuned_chunk(64 * MiB, 4, 4 * MiB), 4 * MiB);
+  EXPECT_EQ(tuned_chunk(64 * MiB, 2, 4 * MiB), 4 * MiB) << "the limit";
+  EXPECT_EQ(tuned_chunk(1 * MiB, 16, 4 * MiB), 64 * KiB) << "the least";
 }
 
 // Plays it with the sets of whose input a sum has.
