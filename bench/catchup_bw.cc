@@ -22,7 +22,7 @@ void complain(const std::string& what) { std::cerr << "rejoin_catchup_bw: " + wh
 
 int run(const CatchUpSettings& s) {
   const auto page = MeetingPage::make();
-  if (!page) return std::cerr << "rejoin_catchup_bw: " << page.error().message << "\n", 1;
+  if (!page) return complain(page.error().message), 1;
   Meeting& meeting = **page;
   std::vector<pid_t> children;
   for (std::uint32_t number = 1; number <= s.sources; ++number) {
@@ -87,7 +87,7 @@ int run(const CatchUpSettings& s) {
   }
   const nlohmann::json json{{"bytes", s.bytes}, {"sources", s.sources}, {"transport", s.transport}, {"runs", rows}};
   const auto written = write_results(s.json, json.dump(2));
-  if (!written) return std::cerr << "rejoin_catchup_bw: " << written.error().message << "\n", 1;
+  if (!written) return complain(written.error().message), 1;
   return 0;
 }
 
@@ -118,14 +118,14 @@ int main(int argc, char** argv) {
   if (const auto status = line.parse(argc, argv)) return *status;
   s.limit *= 1e6;
   auto compression = catchup::parse_compression(s.compression_name);
-  if (!compression) return std::cerr << "rejoin_catchup_bw: " << compression.error().message << "\n", 2;
+  if (!compression) return bench::complain(compression.error().message), 2;
   s.compression = *compression;
   if (!s.hosts.empty() && (s.hosts.size() != s.sources + 1 || !s.transport.starts_with("tcp")))
     return bench::complain(fmt::format("--hosts names {} and the transport is {}; there must be {}, one for the joiner "
                                        "and one for each source, and a transport over TCP",
                                        s.hosts.size(), s.transport, s.sources + 1)),
            2;
-  if (s.bytes < 1024) return std::cerr << "rejoin_catchup_bw: --size must be at least 1 KiB\n", 2;
+  if (s.bytes < 1024) return bench::complain("--size must be at least 1 KiB"), 2;
   init_logging("catchup_bw", "warn");
   return bench::run(s);
 }

@@ -5,7 +5,7 @@ usage: catchup_links.py [--rate 200] [--slow 20] [--size 512M] [-n 3]
 
 Each replica has a network namespace of its own, and all are at one bridge. What leaves one is limited (in MB/s) by a
 token bucket: first all alike, then the second source's to --slow; then there is the first source alone. Bulk is the
-same bytes in plain writes, half of them from each source. Needs root, ip and tc. Prints a table for docs/performance.md.
+same bytes in plain writes, as many from each source. Needs root, ip and tc. Prints a table for docs/performance.md.
 """
 
 import argparse
@@ -16,9 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from slow_links import ROOT, Hosts
-
-PERF = ROOT / "build/release/bin/rejoin_catchup_bw"
+from slow_links import Hosts, built
 
 
 def positive(text):
@@ -34,9 +32,9 @@ def size(text):
     return text
 
 
-def measure(names, size, times):
+def measure(perf, names, size, times):
     with tempfile.NamedTemporaryFile(suffix=".json") as out:
-        subprocess.run([PERF, "--transport", "tcp", "--compression", "off", "-s", size, "-n", str(times), "--sources", str(len(names) - 1),
+        subprocess.run([perf, "--transport", "tcp", "--compression", "off", "-s", size, "-n", str(times), "--sources", str(len(names) - 1),
                         "--hosts", ",".join(names), "--json", out.name], check=True, stdout=subprocess.DEVNULL)  # fmt: skip
         return json.loads(Path(out.name).read_text())["runs"]
 
@@ -48,14 +46,13 @@ def main():
     parser.add_argument("--size", type=size, default="512M", help="state")
     parser.add_argument("-n", type=positive, default=3, help="repetitions")
     arguments = parser.parse_args()
-    if not PERF.exists():
-        sys.exit(f"{PERF} is not there: ./run build release")
+    perf = built("rejoin_catchup_bw")
     print("| sources' links, MB/s | bulk, GB/s | verified, GB/s | sent by the second |\n|---|---|---|---|")
     with Hosts(3) as hosts:
         hosts.limit(arguments.rate)
         for rates in ([arguments.rate] * 2, [arguments.rate, arguments.slow], [arguments.rate]):
             hosts.limit(rates[-1], [hosts.names[len(rates)]])
-            runs = measure(hosts.names[: 1 + len(rates)], arguments.size, arguments.n)
+            runs = measure(perf, hosts.names[: 1 + len(rates)], arguments.size, arguments.n)
             bulk, verified = ([run[key] for run in runs] for key in ("bulk_gbps", "verified_gbps"))
             share = f"{100 * sum(run['shares'][1] for run in runs) / len(runs):.1f} %" if len(rates) > 1 else ""
             print(f"| {', '.join(map(str, rates))} | {min(bulk):.3f}–{max(bulk):.3f} | {min(verified):.3f}–{max(verified):.3f} | {share} |",

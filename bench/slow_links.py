@@ -17,7 +17,13 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PERF = ROOT / "build/release/bin/rejoin_allreduce_perf"
+
+
+def built(program):
+    path = ROOT / "build/release/bin" / program
+    if not path.exists():
+        sys.exit(f"{path} is not there: ./run build release")
+    return path
 
 
 def run(*command):
@@ -65,14 +71,14 @@ class Hosts:
             subprocess.run(["ip", "netns", "del", name], check=False)
 
 
-def measure(hosts, coding, options):
+def measure(perf, hosts, coding, options):
     """Seconds of an all-reduce, and the bytes of all that a rank has sent for it, headers included."""
     with tempfile.TemporaryDirectory() as directory:
         out = Path(directory) / "results.json"
         before = hosts.sent()
         warm, turns = 2, 10
         subprocess.run(
-            [PERF, "--hosts", ",".join(hosts.names), "--ranks", str(len(hosts.names)), "--transport", "tcp", "-b", options.size,
+            [perf, "--hosts", ",".join(hosts.names), "--ranks", str(len(hosts.names)), "--transport", "tcp", "-b", options.size,
              "-e", options.size, "-d", options.type, "-o", "mean", "-n", str(turns), "-w", str(warm), "--coding", coding,
              "--json", out],
             check=True, stdout=subprocess.DEVNULL)  # fmt: skip
@@ -99,8 +105,7 @@ def main():
     parser.add_argument("--type", default="float32")
     parser.add_argument("--json")
     options = parser.parse_args()
-    if not PERF.exists():
-        sys.exit(f"{PERF} is not there: ./run build release")
+    perf = built("rejoin_allreduce_perf")
     results = []
     print(f"{options.ranks} ranks, {options.size} of {options.type}, the mean over 10 all-reduces")
     print("link (MB/s)  coding  time (ms)  against off  MB of chunks a rank  MB on its link")
@@ -109,7 +114,7 @@ def main():
             hosts.limit(rate)
             off = None
             for coding in options.codings.split(","):
-                row = measure(hosts, coding, options) | {"rate_mb": rate}
+                row = measure(perf, hosts, coding, options) | {"rate_mb": rate}
                 off = off or row["seconds"]
                 results.append(row)
                 print(f"{rate:11}  {coding:>6}  {row['seconds'] * 1e3:9.1f}  {off / row['seconds']:10.2f}x"

@@ -77,7 +77,7 @@ Result<std::unique_ptr<Communicator>> Communicator::prepare(transport::Engine& e
       return fail(ErrorCode::invalid_argument, "bucket {}: {} elements of {} need {} bytes; input has {}, output {}",
                   made->buckets_.size(), spec.count, to_string(spec.type), bytes, spec.input.size(),
                   spec.output.size());
-    const auto largest = std::min(options.chunk_bytes, options.device ? options.chunk_bytes : kMostOfHost);
+    const auto largest = options.device ? options.chunk_bytes : std::min(options.chunk_bytes, kMostOfHost);
     if (const auto most = most_chunks(bytes, largest); most > Tag::kMaxChunks)
       return fail(ErrorCode::invalid_argument,
                   "bucket {} of {} may have {} chunks of {}, over the limit of {}: make chunks larger or buckets "

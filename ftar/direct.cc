@@ -93,7 +93,7 @@ bool Communicator::on_direct_part(Peer& peer, Bucket& bucket, Step step, BytesVi
   last_progress_ = now_;
   if (inbox.arrived[part.place] < bucket.bytes()) return true;
   if (direct(bucket) || part.place > 0)
-    (void)damage_if_due(step, room);  // what is folded in is the same for all from here on
+    damage_if_due(step, room);  // what is folded in is the same for all from here on
   if (bucket.running) bucket.running->on_direct();
   return true;
 }

@@ -90,7 +90,7 @@ Result<> Coordinator::replay(const proto::LogRecord& record) {
       // Shared with those who were there when it began.
       if (ledger_.shares() && !begun.fresh()) plan_step();
       epoch_ = Epoch(begun.epoch());
-      protocol_ = Spoken(std::max(begun.protocol(), kSilentProtocol));
+      protocol_ = Spoken::in_epoch(begun.protocol());
       note_never_members(record);
       const auto before = std::exchange(members_, {});
       const auto out_before = std::exchange(suspended_, {});

@@ -88,7 +88,7 @@ Result<> Coordinator::take_up(const proto::LogRecord::Snapshot& from) {
                 from.committed());
   if (auto job = take_up(from.job()); !job) return job;
   epoch_ = Epoch(from.epoch());
-  protocol_ = Spoken(std::max(from.protocol(), kSilentProtocol));
+  protocol_ = Spoken::in_epoch(from.protocol());
   committed_ = Step(from.committed());
   most_committed_ = Step(from.most_committed());
   last_incarnation_ = from.last_incarnation();

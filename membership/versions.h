@@ -54,6 +54,8 @@ class Spoken {
   explicit Spoken(std::uint32_t version = kSilentProtocol) : version_(version) {}
   // Returns the newest version that both speak, for a peer that has not been refused.
   static Spoken with(const Versions& theirs) { return Spoken(agreed({}, theirs).value_or(kSilentProtocol)); }
+  // Returns what is spoken in an epoch whose plan or record says `said`; 0: nothing, as those of kSilentProtocol do.
+  static Spoken in_epoch(std::uint32_t said) { return Spoken(std::max(said, kSilentProtocol)); }
   // Returns the version for a sender whose message says `said` (RankUp.speaks) and came over a connection that speaks
   // `by`: no more than either.
   static Spoken through(std::uint32_t said, Spoken by) {

@@ -378,7 +378,7 @@ void Driver::enter_epoch() {
   record_epoch();
   broken_.clear();
   // Whoever is out is fenced by this. It connects again, to be there if it is taken back.
-  const membership::Spoken spoken(std::max(machine_.plan().protocol(), membership::kSilentProtocol));
+  const auto spoken = membership::Spoken::in_epoch(machine_.plan().protocol());
   ring_->enter(machine_.epoch(), std::move(ring_members),
                spoken.may(membership::Feature::chunking) ? ftar::Chunking::now : ftar::Chunking::of_protocol_15);
   events::emit("links", {{"epoch", machine_.epoch().value},

@@ -250,11 +250,8 @@ Result<std::optional<Digested>> ShmEngine::fetch(Endpoint& endpoint, const wire:
   moved_ += header.length;
   const RemoteAddress remote{header.address, header.file, header.inode, header.file_offset};
   const BytesView mapped = in_place(endpoint, remote, header.length);
-  if (mapped.empty()) {
-    if (auto copied = copy_out(endpoint, remote, {target, header.length}); !copied)
-      return tl::unexpected(copied.error());
-    return std::nullopt;
-  }
+  if (mapped.empty())
+    return copy_out(endpoint, remote, {target, header.length}).map([] { return std::optional<Digested>(); });
   if ((header.copy_flags & wire::kDigested) != 0)
     return Digested{{target, mapped.size()}, digest_and_copy(target, mapped)};
   if ((header.copy_flags & wire::kStreamed) != 0) streamed_copy(target, mapped);
