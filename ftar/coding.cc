@@ -204,29 +204,27 @@ REJOIN_INLINE void block(const Pass& pass, const Places& at, float reciprocal, S
 }
 
 // A part of a block, in memory of its own that is filled up with zeros.
-template <typename Element, Width kArrived, Width kWidth>
-REJOIN_INLINE void last_block(const Pass& pass, const Places& at, std::size_t bytes, float reciprocal, Sums& sums) {
+struct Last {
   std::byte own[kPlainBlock] = {}, arrived[kPlainBlock] = {}, feedback[kPlainBlock] = {}, residual[kPlainBlock],
             out[kPlainBlock];
-  Places here = at;
-  if (at.own != nullptr) {
-    std::memcpy(own, at.own, bytes);
-    here.own = own;
+
+  Places instead_of(const Places& at, bool arrived_plain, std::size_t bytes) {
+    Places here = at;
+    const auto copied = [&](std::byte* to, const std::byte*& from) {
+      if (from != nullptr) from = static_cast<const std::byte*>(std::memcpy(to, from, bytes));
+    };
+    copied(own, here.own);
+    if (arrived_plain) copied(arrived, here.arrived);
+    copied(feedback, here.feedback);
+    if (at.residual != nullptr) here.residual = residual;
+    if (at.out != nullptr) here.out = out;
+    return here;
   }
-  if (at.arrived != nullptr && kArrived == Width::plain) {
-    std::memcpy(arrived, at.arrived, bytes);
-    here.arrived = arrived;
+  void copy(const Places& to, std::size_t bytes) const {
+    if (to.residual != nullptr) std::memcpy(to.residual, residual, bytes);
+    if (to.out != nullptr) std::memcpy(to.out, out, bytes);
   }
-  if (at.feedback != nullptr) {
-    std::memcpy(feedback, at.feedback, bytes);
-    here.feedback = feedback;
-  }
-  if (at.residual != nullptr) here.residual = residual;
-  if (at.out != nullptr) here.out = out;
-  block<Element, kArrived, kWidth>(pass, here, reciprocal, sums);
-  if (at.residual != nullptr) std::memcpy(at.residual, residual, bytes);
-  if (at.out != nullptr) std::memcpy(at.out, out, bytes);
-}
+};
 
 template <typename Element, Width kWidth>
 constexpr std::size_t kNumbers = kWidth == Width::eight  ? kElements<Element>
@@ -253,9 +251,13 @@ REJOIN_INLINE Loss whole(const Pass& pass) {
                   .out = pass.out == nullptr ? nullptr : pass.out + at};
   };
   Sums sums;
-  for (std::size_t i = 0; i < full; ++i) block<Element, kArrived, kWidth>(pass, places(i), reciprocal, sums);
-  if (full < all)
-    last_block<Element, kArrived, kWidth>(pass, places(full), bytes - full * kPlainBlock, reciprocal, sums);
+  Last last;
+  for (std::size_t i = 0; i < all; ++i) {  // one body for all: it is 27 bodies for each set of instructions
+    Places at = places(i);
+    if (i == full) [[unlikely]] at = last.instead_of(at, kArrived == Width::plain, bytes - full * kPlainBlock);
+    block<Element, kArrived, kWidth>(pass, at, reciprocal, sums);
+  }
+  if (full < all) last.copy(places(full), bytes - full * kPlainBlock);
   return sums.all();
 }
 
