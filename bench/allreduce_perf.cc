@@ -5,6 +5,7 @@
 #include "base/command_line.h"
 #include "base/log.h"
 #include "bench/allreduce.h"
+#include "bench/host.h"
 
 namespace rejoin::bench {
 namespace {
@@ -72,10 +73,8 @@ int main(int argc, char** argv) {
                  s.most);
     return 2;
   }
-  if (!s.hosts.empty() && (s.hosts.size() != s.ranks || !s.transport.starts_with("tcp"))) {
-    std::fprintf(stderr,
-                 "rejoin_allreduce_perf: --hosts has %zu for %u ranks over %s; there must be one each, and tcp\n",
-                 s.hosts.size(), s.ranks, s.transport.c_str());
+  if (auto fit = bench::check_hosts(s.hosts, s.ranks, s.transport); !fit) {
+    std::fprintf(stderr, "rejoin_allreduce_perf: %s\n", fit.error().message.c_str());
     return 2;
   }
   s.ftar.coding = *ftar::coding_named(s.coding);

@@ -106,8 +106,6 @@ class RankProcess {
     return results;
   }
 
-  static tl::unexpected<Error> another_failed() { return fail(ErrorCode::cancelled, "another rank failed"); }
-
  private:
   Result<> make_buffers() {
     const std::size_t element = size_of(type_), most = std::max<std::size_t>(s_.most, element);
@@ -350,7 +348,7 @@ Result<AllReduceResults> run_all_reduce(const AllReduceSettings& settings) {
     ::waitpid(pid, &status, 0);
     good = good && WIFEXITED(status) && WEXITSTATUS(status) == 0;
   }
-  if (results && !good) return RankProcess::another_failed();
+  if (results && !good) return another_failed();
   return results;
 }
 

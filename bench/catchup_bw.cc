@@ -12,6 +12,7 @@
 #include "base/fail.h"
 #include "base/log.h"
 #include "bench/catchup_replica.h"
+#include "bench/host.h"
 #include "bench/results_file.h"
 
 namespace rejoin::bench {
@@ -120,11 +121,8 @@ int main(int argc, char** argv) {
   auto compression = catchup::parse_compression(s.compression_name);
   if (!compression) return bench::complain(compression.error().message), 2;
   s.compression = *compression;
-  if (!s.hosts.empty() && (s.hosts.size() != s.sources + 1 || !s.transport.starts_with("tcp")))
-    return bench::complain(fmt::format("--hosts names {} and the transport is {}; there must be {}, one for the joiner "
-                                       "and one for each source, and a transport over TCP",
-                                       s.hosts.size(), s.transport, s.sources + 1)),
-           2;
+  if (auto fit = bench::check_hosts(s.hosts, s.sources + 1, s.transport); !fit)
+    return bench::complain(fit.error().message), 2;
   if (s.bytes < 1024) return bench::complain("--size must be at least 1 KiB"), 2;
   init_logging("catchup_bw", "warn");
   return bench::run(s);

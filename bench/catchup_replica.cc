@@ -93,7 +93,6 @@ class Replica {
   std::span<std::byte> state() const { return owner_->memory_ranges().front(); }  // all of it
   bool joiner() const { return number_ == 0; }
   std::uint32_t processes() const { return s_.sources + 1; }
-  static tl::unexpected<Error> another_failed() { return fail(ErrorCode::cancelled, "another process failed"); }
   Result<> meet_all() { return meet(meeting_, processes()) ? Result<>{} : another_failed(); }
   Result<> open() {
     auto engine = transport::make_engine(s_.transport, owner_->device());

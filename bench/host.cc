@@ -14,6 +14,14 @@
 
 namespace rejoin::bench {
 
+Result<> check_hosts(const std::vector<std::string>& hosts, std::uint32_t processes, const std::string& transport) {
+  if (hosts.empty() || (hosts.size() == processes && transport.starts_with("tcp"))) return {};
+  return fail(
+      ErrorCode::invalid_argument,
+      "--hosts names {} and the transport is {}; there must be {}, one for each process, and a transport over TCP",
+      hosts.size(), transport, processes);
+}
+
 Result<std::string> enter_host(const std::string& name) {
   const std::string path = "/run/netns/" + name;
   const Fd there(::open(path.c_str(), O_RDONLY | O_CLOEXEC));

@@ -45,6 +45,8 @@ std::uint32_t cores() {
   return found > 0 ? static_cast<std::uint32_t>(found) : 1;
 }
 
+tl::unexpected<Error> another_failed() { return fail(ErrorCode::cancelled, "another process failed"); }
+
 bool meet(Meeting& meeting, std::uint32_t count) {
   const std::uint32_t round = meeting.round.load();
   if (meeting.arrived.fetch_add(1) + 1 == count) {

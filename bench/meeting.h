@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "base/fd.h"
+#include "base/result.h"
 
 namespace rejoin::bench {
 
@@ -32,6 +33,8 @@ class MeetingPage {
   explicit MeetingPage(Mapping mapping) : mapping_(std::move(mapping)) {}
   Mapping mapping_;
 };
+
+tl::unexpected<Error> another_failed();  // … as an error of this process
 
 // All `count` processes meet; false when one of them has failed. Who waits lets others run.
 bool meet(Meeting& meeting, std::uint32_t count);

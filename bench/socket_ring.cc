@@ -196,7 +196,7 @@ Result<std::uint64_t> SocketRing::all_reduce(const Operation& o) {
       if ((waiting[i].revents & POLLOUT) != 0)
         if (auto done = send(*out[i]); !done) return tl::unexpected(done.error());
     }
-    if (meeting_.failed.load() != 0) return fail(ErrorCode::cancelled, "another rank failed");
+    if (meeting_.failed.load() != 0) return another_failed();
   }
   return received;
 }
@@ -235,12 +235,12 @@ SocketLimit::SocketLimit(SocketRing& ring, std::uint32_t ranks, const SocketRing
 Result<> SocketLimit::turn(Meeting& meeting, std::uint32_t rank, int operations) {
   const SteadyClock clock;
   for (auto& variant : variants_) {
-    if (!meet(meeting, ranks_)) return fail(ErrorCode::cancelled, "another rank failed");
+    if (!meet(meeting, ranks_)) return another_failed();
     const TimePoint start = clock.now();
     for (int i = 0; i < operations; ++i)
       if (auto done = ring_.all_reduce(variant.operation); !done) return tl::unexpected(done.error());
     const auto all = gather(meeting, rank, ranks_, seconds(clock.now() - start) / operations);
-    if (all.empty()) return fail(ErrorCode::cancelled, "another rank failed");
+    if (all.empty()) return another_failed();
     variant.seconds.push_back(*std::max_element(all.begin(), all.end()));
   }
   return {};

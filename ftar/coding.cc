@@ -254,7 +254,8 @@ REJOIN_INLINE Loss whole(const Pass& pass) {
   Last last;
   for (std::size_t i = 0; i < all; ++i) {  // one body for all: it is 27 bodies for each set of instructions
     Places at = places(i);
-    if (i == full) [[unlikely]] at = last.instead_of(at, kArrived == Width::plain, bytes - full * kPlainBlock);
+    if (i == full) [[unlikely]]
+      at = last.instead_of(at, kArrived == Width::plain, bytes - full * kPlainBlock);
     block<Element, kArrived, kWidth>(pass, at, reciprocal, sums);
   }
   if (full < all) last.copy(places(full), bytes - full * kPlainBlock);

@@ -6,6 +6,7 @@
 #include <unistd.h>
 #include <xxhash.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <filesystem>
@@ -21,12 +22,15 @@ namespace {
 constexpr std::string_view kMagic = "RJNLOG02", kOldMagic = "RJNLOG01";  // the old one: without marks
 constexpr std::uint32_t kMaxRecord = 16 * MiB;
 constexpr std::uint32_t kMark = 0xffffffff;  // a length: no record, all before it is on disk
+constexpr std::size_t kRoom = 256 * KiB;     // for the appends of some thousand steps of a small job
 
 struct RecordHeader {
   std::uint32_t length;
   std::uint32_t position;  // low bits of the record's offset: a stale block in its place does not pass
   std::uint64_t checksum;  // of length, position and bytes
 };
+
+constexpr std::size_t kMarkBytes = sizeof(RecordHeader);
 
 std::uint64_t checksum_of(const RecordHeader& header, const void* bytes) {
   const std::uint64_t seed = (std::uint64_t{header.length} << 32) | header.position;
@@ -45,9 +49,16 @@ std::optional<RecordHeader> frame_at(BytesView bytes, std::uint64_t at) {
   return header;
 }
 
+// Where the room begins behind what is written.
+std::uint64_t end_of_written(BytesView bytes, std::uint64_t from) {
+  const auto behind = std::find_if(bytes.rbegin(), bytes.rend() - static_cast<std::ptrdiff_t>(from),
+                                   [](std::byte byte) { return byte != std::byte{}; });
+  return static_cast<std::uint64_t>(bytes.rend() - behind);
+}
+
 // What is broken from here on is torn by a crash, unless a mark follows, or in an old log anything intact.
-Result<> check_torn(BytesView bytes, std::uint64_t broken, bool old, const std::string& path) {
-  for (std::uint64_t at = broken + 1; at < bytes.size(); ++at) {
+Result<> check_torn(BytesView bytes, std::uint64_t broken, std::uint64_t end, bool old, const std::string& path) {
+  for (std::uint64_t at = broken + 1; at < end; ++at) {
     const auto header = frame_at(bytes, at);
     if (!header || (header->length != kMark && !old)) continue;
     return fail(ErrorCode::corrupt,
@@ -115,8 +126,9 @@ Result<ParsedLog> parse_log(BytesView bytes, const std::string& path) {
     const bool sound = header && (header->length == kMark || record.ParseFromArray(bytes.data() + at + sizeof *header,
                                                                                    static_cast<int>(header->length)));
     if (!sound) {
-      if (auto torn = check_torn(bytes, at, parsed.old, path); !torn) return tl::unexpected(torn.error());
-      parsed.torn = bytes.size() - at;
+      const auto end = end_of_written(bytes, at);
+      if (auto torn = check_torn(bytes, at, end, parsed.old, path); !torn) return tl::unexpected(torn.error());
+      parsed.torn = end - at;
       break;
     }
     at += sizeof *header;
@@ -220,9 +232,21 @@ Result<> Log::write(const Fd& file, BytesView bytes, std::uint64_t at) const {
 
 Result<> Log::write_and_sync(const Fd& file, BytesView bytes, std::uint64_t at) const {
   if (auto written = write(file, bytes, at); !written) return written;
+  return sync(file);
+}
+
+Result<> Log::sync(const Fd& file) const {
   if (disk_.sync(file.get()) != 0) return fail_errno(fmt::format("decision log {}", path_));
   return {};
 }
+
+// Without it an append makes the file longer, which only takes more time. It is on disk with the next sync.
+void Log::make_room(std::uint64_t at) const {
+  static const Bytes zeros(kRoom);
+  (void)disk_.write(file_.get(), zeros.data(), zeros.size(), static_cast<off_t>(at));
+}
+
+void Log::give_room_back() const { (void)::ftruncate(file_.get(), static_cast<off_t>(end_ + kMarkBytes)); }
 
 // Errors of a file system that can't tell just now say nothing of the file.
 bool Log::in_its_place() const {
@@ -246,15 +270,21 @@ Result<> Log::append(const std::vector<proto::LogRecord>& records) {
   for (const auto& record : records)
     if (auto checked = check_size(record); !checked) return checked;
   struct stat status {};
-  if (::fstat(file_.get(), &status) == 0 && static_cast<std::uint64_t>(status.st_size) < end_) {
+  const bool known = ::fstat(file_.get(), &status) == 0;
+  const auto size = static_cast<std::uint64_t>(status.st_size);
+  if (known && size < end_) {
     failed_ = true;
     return fail(ErrorCode::corrupt,
                 "decision log {} was cut from {} to {} while the job ran: nothing may write to it but its coordinator. "
                 "Put back a copy of it; without one, start the job from a checkpoint with a new log directory",
-                path_, human_bytes(end_), human_bytes(static_cast<std::uint64_t>(status.st_size)));
+                path_, human_bytes(end_), human_bytes(size));
   }
   const Bytes bytes = log_bytes(records, end_);
-  if (auto written = write_and_sync(file_, bytes, end_); !written) {
+  const std::uint64_t end = end_ + bytes.size();
+  auto written = write(file_, bytes, end_);
+  if (written && known && end + kMarkBytes > size) make_room(end);
+  if (written) written = sync(file_);
+  if (!written) {
     failed_ = true;
     return written;
   }
@@ -266,7 +296,7 @@ Result<> Log::append(const std::vector<proto::LogRecord>& records) {
                 "directory",
                 path_);
   }
-  end_ += bytes.size();
+  end_ = end;
   // They are durable whatever becomes of the mark; the next append writes it again, and fails if this has.
   (void)write(file_, log_bytes({}, end_), end_);
   return {};

@@ -1,9 +1,13 @@
 // The coordinator's durable log: checksummed records in one file, each on disk before append() returns.
 //
 // An append is one write and one sync. When the sync has returned, a mark goes behind what was written: all before it
-// is on disk. The mark itself is not synced; the next append writes it again, before its records. So at opening:
+// is on disk. The mark itself is not synced; the next append writes it again, before its records. Behind it is room,
+// zeros that were written ahead: with most appends the file's size stays, which would have to be synced, too. So at
+// opening:
 // - Damage with a mark somewhere behind it is damage to what was acknowledged: an error.
-// - Anything else behind the last mark that isn't intact was never acknowledged: a crash tore it, and it is cut off.
+// - Anything else behind the last mark that isn't intact, nor that room, was never acknowledged: a crash tore it, and
+// it
+//   is cut off.
 // What this promises: an acknowledged record is never lost without a word as long as its mark, or a later one, is
 // sound. What it can't: to notice a file that ends early just behind some mark (a copy that was cut short, say), or
 // damage to the last append where power was lost before the mark behind it reached the disk, which the kernel sees to
@@ -34,7 +38,7 @@ struct ParsedLog {
   std::vector<proto::LogRecord> records;
   std::uint64_t marked = 0;  // bytes that were on disk for certain
   std::uint64_t intact = 0;  // bytes up to the last record's end: what follows is a mark, or torn
-  std::uint64_t torn = 0;    // bytes behind `intact` that a crash has left
+  std::uint64_t torn = 0;    // bytes behind `intact` that a crash has left, without the room behind them
   bool old = false;          // without marks: there the last record's damage looks like a torn tail
 };
 // Parses a log. Errors: `corrupt` where what was acknowledged is damaged; they name it by `name`.
@@ -82,6 +86,9 @@ class Log {
   bool in_its_place() const;
   Result<> write(const Fd& file, BytesView bytes, std::uint64_t at) const;
   Result<> write_and_sync(const Fd& file, BytesView bytes, std::uint64_t at) const;
+  Result<> sync(const Fd& file) const;
+  void make_room(std::uint64_t at) const;
+  void give_room_back() const;
 
   Fd file_, folder_;
   std::string path_;

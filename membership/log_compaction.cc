@@ -87,6 +87,7 @@ Result<> Log::compact(const proto::LogRecord& snapshot) {
   if (auto checked = check_size(snapshot); !checked) return checked;
   std::uint64_t end = 0;
   auto next = write_next(snapshot, end);
+  give_room_back();  // an archive needs none
   const auto placed = next ? put_in_place() : Result<>(tl::unexpected(next.error()));
   if (!placed) {
     (void)::unlink(next_path().c_str());  // it would take the room that the old file may need

@@ -229,7 +229,8 @@ TEST(Log, ThatIsCompactedWhileInUseHasEverySampleOnce) {
   for (const auto& trainer : trainers) EXPECT_EQ(trainer->wait(std::chrono::seconds(60)), 0) << trainer->output();
   std::uintmax_t bytes = 0;
   for (const auto& entry : std::filesystem::directory_iterator(job.file("log"))) bytes += entry.file_size();
-  EXPECT_LT(std::filesystem::file_size(log), bytes / 4) << "what a recovery reads";
+  const std::string content = read_file(log);
+  EXPECT_LT(content.find_last_not_of('\0'), bytes / 4) << "what a recovery reads";
   const Ended audit = run({kCli, "audit", log, "--steps", std::to_string(kSteps)});
   EXPECT_EQ(audit.status, 0) << audit.output;
   EXPECT_NE(audit.output.find(" 0 lost, 0 repeated"), std::string::npos) << audit.output;
