@@ -73,7 +73,7 @@ int main(int argc, char** argv) {
                  s.most);
     return 2;
   }
-  if (auto fit = bench::check_hosts(s.hosts, s.ranks, s.transport); !fit) {
+  if (auto fit = bench::check_hosts(s.hosts, s.ranks, "rank", s.transport); !fit) {
     std::fprintf(stderr, "rejoin_allreduce_perf: %s\n", fit.error().message.c_str());
     return 2;
   }

@@ -121,7 +121,7 @@ int main(int argc, char** argv) {
   auto compression = catchup::parse_compression(s.compression_name);
   if (!compression) return bench::complain(compression.error().message), 2;
   s.compression = *compression;
-  if (auto fit = bench::check_hosts(s.hosts, s.sources + 1, s.transport); !fit)
+  if (auto fit = bench::check_hosts(s.hosts, s.sources + 1, "replica, the joiner first", s.transport); !fit)
     return bench::complain(fit.error().message), 2;
   if (s.bytes < 1024) return bench::complain("--size must be at least 1 KiB"), 2;
   init_logging("catchup_bw", "warn");

@@ -14,12 +14,12 @@
 
 namespace rejoin::bench {
 
-Result<> check_hosts(const std::vector<std::string>& hosts, std::uint32_t processes, const std::string& transport) {
+Result<> check_hosts(const std::vector<std::string>& hosts, std::uint32_t processes, std::string_view each,
+                     const std::string& transport) {
   if (hosts.empty() || (hosts.size() == processes && transport.starts_with("tcp"))) return {};
-  return fail(
-      ErrorCode::invalid_argument,
-      "--hosts names {} and the transport is {}; there must be {}, one for each process, and a transport over TCP",
-      hosts.size(), transport, processes);
+  return fail(ErrorCode::invalid_argument,
+              "--hosts names {} and the transport is {}; there must be {}, one for each {}, and a transport over TCP",
+              hosts.size(), transport, processes, each);
 }
 
 Result<std::string> enter_host(const std::string& name) {

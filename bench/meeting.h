@@ -34,7 +34,8 @@ class MeetingPage {
   Mapping mapping_;
 };
 
-tl::unexpected<Error> another_failed();  // … as an error of this process
+// The error of a process that gives up since another of the meeting has failed.
+tl::unexpected<Error> another_failed();
 
 // All `count` processes meet; false when one of them has failed. Who waits lets others run.
 bool meet(Meeting& meeting, std::uint32_t count);

@@ -97,15 +97,6 @@ function(rejoin_compile_soon)
   endif()
 endfunction()
 
-function(rejoin_compile_test target)
-  # GoogleTest's macros hold an if of their own: `if (x) EXPECT_EQ(a, b);` is meant so.
-  target_compile_options(${target} PRIVATE -Wno-dangling-else)
-  # TSan adds two calls to each that is not inlined, unless it is told not to, and then reports lack the tests' own callers.
-  if(REJOIN_SANITIZE STREQUAL "thread")
-    target_compile_options(${target} PRIVATE --param=tsan-instrument-func-entry-exit=0)
-  endif()
-endfunction()
-
 # What the sanitizer builds run, and so all that they build.
 add_custom_target(sanitized)
 
@@ -125,9 +116,13 @@ function(rejoin_test name)
     set(ARG_TIMEOUT 120)
   endif()
   add_executable(${name} ${ARG_SOURCES})
-  rejoin_compile_test(${name})
-  # Of what is tested every file is as it ships; the tests compile sooner. Under TSan they run too slowly so.
-  if(NOT ARG_COMPUTES AND NOT REJOIN_SANITIZE STREQUAL "thread")
+  # GoogleTest's macros hold an if of their own: `if (x) EXPECT_EQ(a, b);` is meant so.
+  target_compile_options(${name} PRIVATE -Wno-dangling-else)
+  # Of what is tested every file is as it ships; the tests compile sooner. Under TSan they run too slowly so: it adds two
+  # calls to each that is not inlined, unless it is told not to, and then reports lack the tests' own callers.
+  if(REJOIN_SANITIZE STREQUAL "thread")
+    target_compile_options(${name} PRIVATE --param=tsan-instrument-func-entry-exit=0)
+  elseif(NOT ARG_COMPUTES)
     target_compile_options(${name} PRIVATE -O0)
   endif()
   target_link_libraries(${name} PRIVATE ${ARG_LINK} GTest::gtest GTest::gmock GTest::gtest_main)

@@ -3,7 +3,6 @@
 #include <algorithm>
 
 #include "base/fail.h"
-#include "ftar/schedule.h"
 
 namespace rejoin::collectives {
 
@@ -51,12 +50,6 @@ Counts counts_of(Collective kind, bool root, std::size_t members) {
     case Collective::barrier: return {0, 0};
   }
   return {};
-}
-
-// Of the host's memory: to be in a core's cache with what is added to it (ftar/schedule.h). A GPU's is added up by a
-// kernel, which works on more at once.
-std::uint64_t longest_chunk(transport::MemoryKind memory) {
-  return memory == transport::MemoryKind::host ? ftar::kMostOfHost : 1 * MiB;
 }
 
 }  // namespace
@@ -109,8 +102,7 @@ Result<Operation> prepare(const Call& call, std::uint32_t rank, std::uint32_t me
                     .rank = rank,
                     .root = call.root,
                     .bytes = bytes,
-                    .element = static_cast<std::uint32_t>(element),
-                    .chunk = longest_chunk(call.memory)};
+                    .element = static_cast<std::uint32_t>(element)};
   switch (call.kind) {
     case Collective::all_reduce: operation.plan = all_reduce(shape); break;
     case Collective::reduce: operation.plan = reduce(shape); break;

@@ -81,12 +81,7 @@ void Group::connect_missing() {
 void Group::on_accepted(const Event& event) {
   Hello hello;
   BytesView bytes = event.message;
-  const bool known = take(bytes, hello) && bytes.empty() && hello.secret == own_.secret;
-  if (known && hello.version != kVersion) {
-    if (configuring_ && hello.number == number_ && hello.rank < rank_)
-      peers_[hello.rank].not_reached = "it is of another release of Rejoin; a group's members are all of one";
-    return engine_.close(event.endpoint);
-  }
+  const bool known = take(bytes, hello) && bytes.empty() && hello.secret == own_.secret && hello.version == kVersion;
   if (!known || (early_.size() == kMostEarlyMembers)) return engine_.close(event.endpoint);
   if (!peers_.empty() && hello.number == number_ && hello.digest == digest_ && !failed_)
     return welcome(hello.rank, event.endpoint);

@@ -42,7 +42,7 @@ struct Shape {
   std::uint32_t root = 0;         // of those that have one
   std::uint64_t bytes = 0;        // as the builder says
   std::uint32_t element = 1;      // bytes; nothing is cut within one
-  std::uint64_t chunk = 1 << 20;  // bytes; no transfer of a ring is longer; the same for all members
+  std::uint64_t chunk = 1 << 20;  // bytes; no transfer of a ring is longer
 };
 
 // Memory 0, of `bytes`, is replaced by the sum.

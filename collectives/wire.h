@@ -7,7 +7,7 @@
 
 namespace rejoin::collectives {
 
-constexpr std::uint32_t kVersion = 2;  // 1 cut the host's memory into chunks of 1 MiB
+constexpr std::uint32_t kVersion = 1;
 
 // What comes with a connection.
 struct Group::Hello {

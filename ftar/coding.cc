@@ -252,7 +252,7 @@ REJOIN_INLINE Loss whole(const Pass& pass) {
   };
   Sums sums;
   Last last;
-  for (std::size_t i = 0; i < all; ++i) {  // one body for all: it is 27 bodies for each set of instructions
+  for (std::size_t i = 0; i < all; ++i) {  // one call of block(), of which there are 27 for each set of instructions
     Places at = places(i);
     if (i == full) [[unlikely]]
       at = last.instead_of(at, kArrived == Width::plain, bytes - full * kPlainBlock);

@@ -27,10 +27,14 @@ struct Directory {
   }
 };
 
+// Without the room behind what is written.
 rejoin::Bytes contents(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
   const std::string text((std::istreambuf_iterator<char>(file)), {});
-  return {rejoin::as_bytes(text).begin(), rejoin::as_bytes(text).end()};
+  const auto all = rejoin::as_bytes(text);
+  const auto parsed = rejoin::membership::parse_log(all, path);
+  if (!parsed) std::abort();
+  return {all.begin(), all.begin() + static_cast<std::ptrdiff_t>(std::max(parsed->marked, parsed->intact))};
 }
 
 }  // namespace

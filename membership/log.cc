@@ -22,7 +22,7 @@ namespace {
 constexpr std::string_view kMagic = "RJNLOG02", kOldMagic = "RJNLOG01";  // the old one: without marks
 constexpr std::uint32_t kMaxRecord = 16 * MiB;
 constexpr std::uint32_t kMark = 0xffffffff;  // a length: no record, all before it is on disk
-constexpr std::size_t kRoom = 256 * KiB;     // for the appends of some thousand steps of a small job
+constexpr std::size_t kRoom = 256 * KiB;     // some thousand steps of a small job, some ten of the largest
 
 struct RecordHeader {
   std::uint32_t length;
@@ -143,10 +143,16 @@ Result<ParsedLog> parse_log(BytesView bytes, const std::string& path) {
   return parsed;
 }
 
+// Its coordinator may be at work: what is appended while its bytes are read, some before and some after it, looks like
+// damage. The next time that is whole.
 Result<ParsedLog> parse_file(const Fd& file, const std::string& path) {
-  auto bytes = read_all(file, path);
-  if (!bytes) return tl::unexpected(bytes.error());
-  return parse_log(*bytes, path);
+  constexpr int kTries = 4;
+  for (int tries = 1;; ++tries) {
+    auto bytes = read_all(file, path);
+    if (!bytes) return tl::unexpected(bytes.error());
+    auto parsed = parse_log(*bytes, path);
+    if (parsed || tries == kTries) return parsed;
+  }
 }
 
 Result<ParsedLog> parse_one_file(const std::string& path) {
@@ -240,7 +246,9 @@ Result<> Log::sync(const Fd& file) const {
   return {};
 }
 
-// Without it an append makes the file longer, which only takes more time. It is on disk with the next sync.
+// Zeros are written, since blocks that are only set aside would have to be entered in the journal when they are used.
+// Where there is no room, appends make the file longer, and take more time. Where a file system says so at the sync
+// only (over a network, say), that append fails, as one that makes the file longer would soon.
 void Log::make_room(std::uint64_t at) const {
   static const Bytes zeros(kRoom);
   (void)disk_.write(file_.get(), zeros.data(), zeros.size(), static_cast<off_t>(at));

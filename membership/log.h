@@ -1,13 +1,12 @@
 // The coordinator's durable log: checksummed records in one file, each on disk before append() returns.
 //
 // An append is one write and one sync. When the sync has returned, a mark goes behind what was written: all before it
-// is on disk. The mark itself is not synced; the next append writes it again, before its records. Behind it is room,
-// zeros that were written ahead: with most appends the file's size stays, which would have to be synced, too. So at
-// opening:
+// is on disk. The mark itself is not synced; the next append writes it again, before its records. Behind it is room:
+// zeros, which the append that finds none writes ahead, so that the following ones leave the file's size as it is, and
+// none has to be synced. So at opening:
 // - Damage with a mark somewhere behind it is damage to what was acknowledged: an error.
-// - Anything else behind the last mark that isn't intact, nor that room, was never acknowledged: a crash tore it, and
-// it
-//   is cut off.
+// - Anything else behind the last mark that is not intact, nor room, was never acknowledged: a crash tore it, and it is
+//   cut off.
 // What this promises: an acknowledged record is never lost without a word as long as its mark, or a later one, is
 // sound. What it can't: to notice a file that ends early just behind some mark (a copy that was cut short, say), or
 // damage to the last append where power was lost before the mark behind it reached the disk, which the kernel sees to

@@ -87,12 +87,12 @@ Result<> Log::compact(const proto::LogRecord& snapshot) {
   if (auto checked = check_size(snapshot); !checked) return checked;
   std::uint64_t end = 0;
   auto next = write_next(snapshot, end);
-  give_room_back();  // an archive needs none
   const auto placed = next ? put_in_place() : Result<>(tl::unexpected(next.error()));
   if (!placed) {
     (void)::unlink(next_path().c_str());  // it would take the room that the old file may need
     return placed;
   }
+  give_room_back();  // as an archive it needs none
   file_ = std::move(*next);
   end_ = end;
   if (disk_.sync(folder_.get()) == 0) return {};

@@ -222,23 +222,6 @@ TEST(GroupFailure, AConnectionThatBreaksBeforeItIsAcceptedIsMadeAgain) {
   }
 }
 
-TEST(GroupFailure, AMemberOfAnotherReleaseIsSaidToBeOne) {
-  Members members(2);
-  members.all[0].stopped = true;
-  const auto works = members.begin_reconfigure(1, {0, 1}, 1s);
-  const auto& called = members.all[1].handle;
-  Bytes hello;  // wire.h's, of the version before
-  put(hello, called.secret);
-  put(hello, std::uint64_t{1});
-  put(hello, std::uint64_t{0});
-  put(hello, std::uint32_t{1});
-  put(hello, std::uint32_t{0});
-  ASSERT_TRUE(members.all[0].engine->connect({called.address.text, transport::Secret::of(called.secret)}, hello));
-  ASSERT_TRUE(members.run({works[1]}));
-  ASSERT_FALSE(*works[1]->result);
-  EXPECT_THAT(works[1]->result->error().message, HasSubstr("lacks rank 0 (sim:0) (it is of another release"));
-}
-
 TEST(GroupFailure, AConfigurationThatLacksSomeoneSaysWhom) {
   Members members(3);
   members.all[2].stopped = true;

@@ -60,7 +60,7 @@ PassResult run_kernel(const PassData& data) {
 
 // Each lane is a thread, and they meet often: fewer where that is dear.
 TEST(KernelCoder, FourLanesThatShareABlockHaveTheCpusBits) {
-  expect_the_cpus_bits({kSanitized ? 37u : 300u}, run_kernel);
+  expect_the_cpus_bits({kSanitized ? 20u : 150u}, run_kernel);
 }
 
 }  // namespace

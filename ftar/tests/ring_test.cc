@@ -157,7 +157,8 @@ TEST(FtarPlans, ChunksAreCutAsAllMembersOfTheEpochDo) {
   EXPECT_EQ(received(Chunking::now, Over::host), 2u * (8 + 4));
   EXPECT_EQ(received(Chunking::of_protocol_15, Over::host), 2u * (4 + 4));
   EXPECT_EQ(received(Chunking::now, Over::viewed), 4u + 4);
-  if (!kSanitized) EXPECT_EQ(received(Chunking::now, Over::gpu), 2u * (4 + 4));  // there its kernels take 10 s for it
+  if (!kSanitized)
+    EXPECT_EQ(received(Chunking::now, Over::gpu), 2u * (4 + 4));  // under sanitizers its kernels take 10 s
 }
 
 // The same inputs give the same bits in any memory, whoever adds them up where.
