@@ -234,7 +234,7 @@ constexpr std::size_t kNumbers = kWidth == Width::eight  ? kElements<Element>
 template <typename Element, Width kArrived, Width kWidth>
 REJOIN_INLINE Loss whole(const Pass& pass) {
   const std::size_t bytes = pass.count * sizeof(typename Element::Storage);
-  const std::size_t full = bytes / kPlainBlock, all = blocks_of(bytes);
+  const std::size_t full = bytes / kPlainBlock, rest = bytes % kPlainBlock, all = blocks_of(bytes);
   const float reciprocal = pass.divisor > 1 ? 1.0f / static_cast<float>(pass.divisor) : 1.0f;
   const std::byte* arrived = pass.arrived;
   if (arrived != nullptr && kArrived != Width::plain) arrived += all * bytes_of_scale(kArrived);
@@ -255,10 +255,10 @@ REJOIN_INLINE Loss whole(const Pass& pass) {
   for (std::size_t i = 0; i < all; ++i) {  // one call of block(), of which there are 27 for each set of instructions
     Places at = places(i);
     if (i == full) [[unlikely]]
-      at = last.instead_of(at, kArrived == Width::plain, bytes - full * kPlainBlock);
+      at = last.instead_of(at, kArrived == Width::plain, rest);
     block<Element, kArrived, kWidth>(pass, at, reciprocal, sums);
   }
-  if (full < all) last.copy(places(full), bytes - full * kPlainBlock);
+  if (full < all) last.copy(places(full), rest);
   return sums.all();
 }
 

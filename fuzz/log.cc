@@ -34,7 +34,7 @@ rejoin::Bytes contents(const std::string& path) {
   const auto all = rejoin::as_bytes(text);
   const auto parsed = rejoin::membership::parse_log(all, path);
   if (!parsed) std::abort();
-  return {all.begin(), all.begin() + static_cast<std::ptrdiff_t>(std::max(parsed->marked, parsed->intact))};
+  return {all.begin(), all.begin() + static_cast<std::ptrdiff_t>(parsed->end())};
 }
 
 }  // namespace

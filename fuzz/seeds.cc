@@ -175,7 +175,7 @@ int main(int argc, char** argv) {
   std::filesystem::copy_file(scratch / "decisions.log", to / "fuzz_log/step",
                              std::filesystem::copy_options::overwrite_existing);
   const auto parsed = membership::parse_one_file(scratch / "decisions.log");
-  std::filesystem::resize_file(to / "fuzz_log/step", parsed.value().marked);  // without the room behind it
+  std::filesystem::resize_file(to / "fuzz_log/step", parsed.value().end());  // without the room behind it
   std::filesystem::remove_all(scratch);
   return 0;
 }

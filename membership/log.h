@@ -17,6 +17,7 @@
 // audit reads all that are there.
 #pragma once
 
+#include <algorithm>
 #include <functional>
 #include <map>
 #include <optional>
@@ -39,6 +40,8 @@ struct ParsedLog {
   std::uint64_t intact = 0;  // bytes up to the last record's end: what follows is a mark, or torn
   std::uint64_t torn = 0;    // bytes behind `intact` that a crash has left, without the room behind them
   bool old = false;          // without marks: there the last record's damage looks like a torn tail
+  // Returns where what is sound ends, its last mark included: what is torn follows, and room.
+  std::uint64_t end() const { return std::max(marked, intact); }
 };
 // Parses a log. Errors: `corrupt` where what was acknowledged is damaged; they name it by `name`.
 Result<ParsedLog> parse_log(BytesView bytes, const std::string& name);

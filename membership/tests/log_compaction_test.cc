@@ -1,26 +1,18 @@
 // A log that is compacted while in use, and processes that end in the middle of that.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
-#include <stdlib.h>
 #include <sys/stat.h>
 
 #include <cerrno>
 #include <filesystem>
 #include <fstream>
 
-#include "membership/log.h"
+#include "membership/tests/log_file.h"
 
 namespace rejoin::membership {
 namespace {
 
-struct CompactedLog : testing::Test {
-  std::string directory = [] {
-    char name[] = "/tmp/rejoin-log-XXXXXX";
-    return std::string(::mkdtemp(name));
-  }();
-  std::string path = directory + "/decisions.log";
-  ~CompactedLog() override { std::filesystem::remove_all(directory); }
-
+struct CompactedLog : LogDirectory {
   std::string archive(int number) const { return fmt::format("{}/decisions.{}.log", directory, number); }
   static proto::LogRecord commit(std::uint64_t step) {
     proto::LogRecord record;

@@ -187,12 +187,9 @@ TEST_F(LogFile, WhereTheDiskHasNoRoomAppendsGoOnWithout) {
 
 TEST(Log, AFullDiskIsAnErrorThatStopsTheDeciding) {
   if (!std::filesystem::exists("/dev/full")) GTEST_SKIP() << "no /dev/full here";
-  char name[] = "/tmp/rejoin-full-XXXXXX";
-  const std::string directory = ::mkdtemp(name);
-  std::filesystem::create_symlink("/dev/full", directory + "/decisions.log");
-  auto log = Log::open(directory);
-  EXPECT_FALSE(log);  // not even the header fits
-  std::filesystem::remove_all(directory);
+  const test::Scratch scratch;
+  std::filesystem::create_symlink("/dev/full", scratch.path + "/decisions.log");
+  EXPECT_FALSE(Log::open(scratch.path)) << "not even the header fits";
 }
 
 }  // namespace

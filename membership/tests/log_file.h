@@ -2,7 +2,6 @@
 #pragma once
 
 #include <gtest/gtest.h>
-#include <stdlib.h>
 
 #include <filesystem>
 #include <fstream>
@@ -11,8 +10,11 @@
 #include <vector>
 
 #include "membership/log.h"
+#include "tests/process.h"
 
 namespace rejoin::membership {
+
+using test::read_file;
 
 inline std::vector<std::string> serialized(const std::vector<proto::LogRecord>& records) {
   std::vector<std::string> texts;
@@ -20,19 +22,13 @@ inline std::vector<std::string> serialized(const std::vector<proto::LogRecord>& 
   return texts;
 }
 
-inline std::string read_file(const std::string& path) {
-  std::ifstream file(path, std::ios::binary);
-  return {std::istreambuf_iterator<char>(file), {}};
-}
-
-struct LogFile : testing::Test {
-  std::string directory = [] {
-    char name[] = "/tmp/rejoin-log-XXXXXX";
-    return std::string(::mkdtemp(name));
-  }();
+struct LogDirectory : testing::Test {
+  test::Scratch scratch;
+  const std::string& directory = scratch.path;
   std::string path = directory + "/decisions.log";
-  ~LogFile() override { std::filesystem::remove_all(directory); }
+};
 
+struct LogFile : LogDirectory {
   static proto::LogRecord commit(std::uint64_t step) {
     proto::LogRecord record;
     record.mutable_committed()->set_step(step);
@@ -43,7 +39,7 @@ struct LogFile : testing::Test {
   Bytes bytes() const {
     const std::string text = read_file(path);
     Bytes all(as_bytes(text).begin(), as_bytes(text).end());
-    if (const auto parsed = parse_log(all, path)) all.resize(std::max(parsed->marked, parsed->intact));
+    if (const auto parsed = parse_log(all, path)) all.resize(parsed->end());
     return all;
   }
   void put(const Bytes& content) const {
