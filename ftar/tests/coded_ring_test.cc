@@ -8,7 +8,7 @@
 namespace rejoin::ftar {
 namespace {
 
-const std::vector<std::size_t> kCodedSizes{5, 200, 3000, 10001};
+const std::vector<std::size_t> kCodedSizes{5, 200, 3000, kSanitized ? 5001 : 10001};
 
 struct Coded : Cluster {
   Coded(Over over, std::uint64_t seed, Coding coding, std::vector<std::size_t> elements = kCodedSizes)
@@ -243,6 +243,7 @@ TEST_P(FtarCoded, MembersComeAndGoAndTakeNothingWithThem) {
 TEST_P(FtarCoded, AMemberWithoutCodingTakesPartInTheRing) {
   for (std::uint32_t without = 0; without < 4; ++without)
     for (const bool joiner : {false, true}) {
+      if (on_gpu && kSanitized && joiner != (without % 2 == 0)) continue;
       Coded cluster(over, 3, Coding::eight);
       for (std::uint32_t i = 0; i < 4; ++i) {
         cluster.options.coding = i == without ? Coding::off : Coding::eight;

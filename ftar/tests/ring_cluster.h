@@ -234,7 +234,7 @@ struct Cluster {
   }
 };
 
-inline const std::vector<std::size_t> kSizes{1, 5, 60, 200, 3000, 40001};
+inline const std::vector<std::size_t> kSizes{1, 5, 60, 200, 3000, kSanitized ? 8001 : 40001};
 
 struct FtarRing : testing::TestWithParam<Over> {
   const Over over = GetParam();
