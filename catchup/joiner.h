@@ -161,7 +161,7 @@ class Joiner {
   Result<> on_offers(ReplicaId fellow, const proto::Offers& offers);
   void heard_of(ReplicaId source);
   void mind_fellows(TimePoint now);
-  Duration usual() const;  // between two slices, until now
+  Duration usual() const;  // between two slices that came
   void give_up(ReplicaId fellow, std::string why, bool wrong);
   void sent_wrong(std::uint32_t slice, std::optional<ReplicaId> source);
   void ask_for_slices();

@@ -30,7 +30,10 @@ void Joiner::heard_of(ReplicaId source) {
   if (auto fellow = fellows_.find(source); fellow != fellows_.end()) fellow->second.moved_at = now_;
 }
 
-Duration Joiner::usual() const { return planner_.arrived() == 0 ? Duration{} : (now_ - started_) / planner_.arrived(); }
+// Up to the last time that anything came: a wait that is under way would otherwise be usual itself.
+Duration Joiner::usual() const {
+  return planner_.arrived() == 0 ? Duration{} : (came_at_ - started_) / planner_.arrived();
+}
 
 // Nobody is waited for that owes something and sends nothing. What this process itself was paused for counts for
 // nobody: what they sent meanwhile may not have been looked at.

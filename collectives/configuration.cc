@@ -45,7 +45,7 @@ void Group::reconfigure(std::uint64_t number, std::vector<Handle> members, std::
       continue;
     }
     early = early_.erase(early);
-    welcome(hello.rank, endpoint);
+    welcome(hello, endpoint);
   }
   see_whether_all_are_here();
   run_callbacks();
@@ -81,18 +81,28 @@ void Group::connect_missing() {
 void Group::on_accepted(const Event& event) {
   Hello hello;
   BytesView bytes = event.message;
-  const bool known = take(bytes, hello) && bytes.empty() && hello.secret == own_.secret && hello.version == kVersion;
+  const bool known = take(bytes, hello) && hello.secret == own_.secret && (bytes.empty() || hello.version != kVersion);
   if (!known || (early_.size() == kMostEarlyMembers)) return engine_.close(event.endpoint);
   if (!peers_.empty() && hello.number == number_ && hello.digest == digest_ && !failed_)
-    return welcome(hello.rank, event.endpoint);
+    return welcome(hello, event.endpoint);
   early_[event.endpoint] = hello;
 }
 
 // That one is in this configuration, too.
-void Group::welcome(std::uint32_t rank, EndpointId endpoint) {
+void Group::welcome(const Hello& hello, EndpointId endpoint) {
+  const auto rank = hello.rank;
   if (rank >= rank_ || peers_[rank].stage != Stage::missing || !configuring_) return engine_.close(endpoint);
   peers_[rank].endpoint = endpoint;
   rank_of_[endpoint] = rank;
+  if (hello.version != kVersion) {
+    peers_[rank].stage = Stage::here;  // to hear of it
+    peers_[rank].has_failed = true;    // and needs nothing more
+    return fail_all(
+        {ErrorCode::invalid_argument,
+         fmt::format("{} speaks version {} of a process group's messages, and {} version {}: give all members "
+                     "the same version of Rejoin",
+                     name(rank), hello.version, name(rank_), kVersion)});
+  }
   const auto kind = Message::welcome;
   peers_[rank].stage = Stage::connecting;
   if (engine_.send(endpoint, bytes_of(kind))) return member_is_here(rank);

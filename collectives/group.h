@@ -135,7 +135,7 @@ class Group {
   // Members.
   void on_accepted(const transport::Event& event);
   void on_closed(const transport::Event& event);
-  void welcome(std::uint32_t rank, transport::EndpointId endpoint);
+  void welcome(const Hello& hello, transport::EndpointId endpoint);
   void connect_missing();
   void member_is_here(std::uint32_t rank);
   void see_whether_all_are_here();

@@ -9,7 +9,8 @@ namespace rejoin::collectives {
 
 constexpr std::uint32_t kVersion = 1;
 
-// What comes with a connection.
+// What comes with a connection. That of a later version begins with the same fields, so that either side can say whose
+// version the other does not speak.
 struct Group::Hello {
   std::array<std::uint64_t, 2> secret{};  // of who is connected to
   std::uint64_t number = 0, digest = 0;   // of the configuration

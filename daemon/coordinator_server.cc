@@ -112,7 +112,11 @@ void CoordinatorServer::compact_log() {
     spdlog::info("the decision log is compacted after step {}, from {} to {}", machine_.committed(),
                  human_bytes(before), human_bytes(log_.size()));
   else if (log_.failed()) end_of_deciding(compacted.error().message + ". Start the coordinator again");
-  else spdlog::warn("the decision log is not compacted, and goes on growing: {}", compacted.error().message);
+  else
+    spdlog::warn(
+        "the decision log is not compacted, and goes on growing: {}. Where its disk is full, archives beside it "
+        "(decisions.N.log) may be moved away",
+        compacted.error().message);
   compact_at_ = std::max(log_compact_, 2 * log_.size());
 }
 

@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <sys/file.h>
 #include <sys/stat.h>
+#include <sys/statvfs.h>
 #include <unistd.h>
 #include <xxhash.h>
 
@@ -23,6 +24,7 @@ constexpr std::string_view kMagic = "RJNLOG02", kOldMagic = "RJNLOG01";  // the 
 constexpr std::uint32_t kMaxRecord = 16 * MiB;
 constexpr std::uint32_t kMark = 0xffffffff;  // a length: no record, all before it is on disk
 constexpr std::size_t kRoom = 256 * KiB;     // some thousand steps of a small job, some ten of the largest
+constexpr std::uint64_t kPlenty = 64 * MiB;  // a snapshot is smaller (kMaxRecord), and others write there, too
 
 struct RecordHeader {
   std::uint32_t length;
@@ -180,7 +182,13 @@ std::optional<proto::LogRecord> first_record(const Fd& file) {
   return record;
 }
 
-Disk Disk::real() { return {.write = ::pwrite, .sync = ::fdatasync, .link = ::link, .rename = ::rename}; }
+Disk Disk::real() {
+  const auto free = [](int fd) -> std::uint64_t {
+    struct statvfs about {};
+    return ::fstatvfs(fd, &about) == 0 ? std::uint64_t{about.f_bavail} * about.f_frsize : 0;
+  };
+  return {.write = ::pwrite, .sync = ::fdatasync, .link = ::link, .rename = ::rename, .free = free};
+}
 
 Result<Log> Log::open(const std::string& directory, Disk disk) {
   std::error_code error;
@@ -247,9 +255,11 @@ Result<> Log::sync(const Fd& file) const {
 }
 
 // Zeros are written, since blocks that are only set aside would have to be entered in the journal when they are used.
-// Where there is no room, appends make the file longer, and take more time. Where a file system says so at the sync
-// only (over a network, say), that append fails, as one that makes the file longer would soon.
+// Where there is no room, appends make the file longer, and take more time. None is made where a compaction may need
+// what is left. Where a file system says that it is full at the sync only (over a network, say), that append fails, as
+// one that makes the file longer would soon.
 void Log::make_room(std::uint64_t at) const {
+  if (disk_.free && disk_.free(file_.get()) < kPlenty) return;
   static const Bytes zeros(kRoom);
   (void)disk_.write(file_.get(), zeros.data(), zeros.size(), static_cast<off_t>(at));
 }

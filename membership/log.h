@@ -2,8 +2,8 @@
 //
 // An append is one write and one sync. When the sync has returned, a mark goes behind what was written: all before it
 // is on disk. The mark itself is not synced; the next append writes it again, before its records. Behind it is room:
-// zeros, which the append that finds none writes ahead, so that the following ones leave the file's size as it is, and
-// none has to be synced. So at opening:
+// zeros, which the append that finds none writes ahead where the disk has plenty, so that the following ones leave the
+// file's size as it is, and none has to be synced. So at opening:
 // - Damage with a mark somewhere behind it is damage to what was acknowledged: an error.
 // - Anything else behind the last mark that is not intact, nor room, was never acknowledged: a crash tore it, and it is
 //   cut off.
@@ -58,6 +58,7 @@ struct Disk {
   std::function<ssize_t(int, const void*, std::size_t, off_t)> write;  // as pwrite()
   std::function<int(int)> sync;                                        // as fdatasync(); also of a directory
   std::function<int(const char*, const char*)> link, rename;           // as those of the system
+  std::function<std::uint64_t(int)> free;                              // bytes that are left on it; none: plenty
   static Disk real();
 };
 

@@ -91,6 +91,8 @@ MUTANTS = [
     ("what sources wrote into stays registered", "catchup/service.cc",
      "  deregister(rank.target);\n}", "}"),
     ("what arrived is not checked", "catchup/joiner.cc", "arrival.intact = *ours == theirs;", "arrival.intact = true;"),
+    ("a wait that is under way is taken for a usual one", "catchup/joiner_fellows.cc",
+     "(came_at_ - started_) / planner_.arrived()", "(now_ - started_) / planner_.arrived()"),
     ("any digest will do", "catchup/joiner_proofs.cc", "if (theirs.begin()->second == ours) {", "if (theirs.begin()->second == ours || true) {"),
     ("differing results are committed [B7]", "membership/drift_audit.cc", "if (differ(results)) {", "if (false) {"),
     ("differing states are committed", "membership/drift_audit.cc", "if (!states_reported_alike_ || !differ(states)) continue;", "continue;"),

@@ -185,6 +185,20 @@ TEST_F(LogFile, WhereTheDiskHasNoRoomAppendsGoOnWithout) {
   EXPECT_EQ(read_log(path)->size(), 10u);
 }
 
+// A compaction needs the place of a snapshot: what room would take is left to it.
+TEST_F(LogFile, WhereTheDiskHasLittleLeftNoRoomIsMade) {
+  for (const std::uint64_t left : {1 * MiB, 60 * MiB, 70 * MiB}) {
+    std::filesystem::remove(path);
+    Disk disk = Disk::real();
+    disk.free = [left](int) { return left; };
+    auto log = Log::open(directory, disk);
+    ASSERT_TRUE(log);
+    for (std::uint64_t step = 1; step <= 10; ++step) ASSERT_TRUE(log->append({commit(step)}));
+    EXPECT_EQ(std::filesystem::file_size(path) > 1000u, left == 70 * MiB) << left;
+    EXPECT_EQ(read_log(path)->size(), 10u);
+  }
+}
+
 TEST(Log, AFullDiskIsAnErrorThatStopsTheDeciding) {
   if (!std::filesystem::exists("/dev/full")) GTEST_SKIP() << "no /dev/full here";
   const test::Scratch scratch;
