@@ -51,6 +51,11 @@ def test_attaching_what_can_not_be_kept_equal_is_refused(tmp_path):
     bad = torch.nn.Linear(2, 2, dtype=torch.complex64)
     with pytest.raises(rejoin.InvalidArgument, match="complex64"):
         session(tmp_path).attach(bad, torch.optim.SGD(bad.parameters(), lr=0.1))
+    model.empty = torch.nn.Parameter(torch.zeros(0))
+    with pytest.raises(rejoin.InvalidArgument, match="'empty' has no elements: freeze it"):
+        session(tmp_path).attach(model, torch.optim.AdamW(model.parameters()))
+    with pytest.raises(rejoin.InvalidArgument, match="steps.. takes a DataLoader .* not a list"):
+        next(session(tmp_path).steps([1, 2]))
 
 
 def test_what_would_leave_the_session_is_refused(tmp_path, monkeypatch):
@@ -62,6 +67,9 @@ def test_what_would_leave_the_session_is_refused(tmp_path, monkeypatch):
     optimizer = torch.optim.AdamW(model.parameters(), amsgrad=True)
     for settings, told in (
         ({"ema": 1.5}, "ema=1.5: it is to be between 0 and 1"),
+        ({"max_norm": -1.0}, "max_norm=-1.0: it is to be above 0"),
+        ({"max_norm": float("nan")}, "max_norm=nan"),
+        ({"metrics": ("loss", "loss")}, "each has a name of its own"),
         ({"loss_scale": 1000.0}, "a power of 2"),
         ({"gradients": torch.int32}, "gradients=torch.int32: .* a type of floating point"),
     ):
@@ -85,6 +93,38 @@ def test_what_would_leave_the_session_is_refused(tmp_path, monkeypatch):
         optimizer.load_state_dict(state)
     with pytest.raises(rejoin.InvalidArgument, match="all parameters are declared with attach"):
         optimizer.add_param_group({"params": []})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("lr", 0.01, "the learning rate of group 0 has changed from 0.001 to 0.01 .* give attach.. lr="),
+        ("weight_decay", 0.5, "weight_decay of the optimizer's group 0 has changed from 0.1 to 0.5"),
+        ("betas", (0.5, 0.999), "betas of .* from .0.9, 0.999. to .0.5, 0.999."),
+    ],
+)
+def test_settings_that_change_by_step_are_refused(tmp_path, name, value, told):
+    """A replica that catches up would apply steps of before with those of now."""
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.001, weight_decay=0.1)
+    one = session(tmp_path)
+    one.attach(model, optimizer)
+    optimizer.param_groups[0]["initial_lr"] = 0.001  # as torch's schedules do
+    one._updates.check(1)
+    optimizer.param_groups[0][name] = value
+    with pytest.raises(rejoin.InvalidArgument, match=told):
+        one._updates.check(2)
+
+
+@pytest.mark.parametrize("rates", [[0.1, 0.2], "x", float("nan"), -1.0, None])
+def test_a_schedule_gives_a_rate_for_each_group(tmp_path, rates):
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.001)
+    one = session(tmp_path)
+    one.attach(model, optimizer, lr=lambda step: rates if step == 5 else [0.5])
+    one._updates.check(4)
+    with pytest.raises(rejoin.InvalidArgument, match=r"lr\(5\) of attach.. is .*for each of the optimizer's 1 groups"):
+        one._updates.check(5)
 
 
 def test_the_fingerprint_says_what_makes_the_bits():

@@ -218,3 +218,18 @@ def test_types_that_differ_are_refused(pair):
     ):
         with pytest.raises(ValueError, match=r"one type, not of torch.float32, torch.int32"):
             call()
+
+
+def test_what_can_be_no_argument_is_named(pair):
+    for call, told in (
+        (lambda: pair[0].send([torch.ones(1)], -1, 0), r"rank -1 of send\(\): it is a number from 0"),
+        (lambda: pair[0].recv([torch.ones(1)], 1, -2), r"tag -2 of receive\(\): it is a number from 0"),
+        (lambda: pair[0].reconfigure(uuid=-1, handles=["x"]), r"uuid -1 of reconfigure\(\)"),
+        (lambda: pair[0].allreduce([torch.ones(3, device="meta")]), "not one on the device 'meta'"),
+        (lambda: pair[0].allreduce([torch.eye(3).to_sparse()]), "dense tensors, not one of layout torch.sparse_coo"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            call()
+    works = [group.allreduce([torch.ones(10)]) for group in pair]  # nothing has begun that the other one waits for
+    for work in works:
+        work.wait()

@@ -67,7 +67,9 @@ def reduction_of(opts: Any) -> int:
 
 
 def _check(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.layout != torch.strided or tensor.is_meta:
+    if tensor.is_meta:
+        raise ValueError("the backend 'rejoin' takes tensors that have memory, not one on the device 'meta'")
+    if tensor.layout != torch.strided:
         raise ValueError(f"the backend 'rejoin' takes dense tensors, not one of layout {tensor.layout}")
     return tensor.detach()
 

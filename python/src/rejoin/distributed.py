@@ -96,6 +96,8 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
         """
         if opts is not None:
             uuid, handles, timeout = opts.uuid, opts.handles, opts.timeout
+        if not 0 <= uuid < 1 << 64:
+            raise ValueError(f"uuid {uuid} of reconfigure(): it is a number from 0 to {(1 << 64) - 1}")
         members = sorted(handles) if isinstance(handles, (set, frozenset)) else list(handles)
         self._native.reconfigure(uuid, members, self._limit(timeout))
         return Work(self, Staged(), [])
@@ -181,6 +183,10 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
     # Operations.
 
     def _start(self, kind: str, staged: Staged, result: list[torch.Tensor], opts: Any = None, **more: int) -> Work:
+        for name in ("root", "tag"):
+            if not 0 <= more.get(name, 0) < 1 << 32:
+                what = "rank" if name == "root" else name
+                raise ValueError(f"{what} {more[name]} of {kind}(): it is a number from 0 to {(1 << 32) - 1}")
         work = Work(self, staged, result, self._device)
         # It is held before it begins: whatever is raised from here on, its memory lives until it has ended.
         with self._lock:

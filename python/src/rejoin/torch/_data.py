@@ -90,6 +90,11 @@ class Fetcher:
         busy: Callable[[str, float], AbstractContextManager[None]] = lambda *_: nullcontext(),
     ) -> None:
         """`busy` is entered, with a reason and a limit in seconds, where a step waits for the workers."""
+        if not isinstance(loader, DataLoader):
+            raise InvalidArgument(
+                f"session.steps() takes a DataLoader with batch_sampler=session.batches(len(data)), or nothing, and "
+                f"not a {type(loader).__name__}"
+            )
         batches = loader.batch_sampler
         if not isinstance(batches, Batches):
             raise InvalidArgument(

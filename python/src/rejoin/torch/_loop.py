@@ -91,6 +91,7 @@ def averaged(session: Session) -> Iterator[None]:
 def update(session: Session, step: int) -> None:
     """Wait for the step's decision, and apply it."""
     assert session._updates is not None
+    session._updates.check(step)
     with session._leaving.waiting(at_once=not session._in_step):
         updates = session._native.begin_update()
     session._buckets.follow()

@@ -14,6 +14,8 @@ class Metrics:
 
     def __init__(self, names: Sequence[str], device: torch.device) -> None:
         self.names = tuple(names)
+        if len(set(self.names)) < len(self.names):
+            raise InvalidArgument(f"metrics={self.names}: each has a name of its own")
         self.values = torch.zeros(len(self.names), dtype=torch.float64, device=device)
 
     @property

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +57,12 @@ def bare_copy(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) ->
 def settings(group: Mapping[str, Any]) -> dict[str, Any]:
     """Give a group's settings without its parameters."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def constants(group: Mapping[str, Any], lr_follows_steps: bool) -> dict[str, Any]:
+    """Give a copy of a group's settings that have to stay what they are: all, but perhaps the learning rate."""
+    left_out = ("initial_lr", "lr") if lr_follows_steps else ("initial_lr",)
+    return {key: deepcopy(value) for key, value in settings(group).items() if key not in left_out}
 
 
 def _stepped(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], value: torch.Tensor) -> dict[str, Any]:

@@ -142,7 +142,7 @@ class Session:
         """
         if self._model is not None:
             raise InvalidArgument("attach() comes once")
-        _attach.check(optimizer, ema, loss_scale, gradients)
+        _attach.check(optimizer, max_norm, ema, loss_scale, gradients)
         self._rules = Rules(max_norm, lr, skip_nonfinite or loss_scale is not None, ema)
         self._ranks = Ranks(self.rank, self._leaving, self._native.check)
         with _optimizer.one_thread(self.device):

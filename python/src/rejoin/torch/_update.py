@@ -58,7 +58,7 @@ class Update:
         # The optimizer's own step() takes the parameters as they are: all of them, and of the session's type.
         self._own_step = not any(t.shard is not None or t.has_master for t in tensors if t.is_parameter)
         self._optimizer_step: Callable[[], Any] = optimizer.step
-        self._constant_lr = [float(group["lr"]) for group in optimizer.param_groups]
+        self._settings = [_optimizer.constants(group, rules.lr is not None) for group in optimizer.param_groups]
         self._seen: dict[int, tuple[float, float]] = {}  # by step: this rank's part of the norm, and the loss's scale
         self._coefficients: dict[int, float | None] = {}  # by step, as far as they were asked for
         self._next_scale = 1.0  # of the loss, after the last update here
@@ -126,19 +126,41 @@ class Update:
         self._next_scale = 2.0**log_scale
         weight.copy_(torch.tensor([log_scale, good], dtype=weight.dtype))
 
-    def _set_lr(self, step: int) -> None:
-        groups = self._optimizer.param_groups
+    def check(self, step: int) -> None:
+        """Refuse a step, before anything of it is applied, that a replica which catches up would apply otherwise."""
+        for number, (group, before) in enumerate(zip(self._optimizer.param_groups, self._settings, strict=True)):
+            for name, value in before.items():
+                if name == "lr" and group[name] != value:
+                    raise InvalidArgument(
+                        f"the learning rate of group {number} has changed from {value} to {group[name]} under the "
+                        "session: give attach() lr=, a function of the step, so that a replica that catches up knows "
+                        "those of before"
+                    )
+                if group.get(name) != value:
+                    raise InvalidArgument(
+                        f"{name} of the optimizer's group {number} has changed from {value} to {group.get(name)} under "
+                        "the session: a replica that catches up applies steps of before with the settings of now. "
+                        "Leave it as it was with attach(): the learning rate alone may follow the step, by its lr="
+                    )
+        self._rates(step)
+
+    def _rates(self, step: int) -> list[float] | None:
         if self._rules.lr is None:
-            now = [float(group["lr"]) for group in groups]
-            if now != self._constant_lr:
-                raise InvalidArgument(
-                    f"the learning rate has changed from {self._constant_lr} to {now} under the session: give "
-                    "attach() lr=, a function of the step, so that a replica that catches up knows those of before"
-                )
-            return
-        rates = self._rules.lr(step)
-        all_rates = [float(rates)] * len(groups) if isinstance(rates, (int, float)) else [float(r) for r in rates]
-        for group, rate in zip(groups, all_rates, strict=True):
+            return None
+        given, groups = self._rules.lr(step), len(self._optimizer.param_groups)
+        try:
+            rates = [float(given)] * groups if isinstance(given, (int, float)) else [float(rate) for rate in given]
+        except (TypeError, ValueError):
+            rates = []
+        if len(rates) != groups or not all(0.0 <= rate < math.inf for rate in rates):
+            raise InvalidArgument(
+                f"lr({step}) of attach() is {given!r}: it is to be a number of 0 or more, or one for each of the "
+                f"optimizer's {groups} groups"
+            )
+        return rates
+
+    def _set_lr(self, step: int) -> None:
+        for group, rate in zip(self._optimizer.param_groups, self._rates(step) or (), strict=False):
             group["lr"] = rate
 
     def apply(self, step: int, updates: Sequence[TensorUpdate]) -> None:
