@@ -189,6 +189,19 @@ def test_warm_up_leaves_no_trace(tmp_path):
     assert torch.equal(random, torch.get_rng_state()) and model[0].weight.grad is None
 
 
+def test_a_gradient_that_is_set_again_is_refused(tmp_path):
+    model = torch.nn.Linear(2, 2)
+    one = session(tmp_path)
+    one.attach(model, torch.optim.AdamW(model.parameters()))
+    one._buckets.begin()
+    for tensor in one._tensors:
+        tensor.arrived = True
+    one._buckets.bring_rest()
+    model.bias.grad = torch.ones(2)
+    with pytest.raises(rejoin.InvalidArgument, match="the gradient of 'bias' was set again after .* max_norm="):
+        one._buckets.bring_rest()
+
+
 def test_attached_parameters_keep_their_values_and_identity(tmp_path):
     model = torch.nn.Sequential(torch.nn.Embedding(7, 5), torch.nn.Linear(5, 7, bias=False), torch.nn.BatchNorm1d(7))
     model[1].weight = model[0].weight  # tied

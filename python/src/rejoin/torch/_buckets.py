@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from rejoin import _native
+from rejoin.errors import InvalidArgument
 from rejoin.torch._sharding import local
 from rejoin.torch._tensors import Tensor
 
@@ -61,6 +62,7 @@ class Buckets:
             for bucket in self._buckets:
                 for tensor in bucket:
                     if tensor.arrived:
+                        self._check_gone(tensor)
                         continue
                     if tensor.is_parameter and tensor.value.grad is not None:  # of accumulate() alone
                         self.bring(tensor)
@@ -70,6 +72,14 @@ class Buckets:
                     elif not tensor.main_grad:
                         tensor.gradient.zero_()
                     self._arrive(tensor)
+
+    @staticmethod
+    def _check_gone(tensor: Tensor) -> None:
+        if tensor.value.grad is not None:
+            raise InvalidArgument(
+                f"the gradient of '{tensor.name}' was set again after the backward() that handed it over: change the "
+                "loss instead; to clip, give attach() max_norm="
+            )
 
     def follow(self) -> None:
         """Let the current stream go on behind what was handed over, whose waits have ended."""
