@@ -73,7 +73,9 @@ int main(int argc, char** argv) {
                  s.most);
     return 2;
   }
-  if (auto fit = bench::check_hosts(s.hosts, s.ranks, "rank", s.transport); !fit) {
+  auto fit = bench::check_hosts(s.hosts, s.ranks, "rank", s.transport);
+  if (fit && !s.cuda) fit = bench::check_memory(2 * s.ranks, s.most);
+  if (!fit) {
     std::fprintf(stderr, "rejoin_allreduce_perf: %s\n", fit.error().message.c_str());
     return 2;
   }

@@ -123,6 +123,8 @@ int main(int argc, char** argv) {
   s.compression = *compression;
   if (auto fit = bench::check_hosts(s.hosts, s.sources + 1, "replica, the joiner first", s.transport); !fit)
     return bench::complain(fit.error().message), 2;
+  if (auto fit = s.cuda ? Result<>{} : bench::check_memory(s.sources + 1, s.bytes); !fit)
+    return bench::complain(fit.error().message), 2;
   if (s.bytes < 1024) return bench::complain("--size must be at least 1 KiB"), 2;
   init_logging("catchup_bw", "warn");
   return bench::run(s);

@@ -5,14 +5,26 @@
 #include <ifaddrs.h>
 #include <net/if.h>
 #include <sched.h>
+#include <unistd.h>
 
 #include <cstring>
 #include <memory>
 
+#include "base/bytes.h"
 #include "base/fail.h"
 #include "base/fd.h"
 
 namespace rejoin::bench {
+
+Result<> check_memory(std::uint64_t buffers, std::uint64_t bytes) {
+  const auto pages = ::sysconf(_SC_PHYS_PAGES), page = ::sysconf(_SC_PAGESIZE);
+  if (pages < 0 || page < 0) return {};
+  const auto there = static_cast<std::uint64_t>(pages) * static_cast<std::uint64_t>(page);
+  if (bytes <= there / buffers) return {};
+  return fail(ErrorCode::invalid_argument,
+              "{} buffers of {} do not fit into this machine's memory, which is {}: take a smaller size", buffers,
+              human_bytes(bytes), human_bytes(there));
+}
 
 Result<> check_hosts(const std::vector<std::string>& hosts, std::uint32_t processes, std::string_view each,
                      const std::string& transport) {

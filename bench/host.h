@@ -1,4 +1,4 @@
-// A network namespace as a host of its own, for benchmarks over links that are shaped.
+// What a benchmark asks of the machine: memory, and network namespaces as hosts of their own, whose links are shaped.
 #pragma once
 
 #include <cstdint>
@@ -9,6 +9,9 @@
 #include "base/result.h"
 
 namespace rejoin::bench {
+
+// Of so many buffers of `bytes` each that a benchmark is about to fill: they have to fit into the machine's memory.
+Result<> check_memory(std::uint64_t buffers, std::uint64_t bytes);
 
 // Of --hosts: none, or one for each of so many processes, "rank" or what they are, over a transport over TCP.
 Result<> check_hosts(const std::vector<std::string>& hosts, std::uint32_t processes, std::string_view each,

@@ -223,10 +223,16 @@ def test_attached_parameters_keep_their_values_and_identity(tmp_path):
 
 
 def test_rejoin_run_says_what_is_missing(capsys):
-    for arguments, told in (([], "the command to run is missing"), (["--replicas", "0", "--", "x"], "--replicas 0")):
+    for arguments, told in (
+        ([], "the command to run is missing"),
+        (["--replicas", "0", "--", "x"], "--replicas 0"),
+        (["--", "/nowhere/python", "train.py"], "there is no program /nowhere/python"),
+    ):
         with pytest.raises(SystemExit):
             run.main(arguments)
         assert told in capsys.readouterr().err
+    assert run.main(["--directory", "/proc/x", "--", sys.executable]) == 1
+    assert "rejoin-run: /proc/x: No such file" in capsys.readouterr().err
     version = subprocess.run([sys.executable, "-m", "rejoin.run", "--version"], capture_output=True, text=True)
     assert version.stdout == f"rejoin {rejoin.__version__}\n"
 

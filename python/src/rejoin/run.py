@@ -13,6 +13,7 @@ import ctypes
 import json
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -242,11 +243,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in ("replicas", "ranks", "batch"):
         if getattr(given, name) < 1:
             parser.error(f"--{name} {getattr(given, name)}: at least one is needed")
-    if given.directory is not None:
+    if given.ranks == 1 and shutil.which(given.command[0]) is None:
+        parser.error(f"there is no program {given.command[0]}")
+    try:
+        if given.directory is None:
+            given.directory = Path(tempfile.mkdtemp(prefix="rejoin-"))
         given.directory.mkdir(parents=True, exist_ok=True)
         return Job(given, given.directory.resolve()).run()
-    directory = Path(tempfile.mkdtemp(prefix="rejoin-"))
-    return Job(given, directory).run()
+    except OSError as error:
+        print(f"rejoin-run: {error.filename or 'the job'}: {error.strerror}", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":
