@@ -212,7 +212,9 @@ void TcpEngine::receive(Endpoint& endpoint) {
     std::size_t used = 0;
     std::byte* place = endpoint.target != nullptr ? endpoint.target : endpoint.body.data();
     if (wanted > 0) parts[used++] = {place + endpoint.filled, wanted};
-    parts[used++] = {endpoint.buffer.data() + endpoint.end, endpoint.buffer.size() - endpoint.end};
+    std::size_t ahead = endpoint.buffer.size() - endpoint.end;
+    if (endpoint.for_large > 0 && !endpoint.records) ahead = std::min(ahead, kAheadOfLarge);
+    parts[used++] = {endpoint.buffer.data() + endpoint.end, ahead};
     msghdr message{};
     message.msg_iov = parts.data();
     message.msg_iovlen = used;
@@ -301,6 +303,8 @@ bool TcpEngine::begin_frame(Endpoint& endpoint) {
   if (endpoint.stage != Stage::open && !greets(endpoint))
     return malformed(endpoint, "something other than a Rejoin greeting of this version");
   if (header.digest != wire::digest_of_header(header)) return malformed(endpoint, "a damaged header");
+  if (header.length >= kLargeBody) endpoint.for_large = kFramesForLarge;
+  else if (endpoint.for_large > 0) --endpoint.for_large;
   return begin_body(endpoint);
 }
 
