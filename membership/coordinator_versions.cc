@@ -22,18 +22,22 @@ void Coordinator::keep_versions(RankState& rank, NodeId node, const proto::RankU
   rank.versions = static_cast<std::uint16_t>(found - versions_.begin());
 }
 
-// Of who has not come back yet it is not known whether it still speaks what it did.
+// Of who has not come back yet it is not known whether it still speaks what it did. Who is suspended counts, too: it may
+// be taken back before it has said anything, to a coordinator that has not heard it before.
 Spoken Coordinator::spoken_by_all() const {
   Spoken lowest = of_coordinators_;
   const auto lower = [&](Spoken to) { lowest = Spoken(std::min(lowest.version(), to.version())); };
   lower(Spoken(kProtocolVersion));
-  for (const auto& m : members_) {
-    const ReplicaState* here = registration(m.replica, m.incarnation);
+  const auto lower_to = [&](const auto& one) {
+    const ReplicaState* here = registration(one.replica, one.incarnation);
     if (here == nullptr || !fully_registered(*here)) lower(protocol_);
-    if (here == nullptr) continue;
+    if (here == nullptr) return;
     for (const auto& rank : here->ranks)
       if (rank.registered) lower(versions_of(rank).spoken);
-  }
+  };
+  for (const auto& m : members_) lower_to(m);
+  for (const auto& out : suspended_)
+    if (!out.ended) lower_to(out);
   return lowest;
 }
 

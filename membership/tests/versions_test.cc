@@ -172,6 +172,25 @@ TEST(CoordinatorVersions, WhenAMemberComesBackThroughAnOlderDaemonTheStepIsRepea
   EXPECT_EQ(job.recovered(job.log), 15u);
 }
 
+// Found by the simulator: a coordinator that was started again took one back that it had not heard, in an epoch of the
+// newer protocol, which had begun without it.
+TEST(CoordinatorVersions, WhoIsOutForNowMayBeTakenBackAndCountsUntilItIsOutForGood) {
+  Mixed job;
+  job.spoken[0] = 15;
+  job.up_all();
+  job.steps(1);
+  job.pass(1500ms, {1, 2});
+  ASSERT_EQ(job.contributors(), 2u);
+  ASSERT_EQ(job.coordinator.suspended().size(), 1u);
+  EXPECT_EQ(job.protocol(), 15u);
+  EXPECT_EQ(job.recovered(job.log), 15u);
+  for (int step = 0; step < 2; ++step)
+    for (const std::uint32_t replica : {1u, 2u}) job.reduced(replica);
+  EXPECT_EQ(job.coordinator.suspended().size(), 0u);
+  EXPECT_EQ(job.coordinator.committed().value, 3u);
+  EXPECT_EQ(job.protocol(), 16u);
+}
+
 // Of several coordinators any may take over.
 TEST(CoordinatorVersions, ACoordinatorThatMayTakeOverCountsAsWell) {
   Mixed job;

@@ -52,7 +52,7 @@ def test_attaching_what_can_not_be_kept_equal_is_refused(tmp_path):
     with pytest.raises(rejoin.InvalidArgument, match="complex64"):
         session(tmp_path).attach(bad, torch.optim.SGD(bad.parameters(), lr=0.1))
     model.empty = torch.nn.Parameter(torch.zeros(0))
-    with pytest.raises(rejoin.InvalidArgument, match="'empty' has no elements: freeze it"):
+    with pytest.raises(rejoin.InvalidArgument, match="'empty' has no elements: freeze it, and leave it out"):
         session(tmp_path).attach(model, torch.optim.AdamW(model.parameters()))
     with pytest.raises(rejoin.InvalidArgument, match="steps.. takes a DataLoader .* not a list"):
         next(session(tmp_path).steps([1, 2]))
@@ -69,7 +69,7 @@ def test_what_would_leave_the_session_is_refused(tmp_path, monkeypatch):
         ({"ema": 1.5}, "ema=1.5: it is to be between 0 and 1"),
         ({"max_norm": -1.0}, "max_norm=-1.0: it is to be above 0"),
         ({"max_norm": float("nan")}, "max_norm=nan"),
-        ({"metrics": ("loss", "loss")}, "each has a name of its own"),
+        ({"metrics": ("loss", "loss")}, "one of them is there twice"),
         ({"loss_scale": 1000.0}, "a power of 2"),
         ({"gradients": torch.int32}, "gradients=torch.int32: .* a type of floating point"),
     ):
@@ -189,17 +189,32 @@ def test_warm_up_leaves_no_trace(tmp_path):
     assert torch.equal(random, torch.get_rng_state()) and model[0].weight.grad is None
 
 
-def test_a_gradient_that_is_set_again_is_refused(tmp_path):
+@pytest.mark.parametrize("how", ["clip", "set", "scale", "accumulate"])
+def test_a_gradient_that_is_changed_after_backward_is_refused(tmp_path, monkeypatch, how):
     model = torch.nn.Linear(2, 2)
     one = session(tmp_path)
     one.attach(model, torch.optim.AdamW(model.parameters()))
+    monkeypatch.setattr(one._buckets, "_hand_over", lambda bucket: None)  # there is no job
+    monkeypatch.setattr(one, "_in_step", True)
     one._buckets.begin()
-    for tensor in one._tensors:
-        tensor.arrived = True
+    with one.accumulate():
+        model(torch.ones(1, 2)).sum().backward()
+    model(torch.ones(1, 2)).sum().backward()
+    assert float(model.bias.grad.norm()) > 0  # it may be read
     one._buckets.bring_rest()
-    model.bias.grad = torch.ones(2)
-    with pytest.raises(rejoin.InvalidArgument, match="the gradient of 'bias' was set again after .* max_norm="):
+    if how == "clip":
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    elif how == "set":
+        model.bias.grad = 2 * model.bias.grad
+    elif how == "scale":
+        model.bias.grad /= 2
+    else:
+        with one.accumulate():
+            model(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(rejoin.InvalidArgument, match="the gradient of '.*' was changed after .* max_norm="):
         one._buckets.bring_rest()
+    model.zero_grad()  # to save memory
+    one._buckets.bring_rest()
 
 
 def test_attached_parameters_keep_their_values_and_identity(tmp_path):

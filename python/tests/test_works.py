@@ -223,7 +223,7 @@ def test_types_that_differ_are_refused(pair):
 def test_what_can_be_no_argument_is_named(pair):
     for call, told in (
         (lambda: pair[0].send([torch.ones(1)], -1, 0), r"rank -1 of send\(\): it is a number from 0"),
-        (lambda: pair[0].recv([torch.ones(1)], 1, -2), r"tag -2 of receive\(\): it is a number from 0"),
+        (lambda: pair[0].recv([torch.ones(1)], 1, -2), r"tag -2 of recv\(\): it is a number from 0"),
         (lambda: pair[0].reconfigure(uuid=-1, handles=["x"]), r"uuid -1 of reconfigure\(\)"),
         (lambda: pair[0].allreduce([torch.ones(3, device="meta")]), "not one on the device 'meta'"),
         (lambda: pair[0].allreduce([torch.eye(3).to_sparse()]), "dense tensors, not one of layout torch.sparse_coo"),

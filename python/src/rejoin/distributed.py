@@ -186,7 +186,8 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
         for name in ("root", "tag"):
             if not 0 <= more.get(name, 0) < 1 << 32:
                 what = "rank" if name == "root" else name
-                raise ValueError(f"{what} {more[name]} of {kind}(): it is a number from 0 to {(1 << 32) - 1}")
+                call = "recv" if kind == "receive" else kind
+                raise ValueError(f"{what} {more[name]} of {call}(): it is a number from 0 to {(1 << 32) - 1}")
         work = Work(self, staged, result, self._device)
         # It is held before it begins: whatever is raised from here on, its memory lives until it has ended.
         with self._lock:

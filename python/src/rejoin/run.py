@@ -244,14 +244,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if getattr(given, name) < 1:
             parser.error(f"--{name} {getattr(given, name)}: at least one is needed")
     if given.ranks == 1 and shutil.which(given.command[0]) is None:
-        parser.error(f"there is no program {given.command[0]}")
+        parser.error(f"there is no program {given.command[0]} that can be run")
     try:
         if given.directory is None:
             given.directory = Path(tempfile.mkdtemp(prefix="rejoin-"))
         given.directory.mkdir(parents=True, exist_ok=True)
         return Job(given, given.directory.resolve()).run()
     except OSError as error:
-        print(f"rejoin-run: {error.filename or 'the job'}: {error.strerror}", file=sys.stderr)
+        print(
+            f"rejoin-run: {error.filename}: {error.strerror}" if error.filename else f"rejoin-run: {error}",
+            file=sys.stderr,
+        )
         return 1
 
 

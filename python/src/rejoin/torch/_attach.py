@@ -27,7 +27,7 @@ def check(
 ) -> None:
     """Refuse what no session can keep equal on all replicas."""
     if max_norm is not None and not max_norm > 0.0:
-        raise InvalidArgument(f"max_norm={max_norm}: it is to be above 0, such as 1.0")
+        raise InvalidArgument(f"max_norm={max_norm}: it is to be above 0, such as 1.0; None does not clip")
     if ema is not None and not 0.0 < ema < 1.0:
         raise InvalidArgument(f"ema={ema}: it is to be between 0 and 1, such as 0.999")
     if gradients is not None and not gradients.is_floating_point:

@@ -34,6 +34,7 @@ class Buckets:
         for bucket in self._buckets:
             for tensor in bucket:
                 tensor.arrived = False
+                tensor.handed_over = None
                 if tensor.main_grad:
                     tensor.gradient.zero_()
         self._missing, self._next = [len(bucket) for bucket in self._buckets], 0
@@ -49,7 +50,9 @@ class Buckets:
         with torch.no_grad():
             if not tensor.main_grad:
                 assert gradient is not None
-                tensor.view(tensor.gradient).copy_(local(gradient))
+                own = local(gradient)
+                tensor.view(tensor.gradient).copy_(own)
+                tensor.handed_over = own.data_ptr(), own._version
                 return
             # Who has added it by himself, as fused kernels do, says so.
             if gradient is not None and not getattr(tensor.value, "grad_added_to_main_grad", False):
@@ -62,7 +65,7 @@ class Buckets:
             for bucket in self._buckets:
                 for tensor in bucket:
                     if tensor.arrived:
-                        self._check_gone(tensor)
+                        self._check_unchanged(tensor)
                         continue
                     if tensor.is_parameter and tensor.value.grad is not None:  # of accumulate() alone
                         self.bring(tensor)
@@ -74,11 +77,15 @@ class Buckets:
                     self._arrive(tensor)
 
     @staticmethod
-    def _check_gone(tensor: Tensor) -> None:
-        if tensor.value.grad is not None:
+    def _check_unchanged(tensor: Tensor) -> None:
+        gradient = tensor.value.grad
+        if gradient is None:
+            return
+        own = local(gradient)
+        if (own.data_ptr(), own._version) != tensor.handed_over:
             raise InvalidArgument(
-                f"the gradient of '{tensor.name}' was set again after the backward() that handed it over: change the "
-                "loss instead; to clip, give attach() max_norm="
+                f"the gradient of '{tensor.name}' was changed after the backward() that handed it over, which has no "
+                "effect: change the loss instead; to clip, give attach() max_norm="
             )
 
     def follow(self) -> None:

@@ -90,7 +90,7 @@ class Fetcher:
         busy: Callable[[str, float], AbstractContextManager[None]] = lambda *_: nullcontext(),
     ) -> None:
         """`busy` is entered, with a reason and a limit in seconds, where a step waits for the workers."""
-        if not isinstance(loader, DataLoader):
+        if not hasattr(loader, "batch_sampler"):
             raise InvalidArgument(
                 f"session.steps() takes a DataLoader with batch_sampler=session.batches(len(data)), or nothing, and "
                 f"not a {type(loader).__name__}"

@@ -43,6 +43,8 @@ def begin_step(session: Session) -> Step | None:
             session._step = Step(number, leads, contributors, tuple(batch), weight, session)
             return session._step
         session._contributed = False
+        assert session._updates is not None
+        session._updates.check(number)
         update(session, number)
     return None
 
@@ -91,7 +93,6 @@ def averaged(session: Session) -> Iterator[None]:
 def update(session: Session, step: int) -> None:
     """Wait for the step's decision, and apply it."""
     assert session._updates is not None
-    session._updates.check(step)
     with session._leaving.waiting(at_once=not session._in_step):
         updates = session._native.begin_update()
     session._buckets.follow()

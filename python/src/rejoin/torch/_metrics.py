@@ -15,7 +15,7 @@ class Metrics:
     def __init__(self, names: Sequence[str], device: torch.device) -> None:
         self.names = tuple(names)
         if len(set(self.names)) < len(self.names):
-            raise InvalidArgument(f"metrics={self.names}: each has a name of its own")
+            raise InvalidArgument(f"metrics={self.names}: one of them is there twice")
         self.values = torch.zeros(len(self.names), dtype=torch.float64, device=device)
 
     @property

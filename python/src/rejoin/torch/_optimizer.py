@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,10 +58,10 @@ def settings(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
-def constants(group: Mapping[str, Any], lr_follows_steps: bool) -> dict[str, Any]:
-    """Give a copy of a group's settings that have to stay what they are: all, but perhaps the learning rate."""
+def constants(group: Mapping[str, Any], lr_follows_steps: bool) -> dict[str, str]:
+    """Give a group's settings that have to stay what they are, as text: all, but perhaps the learning rate."""
     left_out = ("initial_lr", "lr") if lr_follows_steps else ("initial_lr",)
-    return {key: deepcopy(value) for key, value in settings(group).items() if key not in left_out}
+    return {key: repr(value) for key, value in settings(group).items() if key not in left_out}
 
 
 def _stepped(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], value: torch.Tensor) -> dict[str, Any]:

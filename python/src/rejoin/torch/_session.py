@@ -330,10 +330,11 @@ class Session:
     def _commit(self, closure: Callable[[], float] | None = None) -> float | None:
         if closure is not None:
             raise InvalidArgument("optimizer.step() with a closure: a step is computed once")
-        if not self._in_step or self._updated or self._step is None:
+        if not self._in_step or self._updated or self._step is None or self._updates is None:
             raise InvalidArgument("optimizer.step() is due once in each step that session.steps() gives")
         for tensor in self._tensors:
             tensor.check_place()
+        self._updates.check(self._step.number)
         self._buckets.bring_rest()
         try:
             _loop.update(self, self._step.number)

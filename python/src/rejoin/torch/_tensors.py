@@ -37,6 +37,7 @@ class Tensor:
     gradient: torch.Tensor = field(default_factory=lambda: torch.empty(0))  # flat, as all_reduce() takes it
     reduced: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     arrived: bool = False  # the gradient, in this step
+    handed_over: tuple[int, int] | None = None  # where it was, and its version as autograd counts
 
     @property
     def is_parameter(self) -> bool:
@@ -174,7 +175,7 @@ def parameters_of(
                 "own. Call fully_shard(model) on the whole model last"
             )
         if shard is None and parameter.numel() == 0:
-            raise InvalidArgument(f"parameter '{name}' has no elements: freeze it with requires_grad_(False)")
+            raise InvalidArgument(f"parameter '{name}' has no elements: freeze it, and leave it out of the optimizer")
         if shard is None and not parameter.is_contiguous():
             raise InvalidArgument(f"parameter '{name}' is not contiguous: make it so before attach()")
         group = group_of.pop(id(parameter), None)

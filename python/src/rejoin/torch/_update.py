@@ -130,18 +130,20 @@ class Update:
         """Refuse a step, before anything of it is applied, that a replica which catches up would apply otherwise."""
         for number, (group, before) in enumerate(zip(self._optimizer.param_groups, self._settings, strict=True)):
             for name, value in before.items():
-                if name == "lr" and group[name] != value:
+                now = repr(group.get(name))
+                if now == value:
+                    continue
+                if name == "lr":
                     raise InvalidArgument(
-                        f"the learning rate of group {number} has changed from {value} to {group[name]} under the "
-                        "session: give attach() lr=, a function of the step, so that a replica that catches up knows "
-                        "those of before"
+                        f"the learning rate of group {number} has changed from {value} to {now} under the session: "
+                        "give attach() lr=, a function of the step, so that a replica that catches up knows those of "
+                        "before"
                     )
-                if group.get(name) != value:
-                    raise InvalidArgument(
-                        f"{name} of the optimizer's group {number} has changed from {value} to {group.get(name)} under "
-                        "the session: a replica that catches up applies steps of before with the settings of now. "
-                        "Leave it as it was with attach(): the learning rate alone may follow the step, by its lr="
-                    )
+                raise InvalidArgument(
+                    f"{name} of the optimizer's group {number} has changed from {value} to {now} under the session: a "
+                    "replica that catches up applies steps of before with the settings of now. Leave it as it was with "
+                    "attach(): the learning rate alone may follow the step, by its lr="
+                )
         self._rates(step)
 
     def _rates(self, step: int) -> list[float] | None:
@@ -149,9 +151,12 @@ class Update:
             return None
         given, groups = self._rules.lr(step), len(self._optimizer.param_groups)
         try:
-            rates = [float(given)] * groups if isinstance(given, (int, float)) else [float(rate) for rate in given]
-        except (TypeError, ValueError):
-            rates = []
+            rates = [float(given)] * groups  # type: ignore[arg-type]
+        except (TypeError, ValueError, RuntimeError):
+            try:
+                rates = [float(rate) for rate in given]  # type: ignore[union-attr]
+            except (TypeError, ValueError):
+                rates = []
         if len(rates) != groups or not all(0.0 <= rate < math.inf for rate in rates):
             raise InvalidArgument(
                 f"lr({step}) of attach() is {given!r}: it is to be a number of 0 or more, or one for each of the "
