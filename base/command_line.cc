@@ -9,6 +9,7 @@
 #include <cstring>
 #include <map>
 #include <numeric>
+#include <set>
 #include <sstream>
 
 #include "base/bytes.h"
@@ -129,17 +130,12 @@ class Settings : public CLI::ConfigBase {
     for (const auto& item : settings)
       if (const auto* option = app_.get_option_no_throw("--" + item.fullname());
           option != nullptr &&
-          item.inputs.size() > static_cast<std::size_t>(std::max(1, option->get_items_expected_max()))) {
-        if (const auto again = again_.find(item.name); again != again_.end())
-          throw CLI::ConfigError(fmt::format("{}: '{}' is set once more in line {}: take one of them out",
-                                             place_of(item.name), item.name, again->second),
-                                 CLI::ExitCodes::ConfigError);
+          item.inputs.size() > static_cast<std::size_t>(std::max(1, option->get_items_expected_max())))
         throw CLI::ConfigError(
             fmt::format("{}: '{}' has {} values. One with blanks stands in quotes; a comment stands on "
                         "a line of its own",
                         place_of(item.name), item.name, item.inputs.size()),
             CLI::ExitCodes::ConfigError);
-      }
     // A variable wins; CLI11 would let the file. And nothing is what an empty one without a default has anyway.
     std::erase_if(settings, [&](const CLI::ConfigItem& item) {
       const auto* option = app_.get_option_no_throw("--" + item.fullname());
@@ -160,16 +156,19 @@ class Settings : public CLI::ConfigBase {
   }
 
  private:
-  // What CLI11 would take for something: a line without a name, and a value whose quotes do not close.
+  // What CLI11 would take for something: a line without a name, a value whose quotes do not close, and a name that
+  // stands a second time, whose value it would drop.
   void read_lines(const std::string& text) const {
-    lines_.clear(), again_.clear();
+    std::set<std::string> section;  // names
+    lines_.clear();
     std::size_t number = 0;
     for (const auto& line : split(text, '\n')) {
       ++number;
       const std::size_t begin = line.find_first_not_of(" \t\r"), end = line.find_first_of(" \t\r=", begin);
+      if (begin != std::string::npos && line[begin] == '[') section.clear();
       if (begin == std::string::npos || line[begin] == '#' || line[begin] == ';' || line[begin] == '[') continue;
       const std::string name = line.substr(begin, end - begin);
-      if (!lines_.emplace(name, number).second) again_.emplace(name, number);
+      lines_.emplace(name, number);
       const bool named = !name.empty() && std::all_of(name.begin(), name.end(), [](unsigned char letter) {
         return std::isalnum(letter) != 0 || std::strchr("-_.+", letter) != nullptr;
       });
@@ -178,12 +177,15 @@ class Settings : public CLI::ConfigBase {
             fmt::format("{}: '{}' is not of the form name = value{}", place_of(name),
                         printable(std::string_view(line).substr(begin), 200), named ? ": its quotes do not close" : ""),
             CLI::ExitCodes::ConfigError);
+      if (!section.insert(name).second)
+        throw CLI::ConfigError(
+            fmt::format("{}: '{}' is set once more in line {}: take one of them out", place_of(name), name, number),
+            CLI::ExitCodes::ConfigError);
     }
   }
 
   const CLI::App& app_;
-  mutable std::map<std::string, std::size_t> lines_,
-      again_;  // where each stands first, and next; from_config() is const
+  mutable std::map<std::string, std::size_t> lines_;  // where each name stands first; from_config() is const
 };
 
 // CLI11 names the flag also where a variable or the settings file has set it.

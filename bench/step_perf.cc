@@ -198,7 +198,7 @@ int main(int argc, char** argv) {
       .sized()
       .range(64, std::int64_t{1} << 33);
   line.add("--replicas", s.replicas, "replicas, each number in turn").separated_by(',').range(1, 16).show_default();
-  line.add("-n,--iters", s.iterations, "measured steps: flight recordings surely keep so many")
+  line.add("-n,--iters", s.iterations, "measured steps; flight recordings keep no more than 4000 for sure")
       .range(1, 4000)
       .show_default();
   line.add("-w,--warmup_iters", s.warmups, "steps before them").range(1, 1000000).show_default();

@@ -95,8 +95,8 @@ void Group::welcome(const Hello& hello, EndpointId endpoint) {
   peers_[rank].endpoint = endpoint;
   rank_of_[endpoint] = rank;
   if (hello.version != kVersion) {
-    peers_[rank].stage = Stage::here;  // to hear of it
-    peers_[rank].has_failed = true;    // and needs nothing more
+    peers_[rank].stage = Stage::here;  // for fail_all() to tell it, which ends the configuring
+    peers_[rank].has_failed = true;    // it needs nothing more
     return fail_all(
         {ErrorCode::invalid_argument,
          fmt::format("{} speaks version {} of a process group's messages, and {} version {}: give all members "

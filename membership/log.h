@@ -58,7 +58,7 @@ struct Disk {
   std::function<ssize_t(int, const void*, std::size_t, off_t)> write;  // as pwrite()
   std::function<int(int)> sync;                                        // as fdatasync(); also of a directory
   std::function<int(const char*, const char*)> link, rename;           // as those of the system
-  std::function<std::uint64_t(int)> free;                              // bytes that are left on it; none: plenty
+  std::function<std::uint64_t(int)> free;  // bytes that are left on it; without it there are plenty
   static Disk real();
 };
 

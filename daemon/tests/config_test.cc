@@ -195,7 +195,7 @@ TEST(Settings, AWrongLineOfAFileIsNamed) {
            {"version = 4\n", "settings file line 2: no setting is called 'version'; --help names all"},
            {"=3\n", "settings file line 2: '=3' is not of the form name = value"},
            {"name = \"a\nb\"\n", "settings file line 2: 'name = \"a' is not of the form name = value: its quotes do"},
-           {"name = a\n\n\nname = b\n",
+           {"name = a\nreplicas = 2\n\nname = b\n",
             "settings file line 2: 'name' is set once more in line 5: take one of them out"},
            {{"b\0\x01x\n", 5}, "settings file line 2: 'b??x' is not of the form name = value"},
            {"name = a\nb\"\n", "settings file line 3: 'b\"' is not of the form name = value"},

@@ -58,7 +58,7 @@ PassResult run_kernel(const PassData& data) {
   return made;
 }
 
-// Each lane is a thread of each pass, and they meet often: fewer passes where that is dear.
+// Each lane is a thread of each pass, and they meet often: one pass in three, and fewer where that is dear.
 TEST(KernelCoder, FourLanesThatShareABlockHaveTheCpusBits) {
   expect_the_cpus_bits({kSanitized ? 20u : 150u}, run_kernel, kSanitized ? 5 : 3);
 }

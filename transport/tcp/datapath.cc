@@ -212,9 +212,7 @@ void TcpEngine::receive(Endpoint& endpoint) {
     std::size_t used = 0;
     std::byte* place = endpoint.target != nullptr ? endpoint.target : endpoint.body.data();
     if (wanted > 0) parts[used++] = {place + endpoint.filled, wanted};
-    std::size_t ahead = endpoint.buffer.size() - endpoint.end;
-    if (endpoint.for_large > 0 && !endpoint.records) ahead = std::min(ahead, kAheadOfLarge);
-    parts[used++] = {endpoint.buffer.data() + endpoint.end, ahead};
+    parts[used++] = {endpoint.buffer.data() + endpoint.end, endpoint.to_read_ahead()};
     msghdr message{};
     message.msg_iov = parts.data();
     message.msg_iovlen = used;
@@ -303,8 +301,8 @@ bool TcpEngine::begin_frame(Endpoint& endpoint) {
   if (endpoint.stage != Stage::open && !greets(endpoint))
     return malformed(endpoint, "something other than a Rejoin greeting of this version");
   if (header.digest != wire::digest_of_header(header)) return malformed(endpoint, "a damaged header");
-  if (header.length >= kLargeBody) endpoint.for_large = kFramesForLarge;
-  else if (endpoint.for_large > 0) --endpoint.for_large;
+  const bool large = header.length >= kLargeBody && header.kind != wire::Kind::read_request;  // which has no body
+  endpoint.since_large = large ? 0 : std::min(endpoint.since_large + 1, kFramesOfLarge);
   return begin_body(endpoint);
 }
 

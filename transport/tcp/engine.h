@@ -34,10 +34,10 @@ void use_no_pacing_inside_a_machine(const Fd& socket);
 constexpr std::uint64_t kListener = 0;  // epoll tag; endpoint ids are never 0
 // What is read ahead of one connection: of most of a large job's no more than a message now and then.
 constexpr std::size_t kBuffer = 128 * KiB, kQuietBuffer = 4 * KiB, kStrangersBuffer = 1 * KiB;
-// Less where bodies of this size come, one among so many frames at least: what is read ahead of them is copied to their
+// Less while large bodies come, one among so many frames at least: what is read ahead of them has to be copied to their
 // place, which takes longer than another call.
 constexpr std::size_t kLargeBody = 64 * KiB, kAheadOfLarge = 4 * KiB;
-constexpr std::uint32_t kFramesForLarge = 16;
+constexpr std::uint32_t kFramesOfLarge = 16;
 
 class TcpEngine final : public Engine {
  public:
@@ -106,8 +106,8 @@ class TcpEngine final : public Engine {
     Regions::Refusal refusal = Regions::Refusal::none;
     RegionId landing;  // the region of `target`
     std::uint64_t filled = 0;
-    int low_water = 1;            // bytes that make the socket readable
-    std::uint32_t for_large = 0;  // so many more frames make no difference to what is read ahead
+    int low_water = 1;                           // bytes that make the socket readable
+    std::uint32_t since_large = kFramesOfLarge;  // frames since the last large body, as far as it is counted
     Bytes body;
     Bytes buffer;  // bytes read ahead: [begin, end)
     std::size_t begin = 0, end = 0;
@@ -118,6 +118,12 @@ class TcpEngine final : public Engine {
     Nonce ours{}, theirs{};
     bool challenged = false;  // the listener has proven itself
     std::unique_ptr<KeyExchange> exchange;
+
+    std::size_t to_read_ahead() const {  // at most
+      const std::size_t room = buffer.size() - end;
+      const bool much = since_large == kFramesOfLarge || (in_body && discard) || records;
+      return much ? room : std::min(room, kAheadOfLarge);
+    }
 
     bool unread = false;               // in unread_
     bool by_kernel = false;            // its records; of a caller, that the kernel could make them
