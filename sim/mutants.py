@@ -52,6 +52,8 @@ MUTANTS = [
      "if (m.reduced.size() < config_.ranks) return;", "if (m.reduced.size() + 1 < config_.ranks) return;"),
     ("one rank's report that a replica has caught up", "membership/coordinator.cc",
      "return replica.caught_up.size() == config_.ranks;", "return replica.caught_up.size() > 0;"),
+    ("who has heard an earlier leader first keeps a later incarnation", "membership/coordinator_registration.cc",
+     "same_instance && never_members_.contains(up.incarnation())", "false && same_instance"),
     ("who is out for now does not count for what all speak", "membership/coordinator_versions.cc",
      "if (!out.ended) lower_to(out);", "(void)out;"),
     ("reductions of an older step count", "membership/coordinator.cc",
