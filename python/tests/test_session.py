@@ -116,6 +116,17 @@ def test_settings_that_change_by_step_are_refused(tmp_path, name, value, told):
         one._updates.check(2)
 
 
+def test_a_rate_in_a_tensor_is_compared_to_its_last_bit(tmp_path):
+    model = torch.nn.Linear(2, 2)
+    rate = torch.tensor(0.001)
+    one = session(tmp_path)
+    one.attach(model, torch.optim.AdamW(model.parameters(), lr=rate, foreach=False))
+    one._updates.check(1)
+    rate.mul_(1 + 1e-6)
+    with pytest.raises(rejoin.InvalidArgument, match="the learning rate of group 0 has changed"):
+        one._updates.check(2)
+
+
 @pytest.mark.parametrize("rates", [[0.1, 0.2], "x", float("nan"), -1.0, None])
 def test_a_schedule_gives_a_rate_for_each_group(tmp_path, rates):
     model = torch.nn.Linear(2, 2)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from rejoin.torch._optimizer import constants
 from rejoin.torch._update import Rules
 
 _MOST = 4096  # bytes
@@ -49,14 +50,7 @@ def _groups(optimizer: torch.optim.Optimizer, rules: Rules) -> str:
 
 
 def _settings(group: Mapping[str, Any], rules: Rules) -> str:
-    left_out = {"params", "param_names", "initial_lr", *(["lr"] if rules.lr is not None else [])}
-    return ", ".join(f"{name}={_text(value)}" for name, value in sorted(group.items()) if name not in left_out)
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return str(value.tolist())
-    return getattr(value, "__qualname__", repr(value))  # of a function; its address is each process's own
+    return ", ".join(f"{name}={text}" for name, text in constants(group, rules.lr is not None).items())
 
 
 def _rate(rules: Rules, step: int) -> str:

@@ -59,9 +59,16 @@ def settings(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def constants(group: Mapping[str, Any], lr_follows_steps: bool) -> dict[str, str]:
-    """Give a group's settings that have to stay what they are, as text: all, but perhaps the learning rate."""
+    """Give a group's settings that have to be the same in all steps and on all replicas, as exact text, by name: all,
+    but perhaps the learning rate."""
     left_out = ("initial_lr", "lr") if lr_follows_steps else ("initial_lr",)
-    return {key: repr(value) for key, value in settings(group).items() if key not in left_out}
+    return {key: _text(value) for key, value in sorted(settings(group).items()) if key not in left_out}
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return str(value.tolist())
+    return getattr(value, "__qualname__", repr(value))  # of a function; its address is each process's own
 
 
 def _stepped(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], value: torch.Tensor) -> dict[str, Any]:
