@@ -43,7 +43,10 @@ void World::on_shared_record(const proto::LogRecord& record) {
   // What is written is written, whether or not its writer hears of it.
   if (std::exchange(crash_in_append_, false))
     after({}, [this, number = leads->number] { kill_coordinator(number, "a crash while it wrote"); });
-  if (slow_append_ > Duration{}) store_.go_away(now() + std::exchange(slow_append_, {}));
+  if (slow_append_ > Duration{}) {
+    disturb(slow_append_);  // from now on, not from when the fault was drawn: nothing was appended until now
+    store_.go_away(now() + std::exchange(slow_append_, {}));
+  }
 }
 
 // What a coordinator takes for the log is what has been written, in that order.
