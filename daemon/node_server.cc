@@ -133,7 +133,7 @@ void NodeServer::keep_listening() {
   if (!watched) {
     if (!std::exchange(unreachable_, true))
       spdlog::error("the socket {} is gone, and can't be made again, so no trainer can come: {}", options_.socket,
-                    listener.error().message);
+                    watched.error().message);
     return;
   }
   unreachable_ = false;

@@ -126,6 +126,8 @@ void NodeServer::read(membership::RankConnection id) {
         if (heard) heard = on_descriptors(at->second, std::move((*received)->fds));
         if (!heard) return refuse(id, heard.error());
       } else {
+        if (message.report().has_rank_up())  // its place and its state are looked at in a LocalHello
+          return refuse(id, {ErrorCode::corrupt, "it registered in a report, past what says where its state is"});
         if (message.report().has_heartbeat()) at->second.ring = message.report().heartbeat();
         carry_out(machine_.on_rank_message(id, message.report(), now()));
       }
