@@ -212,9 +212,10 @@ void Communicator::begin(Bucket& bucket) {
   events::record(events::Kind::bucket_begun,
                  {.epoch = epoch_.value, .step = bucket.step.value, .a = bucket.index, .b = bucket.bytes()});
   bucket.chunk_limit = chunk_limit(bucket);
+  bucket.pulled = pulled(bucket);
   if (direct(bucket)) bucket.running = std::make_unique<DirectOperation>(*this, bucket);
   else if (doubled(bucket)) bucket.running = std::make_unique<DoublingOperation>(*this, bucket);
-  else if (pulled(bucket)) bucket.running = std::make_unique<PullOperation>(*this, bucket);
+  else if (bucket.pulled) bucket.running = std::make_unique<PullOperation>(*this, bucket);
   else bucket.running = std::make_unique<RingOperation>(*this, bucket);
   bucket.running->start();
   if (bucket.running && bucket.running->done()) finish(bucket);

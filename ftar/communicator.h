@@ -72,7 +72,7 @@ struct Options {
   // S: no chunk is larger. In the host's memory it is half a MiB at most where members send each other chunks: then
   // what has come is added while it is in a core's cache.
   std::size_t chunk_bytes = 1 * MiB;
-  std::uint32_t chunks_in_flight = 4;  // C: per neighbour and direction; at most 64
+  std::uint32_t chunks_in_flight = 4;  // C: per bucket, neighbour and direction; at most 64
   // Buckets up to this size skip the ring. Of a device's memory larger ones, since each hop of a ring costs more there.
   std::size_t direct_bytes = 32 * KiB;
   std::size_t device_direct_bytes = 256 * KiB;

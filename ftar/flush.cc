@@ -103,7 +103,7 @@ void Communicator::on_flushed(Peer& peer, Epoch epoch) {
 // Our half of the flush when our writes are over, and the end of it when those of all others are that may have written
 // here.
 void Communicator::try_flush() {
-  if (epoch_ == Epoch{} || clean_) return;
+  if (epoch_ == Epoch{} || clean_ || was_clean_) return;  // once in an epoch: what has begun does not begin anew
   for (auto i : partners_)
     if (ring_peers_[i] == nullptr || !ring_peers_[i]->up) return;  // not connected (yet)
   for (const auto& [member, peer] : peers_)

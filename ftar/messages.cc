@@ -130,6 +130,7 @@ void Communicator::on_completed(const transport::Event& event) {
   REJOIN_CHECK(peer->writes_in_flight > 0, "a completion that was not waited for");
   --peer->writes_in_flight;
   peer->rate.on_completed(now_);
+  if (!event.error) last_progress_ = now_;  // over a slow link it goes on, too
   if (event.error && event.error->code == ErrorCode::refused)
     spdlog::error("replica {} refused a chunk: {}", peer->member.replica, event.error->message);
   if ((event.value >> 16) != epoch_.value || !clean_) return try_flush();

@@ -121,7 +121,7 @@ Origins Communicator::origins() const {
     for (std::uint32_t s = 0; s < n; ++s) {
       const Range range = schedule.segment(s);
       const bool from_left = schedule.all_gather_receives(p, s, Schedule::Direction::right);
-      const std::uint32_t from = p == s || pulled(bucket) ? s
+      const std::uint32_t from = p == s || bucket.pulled ? s
                                  : from_left              ? (p + members - 1) % members
                                                           : (p + 1) % members;
       segments.push_back({0, ring_[from].member.replica});

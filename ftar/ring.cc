@@ -274,7 +274,12 @@ std::optional<Wait> RingOperation::wait() const {
     return on(from_left ? left_.to : right_.to,
               fmt::format("chunk {} of {} of the all-gather", final_count_ + 1, chunks_));
   }
-  if (outstanding_ > 0) return on(right_.to, fmt::format("{} writes to its memory", outstanding_));
+  // All is here, and whoever has not taken what goes to it keeps this member: of the two neighbours the one that lacks
+  // more of it.
+  const auto lacking = [](const Gather& gather) { return gather.sends.size() - gather.next + gather.in_flight; };
+  const Gather& behind = lacking(left_) > lacking(right_) ? left_ : right_;
+  if (lacking(behind) > 0) return on(behind.to, fmt::format("{} writes to its memory", lacking(behind)));
+  if (outstanding_ > 0) return on(scatter_to_, fmt::format("{} writes to its memory", outstanding_));
   return std::nullopt;
 }
 
