@@ -122,8 +122,8 @@ Origins Communicator::origins() const {
       const Range range = schedule.segment(s);
       const bool from_left = schedule.all_gather_receives(p, s, Schedule::Direction::right);
       const std::uint32_t from = p == s || bucket.pulled ? s
-                                 : from_left              ? (p + members - 1) % members
-                                                          : (p + 1) % members;
+                                 : from_left             ? (p + members - 1) % members
+                                                         : (p + 1) % members;
       segments.push_back({0, ring_[from].member.replica});
       add(s, BytesView(bucket.spec.output).subspan(range.offset, range.length));
     }

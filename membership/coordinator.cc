@@ -276,6 +276,8 @@ void Coordinator::begin_epoch(const std::string& reason, Begun step) {
   for (const auto& out : suspended_) name(out, *begun.add_suspended());
   note_never_members(record);
   note_outages(begun, now_);
+  if (members_.empty())
+    stopped_.reset(), differing_.clear();  // what differed has gone with its processes; who comes brings a checkpoint
   actions_.append.push_back(std::move(record));
   accusations_.clear();
   warned_.clear();

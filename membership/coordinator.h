@@ -188,6 +188,7 @@ class Coordinator {
   // coordinator_claims.cc
   using Claim = PlaceClaim;
   RankState* holder_against(const proto::RankUp& up, TimePoint now);
+  bool former_may_come_back(const proto::RankUp& up, TimePoint now) const;
   bool claims_place(NodeId node, const proto::RankUp& up, TimePoint now);
   void inquire(Claim& claim, const RankState& holder);
   void on_alive(const proto::Alive& alive);
@@ -256,10 +257,9 @@ class Coordinator {
   void note_never_members(const proto::LogRecord& record);
   void note_outages(const proto::LogRecord::EpochBegun& begun, std::optional<TimePoint> since);
   std::string reason_for_being_out(ReplicaId replica) const;
-  static std::string stream_family(const RankState& rank);
   std::string strange_stream(ReplicaId id, std::uint32_t number) const;
   void tell_who_differs(const std::vector<ReplicaId>& replicas, const std::vector<ReplicaId>& chosen);
-  void evict(NodeId node, ReplicaId replica, Incarnation incarnation, const std::string& reason);
+  void evict(NodeId node, ReplicaId replica, Incarnation incarnation, const std::string& reason, std::uint64_t of_job);
   bool is_back(const MemberState& member) const;
   bool present(ReplicaId replica, Incarnation incarnation) const;
   bool overdue(const ReplicaState& replica, TimePoint now) const;
@@ -353,8 +353,7 @@ class Coordinator {
   std::vector<MemberState> members_;
   std::vector<Suspended> suspended_;
   std::map<ReplicaId, ReplicaState> replicas_;
-  using Out = AbsentReplica;
-  std::map<ReplicaId, Out> out_;
+  std::map<ReplicaId, AbsentReplica> out_;
   std::map<ReplicaId, std::string> differed_at_start_;  // until they have taken over the others' state
   struct {
     std::string why;

@@ -275,7 +275,7 @@ void Coordinator::drop_registration(ReplicaId id, const std::string& reason) {
   std::set<NodeId> asked;
   for (const auto& rank : found->second.ranks) {
     if (!rank.connected_node || !asked.insert(rank.node).second) continue;
-    evict(rank.node, id, found->second.incarnation, reason);
+    evict(rank.node, id, found->second.incarnation, reason, job_);
   }
   proto::ToNode gone;
   gone.mutable_peers()->add_gone(found->second.incarnation.value);
@@ -284,11 +284,13 @@ void Coordinator::drop_registration(ReplicaId id, const std::string& reason) {
 }
 
 // To its ranks behind this node: it is out, and is to start again.
-void Coordinator::evict(NodeId node, ReplicaId replica, Incarnation incarnation, const std::string& reason) {
+void Coordinator::evict(NodeId node, ReplicaId replica, Incarnation incarnation, const std::string& reason,
+                        std::uint64_t of_job) {
   proto::ToNode message;
   message.mutable_evicted()->set_replica(replica.value);
   message.mutable_evicted()->set_incarnation(incarnation.value);
   message.mutable_evicted()->set_reason(reason);
+  message.mutable_evicted()->set_job(of_job);
   send(node, std::move(message));
 }
 

@@ -45,10 +45,17 @@ Result<> Coordinator::drop_as_configured() {
   const auto contributors =
       std::count_if(members_.begin(), members_.end(), [](const auto& m) { return !m.catching_up; });
   // One that has ended since may be named: it was wrong, and the others are right.
-  if (!differing_.empty() && std::find(differing_.begin(), differing_.end(), replica) == differing_.end())
+  if (!differing_.empty() && std::find(differing_.begin(), differing_.end(), replica) == differing_.end()) {
+    if (dropped == nullptr &&
+        replica.value < config_.replicas) {  // the word of a stop at the same step, among more of them
+      warn("--drop-replica {}@{} changes nothing: replica {} is none of those that differ, which are {}", replica, at,
+           replica, fmt::join(differing_, ", "));
+      return {};
+    }
     return fail(ErrorCode::invalid_argument,
                 "--drop-replica {}@{}: replica {} is none of those that differ, which are {}", replica, at, replica,
                 fmt::join(differing_, ", "));
+  }
   if (dropped != nullptr && !dropped->catching_up && contributors == 1)
     return fail(ErrorCode::invalid_argument, "--drop-replica {}@{}: no other replica has the state", replica, at);
   proto::LogRecord record;

@@ -1,6 +1,9 @@
 // Two processes for one place. Who has it keeps it for as long as it lives and answers; whoever else asks for it waits
 // until that is known: an answer of the first one's daemon (refused), its end, or its silence for too long (taken).
+// After this coordinator's restart who had it by the log has its time to come back.
 #include <fmt/format.h>
+
+#include <algorithm>
 
 #include "membership/coordinator.h"
 
@@ -16,18 +19,35 @@ Coordinator::RankState* Coordinator::holder_against(const proto::RankUp& up, Tim
   return rank.connected_node || now - rank.lost_at < config_.silence ? &rank : nullptr;
 }
 
+// Somebody else had the place when this coordinator started, and may yet come back: it may have the only copy of the
+// state.
+bool Coordinator::former_may_come_back(const proto::RankUp& up, TimePoint now) const {
+  if (!recovering_until_ || now >= *recovering_until_) return false;
+  const ReplicaId id(up.replica());
+  const auto is_its = [&](const auto& one) { return one.replica == id; };
+  const auto m = std::find_if(members_.begin(), members_.end(), is_its);
+  const auto out = std::find_if(suspended_.begin(), suspended_.end(), is_its);
+  if (m == members_.end() && (out == suspended_.end() || out->ended)) return false;
+  const Incarnation its = m != members_.end() ? m->incarnation : out->incarnation;
+  const auto found = replicas_.find(id);
+  if (found == replicas_.end()) return true;
+  return found->second.incarnation == its && !found->second.ranks.empty() && !found->second.ranks[up.rank()].registered;
+}
+
 // True: it waits.
 bool Coordinator::claims_place(NodeId node, const proto::RankUp& up, TimePoint now) {
   std::erase_if(claims_, [&](const Claim& one) { return same_process(one.up, up); });
   RankState* holder = holder_against(up, now);
-  if (holder == nullptr) return false;
+  if (holder == nullptr && !former_may_come_back(up, now)) return false;
   if (too_many(claims_, up)) {
     refuse(node, up, refusals::Why::place, "several processes ask for its place already");
     return true;
   }
+  Claim& claim = claims_.emplace_back(Claim{.node = node, .up = up});
+  if (holder == nullptr) return true;
   warn("replica {} rank {}: process {} on node {} asks for the place of process {} on node {}", up.replica(), up.rank(),
        up.pid(), up.node(), holder->pid, node_name(*holder));
-  inquire(claims_.emplace_back(Claim{.node = node, .up = up}), *holder);
+  inquire(claim, *holder);
   return true;
 }
 
@@ -61,12 +81,12 @@ void Coordinator::on_alive(const proto::Alive& alive) {
 void Coordinator::settle_claims(TimePoint now) {
   for (auto& claim : std::exchange(claims_, {})) {
     RankState* holder = finished() ? nullptr : holder_against(claim.up, now);
-    if (holder == nullptr) {
+    if (holder == nullptr && (finished() || !former_may_come_back(claim.up, now))) {
       on_rank_up(claim.node, claim.up, now);
-    } else {
-      inquire(claim, *holder);
-      claims_.push_back(std::move(claim));
+      continue;
     }
+    if (holder != nullptr) inquire(claim, *holder);
+    claims_.push_back(std::move(claim));
   }
 }
 
@@ -77,7 +97,15 @@ std::string Coordinator::node_name(const RankState& rank) {
 void Coordinator::list_claims(TimePoint now, std::vector<std::string>& lines) const {
   for (const auto& claim : claims_) {
     const auto found = replicas_.find(ReplicaId(claim.up.replica()));
-    if (found == replicas_.end()) continue;
+    if (former_may_come_back(claim.up, now)) {
+      lines.push_back(fmt::format(
+          "replica {} rank {}: process {} on node {} asks for the place of one that has yet to come back after the "
+          "coordinator's restart, and has {:.0f} ms to do so",
+          claim.up.replica(), claim.up.rank(), claim.up.pid(), claim.up.node(),
+          milliseconds(*recovering_until_ - now)));
+      continue;
+    }
+    if (found == replicas_.end() || found->second.ranks.empty()) continue;
     const RankState& holder = found->second.ranks[claim.up.rank()];
     lines.push_back(fmt::format(
         "replica {} rank {}: process {} on node {} asks for the place of process {} on node {}, {}", claim.up.replica(),

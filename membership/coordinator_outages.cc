@@ -65,13 +65,12 @@ std::vector<ReplicaOutage> Coordinator::outages(TimePoint now) const {
   return all;
 }
 
-std::string Coordinator::stream_family(const RankState& rank) {
-  const std::string address = rank.addresses.substr(rank.address_size, rank.stream_size);
-  return address.substr(0, address.find('='));
-}
-
 // Its daemon uses another transport than that of the first other replica: the two can't catch up from each other.
 std::string Coordinator::strange_stream(ReplicaId id, std::uint32_t number) const {
+  const auto stream_family = [](const RankState& of) {
+    const std::string address = of.addresses.substr(of.address_size, of.stream_size);
+    return address.substr(0, address.find('='));
+  };
   const RankState& rank = replicas_.at(id).ranks[number];
   if (rank.stream_size == 0) return {};
   const std::string family = stream_family(rank);

@@ -106,6 +106,7 @@ Result<> Coordinator::replay(const proto::LogRecord& record) {
                               .incarnation = Incarnation(m.incarnation()),
                               .reason = "it was silent"});
       note_outages(begun, std::nullopt);
+      if (members_.empty()) stopped_.reset(), differing_.clear();
       const auto stays = [&](ReplicaId replica) {
         return member(replica) != nullptr || out_for_now(replica) != nullptr;
       };

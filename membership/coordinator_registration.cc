@@ -43,7 +43,7 @@ void Coordinator::on_rank_up(NodeId node, const proto::RankUp& up, TimePoint now
     if (!known && !from_log && !only_registered) {
       const auto reason = reason_for_being_out(id);
       warn("replica {} rank {}, which has come back, is sent away: {}", id, up.rank(), reason);
-      return evict(node, id, Incarnation(up.incarnation()), reason);
+      return evict(node, id, Incarnation(up.incarnation()), reason, up.job());
     }
     // Whoever had its place has ended.
     if (!known && !from_log) remove(id, fmt::format("rank {} was started again", up.rank()), now);
@@ -97,7 +97,7 @@ bool Coordinator::belongs_elsewhere(NodeId node, const proto::RankUp& up) {
           "it belongs to job {:016x}, and this coordinator's is {:016x} (has its daemon another job's --connect?)",
           up.job(), job_);
       warn("replica {} rank {} is sent away: {}", up.replica(), up.rank(), reason);
-      evict(node, ReplicaId(up.replica()), Incarnation(up.incarnation()), reason);
+      evict(node, ReplicaId(up.replica()), Incarnation(up.incarnation()), reason, up.job());
       return true;
     }
     auto what = fmt::format(

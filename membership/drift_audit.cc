@@ -14,6 +14,7 @@ constexpr std::uint64_t kLongestPeriod = 1 << 16;  // … unless it is set
 constexpr double kShare = 0.005;                   // of a step's time
 constexpr std::size_t kRemembered = 16;            // steps
 constexpr std::size_t kStrikes = 3;
+constexpr int kStateRepeats = 3;         // of one step, while the states before it differ
 constexpr std::uint64_t kInARow = 1000;  // steps that three differences may lie apart
 
 // The digest that more than half of them reported.
@@ -127,11 +128,16 @@ DriftAudit::Verdict DriftAudit::judge(std::span<const Voter> voters, Epoch epoch
       return repeat({epoch, committed, rank, false, std::move(results), {}});
     }
     if (!states_reported_alike_ || !differ(states)) continue;
-    const bool again = inspection_ && inspection_->of_state && inspection_->committed == committed &&
-                       inspection_->rank == rank && inspection_->digests == states;
-    if (again) return judge_state();
+    const bool again = inspection_ && inspection_->of_state && inspection_->committed == committed;
+    const int times = again ? inspection_->times + 1 : 1;
+    const bool alike = again && inspection_->rank == rank && inspection_->digests == states;
+    if (!alike && times > kStateRepeats) {  // one that is another each time ends nothing by being so
+      inspection_->rank = rank;
+      inspection_->digests = states;
+    }
+    if (alike || times > kStateRepeats) return judge_state();
     ++counted_.state_differences;
-    return repeat({epoch, committed, rank, true, std::move(states), {}});
+    return repeat({epoch, committed, rank, true, std::move(states), {}, times});
   }
   veterans_.clear();
   for (const auto& voter : voters)

@@ -79,6 +79,7 @@ class DriftAudit {
     bool of_state = false;
     std::map<std::uint32_t, std::uint64_t> digests;  // by replica
     std::map<std::uint32_t, proto::Details> details;
+    int times = 1;  // in a row that the states of this version have differed
   };
   struct Strike {
     Step committed;

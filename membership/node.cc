@@ -66,7 +66,7 @@ Node::Actions Node::on_coordinator_message(const proto::ToNode& message, TimePoi
     case proto::ToNode::kEvicted:
       for (const auto& [connection, rank] : ranks_)
         if (rank.up.replica() == message.evicted().replica() &&
-            rank.up.incarnation() == message.evicted().incarnation())
+            rank.up.incarnation() == message.evicted().incarnation() && !of_another_job(rank, message.evicted().job()))
           send(connection, message, actions);
       break;
     case proto::ToNode::kPeers: {

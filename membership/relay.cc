@@ -53,10 +53,14 @@ Relay::Actions Relay::on_coordinator_message(const proto::ToNode& message, TimeP
   // To the rank that this answers.
   const auto answer = [&](std::uint32_t replica, std::uint32_t number, std::uint64_t instance) -> RankState* {
     if (auto claim = claims_.find({{replica, number}, instance}); claim != claims_.end()) {
-      const Claim its = claim->second;
-      if (message.has_registered() || message.has_refused()) claims_.erase(claim);
-      if (message.has_registered()) take_place({replica, number}, its, instance);
-      else if (its.connected) send({its.node}, message);
+      const RankState its = claim->second;
+      if (message.has_registered()) {
+        claims_.erase(claim);
+        take_place({replica, number}, its);
+      } else {
+        if (its.connected) send({its.node}, message);
+        if (message.has_refused()) drop_claim({replica, number}, instance);
+      }
     }
     auto found = ranks_.find({replica, number});
     if (found == ranks_.end() || found->second.instance != instance || !found->second.connected) return nullptr;
@@ -75,6 +79,7 @@ Relay::Actions Relay::on_coordinator_message(const proto::ToNode& message, TimeP
       RankState* rank = answer(registered.replica(), registered.rank(), registered.instance());
       if (rank == nullptr) break;
       nodes_.at(rank->node).wants_plan = true;
+      rank->job = registered.job();
       join({registered.replica(), registered.rank()}, *rank, registered.incarnation());
       break;
     }
@@ -88,12 +93,7 @@ Relay::Actions Relay::on_coordinator_message(const proto::ToNode& message, TimeP
       answer(message.declare().replica(), message.declare().rank(), message.declare().instance());
       break;
     case proto::ToNode::kEvicted: {
-      const std::uint32_t replica = message.evicted().replica();
-      std::set<NodeId> concerned;
-      for (auto rank = ranks_.lower_bound({replica, 0}); rank != ranks_.end() && rank->first.first == replica; ++rank)
-        if (rank->second.connected) concerned.insert(rank->second.node);
-      send({concerned.begin(), concerned.end()}, message);
-      groups_.erase({replica, message.evicted().incarnation()});
+      on_evicted(message);
       break;
     }
     case proto::ToNode::kPeers: on_peers(message.peers()); break;
@@ -181,7 +181,7 @@ Relay::Actions Relay::on_node_message(NodeId node, const proto::FromNode& messag
     }
     case proto::FromNode::kRankDown: {
       const auto& down = message.rank_down();
-      claims_.erase({{down.replica(), down.rank()}, down.instance()});
+      drop_claim({down.replica(), down.rank()}, down.instance());
       if (auto found = ranks_.find({down.replica(), down.rank()});
           found != ranks_.end() && found->second.instance == down.instance()) {
         leave(found->first, found->second);
@@ -228,65 +228,16 @@ bool Relay::passes_on(const proto::Accusation& accusation, TimePoint now) {
   return true;
 }
 
-void Relay::on_rank_up(NodeId node, const proto::RankUp& up) {
-  const RankKey key{up.replica(), up.rank()};
-  const auto present = ranks_.find(key);
-  if (up.incarnation() == 0 && present != ranks_.end() && present->second.instance != up.instance() &&
-      (!present->second.connected || present->second.node != node)) {
-    claims_[{key, up.instance()}] = {.node = node, .connected = true};
-    return;
-  }
-  RankState& rank = take_place(key, node, up.instance());
-  rank.incarnation = up.incarnation();
-  if (up.incarnation() == 0) return;  // known when it is registered
-  join(key, rank, up.incarnation());
-  add_reduced_ranks(reduced_of(up));
-}
-
-// Its daemon may have gone meanwhile: then it has its time to come back, as any other.
-void Relay::take_place(const RankKey& key, const Claim& claim, std::uint64_t instance) {
-  if (claim.connected) {
-    take_place(key, claim.node, instance);
-    return;
-  }
-  RankState& rank = ranks_[key];
-  if (rank.connected) leave(key, rank);
-  rank = {.node = claim.node, .instance = instance, .incarnation = 0, .connected = false, .lost_at = claim.lost_at};
-}
-
-Relay::RankState& Relay::take_place(const RankKey& key, NodeId node, std::uint64_t instance) {
-  RankState& rank = ranks_[key];
-  if (rank.connected) leave(key, rank);
-  rank = {.node = node, .instance = instance, .incarnation = 0, .connected = true, .lost_at = {}};
-  nodes_[node].hosts.add(RankSet(key.second));
-  return rank;
-}
-
-void Relay::join(const RankKey& key, RankState& rank, std::uint64_t incarnation) {
-  rank.incarnation = incarnation;
-  groups_[{key.first, incarnation}].registered.add(RankSet(key.second));
-}
-
-void Relay::leave(const RankKey& key, RankState& rank) {
-  rank.connected = false;
-  auto group = groups_.find({key.first, rank.incarnation});
-  if (group == groups_.end()) return;
-  group->second.registered.remove(RankSet(key.second));
-  group->second.statuses.erase(rank.node);
-  if (group->second.registered.empty()) groups_.erase(group);
-  else report_reduced(group->first, group->second);  // it may have waited for this one alone
-}
-
 // Its ranks may still run: they have `silence` to come back through another connection.
 Relay::Actions Relay::on_node_lost(NodeId node, TimePoint now) {
   nodes_.erase(node);
-  for (auto& [key, claim] : claims_)
-    if (claim.connected && claim.node == node) claim.connected = false, claim.lost_at = now;
-  for (auto& [key, rank] : ranks_) {
-    if (!rank.connected || rank.node != node) continue;
+  const auto lose = [&](const RankKey& key, RankState& rank) {
+    if (!rank.connected || rank.node != node) return;
     leave(key, rank);
     rank.lost_at = now;
-  }
+  };
+  for (auto& [key, claim] : claims_) lose(key.first, claim);
+  for (auto& [key, rank] : ranks_) lose(key, rank);
   return take();
 }
 

@@ -75,6 +75,7 @@ class Relay {
   struct RankState {
     NodeId node;
     std::uint64_t instance = 0, incarnation = 0;  // 0: not registered
+    std::uint64_t job = 0;                        // 0: not known
     bool connected = false;
     TimePoint lost_at{};  // when its node was lost
   };
@@ -88,23 +89,21 @@ class Relay {
     std::map<NodeId, proto::ReplicaStatus> statuses;
     std::string last_status;  // that went up
   };
-  using GroupKey = std::pair<std::uint32_t, std::uint64_t>;  // replica, incarnation
-  using RankKey = std::pair<std::uint32_t, std::uint32_t>;   // replica, rank
-  struct Claim {
-    NodeId node;
-    bool connected = false;
-    TimePoint lost_at{};  // as a rank's
-  };
+  using GroupKey = std::pair<std::uint32_t, std::uint64_t>;         // replica, incarnation
+  using RankKey = std::pair<std::uint32_t, std::uint32_t>;          // replica, rank
   using Accusing = std::tuple<std::uint32_t, std::uint32_t, bool>;  // replica, suspect, only waiting
 
   static void note_places(NodeState& of, const proto::FromNode& message);
   bool passes_on(const proto::Accusation& accusation, TimePoint now);
   void on_rank_up(NodeId node, const proto::RankUp& up);
   RankState& take_place(const RankKey& key, NodeId node, std::uint64_t instance);
-  void take_place(const RankKey& key, const Claim& claim, std::uint64_t instance);
+  void take_place(const RankKey& key, const RankState& claim);
+  RankState& claim(const RankKey& key, NodeId node, std::uint64_t instance);
+  void drop_claim(const RankKey& key, std::uint64_t instance);
   void down(const RankKey& key, std::uint64_t instance);
   void join(const RankKey& key, RankState& rank, std::uint64_t incarnation);
   void leave(const RankKey& key, RankState& rank);
+  void leave_group(const RankKey& key, const RankState& rank);
   void on_replica_status(NodeId node, const proto::ReplicaStatus& status);
   void add_reduced_ranks(const proto::Reduced& reduced);
   void report_reduced(const GroupKey& key, const Group& group);
@@ -112,6 +111,7 @@ class Relay {
   void tell_that_it_is_alone(TimePoint now);
   proto::ToNode alone() const;
   void lose_silent(TimePoint now);
+  void on_evicted(const proto::ToNode& message);
   void on_peers(const proto::Peers& peers);
   void on_plan(const proto::ToNode& message);
   proto::FromNode& up() { return actions_.to_coordinator.emplace_back(); }
@@ -125,8 +125,9 @@ class Relay {
   TimePoint coordinator_heard_{}, heartbeat_sent_{};
   std::map<NodeId, NodeState> nodes_;
   std::map<RankKey, RankState> ranks_;
-  // Of places that others have: the coordinator says which of the two it is, and until then that other one stays.
-  std::map<std::pair<RankKey, std::uint64_t>, Claim> claims_;  // by instance
+  // Of places that others have, by those who are new or who come back: the coordinator says which of the two it is, and
+  // until then that other one stays.
+  std::map<std::pair<RankKey, std::uint64_t>, RankState> claims_;  // by instance
   std::map<GroupKey, Group> groups_;
   std::pair<std::uint64_t, std::uint64_t> plan_{};  // the last one's epoch and commit
   bool finished_ = false;

@@ -53,7 +53,9 @@ void ReplicatedCoordinator::follow(const StoreAnswer& answer, TimePoint now) {
     note(true, "no longer leads: what it decided since it last could write has reached nobody, and is forgotten");
   role_ = Role::following;
   forget();
-  learn_of_leader(answer.leader_revision, answer.leader, now);  // and tells who it is
+  learn_of_leader(answer.leader_revision, answer.leader, now);
+  // Also where the leader is this very claim still: whoever hears that it leads again has to introduce itself again.
+  tell_who_leads(all_nodes());
 }
 
 // What is decided waits for the store, and would do so without bound. Nobody has heard of it: it is as if this process

@@ -119,29 +119,6 @@ TEST(Garbage, OnEveryPortIsRefusedAndChangesNothing) {
   EXPECT_EQ(run({kCli, "status", job.coordinator_status}).status, 0);
 }
 
-// Without a LocalHello nobody has looked whether it is to have that place, and its state is nowhere.
-TEST(BadInput, WhoRegistersInAReportIsRefusedAndTheDaemonGoesOn) {
-  Job job;
-  job.start(1, 400);
-  Process trainer({kMinimal}, job.file("trainer.out"), job.environment(0));
-  for (const std::uint32_t replica : {0u, 1u}) {
-    proto::FromTrainer message;
-    auto& up = *message.mutable_report()->mutable_rank_up();
-    up.set_replica(replica);
-    up.set_instance(5);
-    const Fd socket = *connect_unix(job.socket(0));
-    ASSERT_TRUE(send_with_fds(socket, as_bytes(message.SerializeAsString()), {}));
-    proto::ToTrainer answer;
-    ASSERT_TRUE(eventually([&] {
-      const auto received = receive_with_fds(socket, 64 * KiB);
-      return received && *received && answer.ParseFromString(std::string(as_text((*received)->bytes)));
-    }));
-    EXPECT_EQ(answer.refusal(), "it registered in a report, past what says where its state is");
-  }
-  EXPECT_EQ(trainer.wait(std::chrono::seconds(30)), 0) << trainer.output();
-  EXPECT_EQ(run({kCli, "status", job.coordinator_status}).status, 0);
-}
-
 TEST(BadInput, EachGetsOneLineThatSaysWhatAndHowToMendIt) {
   Scratch scratch;
   const std::string key = scratch.key();

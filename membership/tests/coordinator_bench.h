@@ -101,6 +101,11 @@ struct Bench {
       if (sent.has_refused()) last = sent.refused().reason();
     return last;
   }
+  bool registered(std::uint64_t node) {
+    return std::any_of(inbox[node].begin(), inbox[node].end(), [](const auto& sent) { return sent.has_registered(); });
+  }
+  // Who had the places by the log has not come back in its time.
+  void nobody_comes_back() { pass(config.silence + config.silence / 16, {}); }
   bool asked_to_declare(std::uint64_t node) {
     return std::any_of(inbox[node].begin(), inbox[node].end(), [](const auto& sent) { return sent.has_declare(); });
   }

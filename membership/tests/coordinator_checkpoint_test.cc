@@ -209,7 +209,7 @@ TEST(Coordinator, BehindTheCheckpointThatItBeganWithItTakesTheSamplesOfAnEarlier
   bench.link_all();
   bench.steps(2);
   Bench told(bench.log, {.roll_back_to = Step(5)});
-  for (std::uint32_t r : {0u, 1u, 2u}) told.down(r);
+  told.nobody_comes_back();
   for (std::uint32_t r : {0u, 1u, 2u}) told.up(r, 2, 5);
   told.link_all();
   ASSERT_EQ(told.contributors(), 3u);
@@ -231,7 +231,7 @@ TEST(Coordinator, NothingGoesOnFromAStepThatWasRolledBack) {
   first.start();
   first.steps(3);
   Bench bench(first.log, {.roll_back_to = Step(1)});
-  for (std::uint32_t r : {0u, 1u, 2u}) bench.down(r);
+  bench.nobody_comes_back();
   for (std::uint32_t r : {0u, 1u, 2u}) bench.up(r, 2, 1);
   bench.link_all();
   ASSERT_EQ(bench.coordinator.committed(), Step(1));
@@ -257,6 +257,7 @@ TEST(Coordinator, AnOperatorsWordToRollBackIsUsedOnce) {
   first.steps(3);
   const auto from_checkpoint = [](Bench& bench, std::uint64_t step, std::uint64_t life) {
     for (std::uint32_t r : {0u, 1u, 2u}) bench.down(r, life - 1);
+    bench.nobody_comes_back();
     for (std::uint32_t r : {0u, 1u, 2u}) bench.up(r, life, step);
     bench.link_all();
   };

@@ -165,5 +165,33 @@ TEST(Coordinator, WhoseStateDiffersWithoutAMajorityStopsTheJobThroughRestartsUnt
   EXPECT_EQ(job.coordinator->members().size(), 1u);
 }
 
+// The states that differed have gone with their processes.
+TEST(Coordinator, AJobThatHasStoppedGoesOnFromACheckpointWithNewProcesses) {
+  for (const bool restarts : {false, true}) {
+    Pair job;
+    job.up(0), job.up(1), job.link();
+    job.reduced(0, 1, 5), job.reduced(1, 1, 5);
+    for (int time = 0; time < 3; ++time) job.reduced(0, 1, 5), job.reduced(1, 1, 6);
+    ASSERT_TRUE(job.coordinator->stopped());
+    job.config.roll_back_to = Step(0);
+    job.restart();
+    job.up(0), job.up(1);
+    for (std::uint32_t replica : {0u, 1u}) {
+      proto::FromNode message;
+      message.mutable_rank_down()->set_replica(replica);
+      message.mutable_rank_down()->set_instance(replica + 1);
+      message.mutable_rank_down()->set_ended(true);
+      job.send(replica, message);
+    }
+    EXPECT_FALSE(job.coordinator->stopped());
+    if (restarts) job.restart();
+    EXPECT_FALSE(job.coordinator->stopped());
+    job.incarnations.clear();
+    job.up(0), job.up(1), job.link();
+    job.reduced(0, 1, 5), job.reduced(1, 1, 5);
+    EXPECT_EQ(job.coordinator->committed(), Step(1));
+  }
+}
+
 }  // namespace
 }  // namespace rejoin::membership

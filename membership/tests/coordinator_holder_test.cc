@@ -297,6 +297,7 @@ TEST(Coordinator, WhoIsOutForNowIsKnownAfterTheCoordinatorsRestart) {
   again.incarnations = bench.incarnations;
   again.up(1, 7);
   again.up(2, 7);  // the other two were started again
+  again.nobody_comes_back();
   ASSERT_EQ(again.contributors(), 1u);
   again.back(0, 10);
   again.reduced(0, 10);

@@ -39,9 +39,7 @@ struct Rivals : Bench {
       if (sent.has_refused()) return sent.refused().reason();
     return "";
   }
-  bool registered() {
-    return std::any_of(inbox[9].begin(), inbox[9].end(), [](const auto& sent) { return sent.has_registered(); });
-  }
+  bool registered() { return Bench::registered(9); }
 };
 
 TEST(Coordinator, ASecondProcessForAPlaceIsRefusedWhenTheFirstOnesDaemonSaysThatItLives) {
@@ -93,6 +91,45 @@ TEST(Coordinator, ASecondProcessForAPlaceIsRefusedWhenTheFirstComesBackInTime) {
   EXPECT_TRUE(job.asked());
   job.alive();
   EXPECT_NE(job.refusal(), "");
+}
+
+// It may have the only copy of the state, and its daemon has yet to find the coordinator.
+TEST(Coordinator, AfterItsRestartASecondProcessForAPlaceWaitsForTheFirstToComeBack) {
+  for (const bool alone : {false, true}) {
+    Bench first;
+    first.start();
+    first.steps(2);
+    if (alone) first.down(0), first.down(2);
+    Bench bench(first.log);
+    bench.incarnations = first.incarnations;
+    bench.send(9, Rivals::of(1, 0, 2, 509));
+    EXPECT_FALSE(bench.registered(9));
+    EXPECT_TRUE(bench.waits_for("process 509 on node node509 asks for the place of one that has yet to come back"));
+    bench.back(1, 11);
+    if (!alone) bench.back(0, 10), bench.back(2, 12);
+    bench.pass(200ms, {9, 10, 11, 12});
+    EXPECT_FALSE(bench.evicted_anybody());
+    EXPECT_EQ(bench.contributors(), alone ? 1u : 3u);
+    EXPECT_TRUE(std::any_of(bench.inbox[11].begin(), bench.inbox[11].end(),
+                            [](const auto& sent) { return sent.has_inquiry(); }));
+    bench.reduced(1, 11);
+    if (!alone) bench.reduced(0, 10), bench.reduced(2, 12);
+    EXPECT_EQ(bench.coordinator.committed(), Step(3));
+  }
+}
+
+TEST(Coordinator, AfterItsRestartASecondProcessForAPlaceGetsItWhenTheFirstDoesNotComeBackInTime) {
+  Bench first;
+  first.start();
+  first.steps(2);
+  Bench bench(first.log);
+  bench.incarnations = first.incarnations;
+  bench.back(0, 10), bench.back(2, 12);
+  bench.send(9, Rivals::of(1, 0, 2, 509));
+  bench.pass(900ms, {9, 10, 12});
+  EXPECT_FALSE(bench.registered(9));
+  bench.pass(300ms, {9, 10, 12});
+  EXPECT_TRUE(bench.registered(9));
 }
 
 TEST(Coordinator, OfManyProcessesForAPlaceNotAllAreRemembered) {

@@ -247,6 +247,7 @@ TEST(CoordinatorStatus, WhoWaitsForAnOperatorsWordIsNotPutOutByTheCoordinatorTha
   bench.steps(3);
   Bench again(bench.log);
   for (std::uint32_t r : {1u, 0u, 2u}) again.up(r, 2, 2);
+  again.pass(1100ms);  // nobody else has come back
   again.link_all();
   EXPECT_EQ(again.coordinator.wants_roll_back(), Step(2));
   auto log = bench.log;

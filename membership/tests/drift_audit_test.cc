@@ -187,6 +187,33 @@ TEST(DriftAudit, StatesThatDifferOnceAreNotHeldAgainstAnyone) {
   EXPECT_EQ(a.judge().kind, Kind::agree);
 }
 
+TEST(DriftAudit, AReplicaWhoseStateIsAnotherOneEachTimeIsOutAllTheSame) {
+  Auditing a;
+  std::uint64_t wrong = 6;
+  DriftAudit::Verdict verdict;
+  for (int time = 0; time < 10 && verdict.kind != Kind::remove; ++time) {
+    for (std::uint32_t r : {0u, 1u}) a.reports(r, 1, 5);
+    a.reports(2, 1, wrong++);
+    verdict = a.judge();
+    ASSERT_NE(verdict.kind, Kind::agree);
+  }
+  EXPECT_EQ(verdict.kind, Kind::remove);
+  EXPECT_EQ(verdict.replica, ReplicaId(2));
+}
+
+TEST(DriftAudit, TwoWhoseStatesAreOthersEachTimeStopTheJob) {
+  Auditing a;
+  a.voters.pop_back();
+  std::uint64_t state = 6;
+  DriftAudit::Verdict verdict;
+  for (int time = 0; time < 10 && verdict.kind != Kind::stop; ++time) {
+    for (std::uint32_t r : {0u, 1u}) a.reports(r, 1, state++);
+    verdict = a.judge();
+    ASSERT_NE(verdict.kind, Kind::agree);
+  }
+  EXPECT_EQ(verdict.kind, Kind::stop);
+}
+
 TEST(DriftAudit, WithoutAMajorityTheJobStopsAndTheOperatorsChoicesAreNamed) {
   Auditing a;
   a.voters.pop_back();

@@ -97,6 +97,23 @@ TEST(Node, WhatACoordinatorWithAnotherJobsLogDecidesIsNothingToItsRanks) {
   EXPECT_EQ(machine.said[1].rank_up().heard_epoch(), 3u) << "a log without it is an older copy";
 }
 
+// Each job counts its incarnations from 1.
+TEST(Node, ThatSomebodyOfAnotherJobIsPutOutIsNothingToItsRanks) {
+  Machine machine;
+  machine.up(1, 0);
+  const auto evicted = [&](std::uint64_t job) {
+    machine.heard.clear();
+    proto::ToNode message;
+    message.mutable_evicted()->set_incarnation(5);
+    message.mutable_evicted()->set_job(job);
+    machine.keep(machine.node.on_coordinator_message(message, machine.now));
+    return machine.heard.contains(1);
+  };
+  EXPECT_FALSE(evicted(8));
+  EXPECT_TRUE(evicted(7));
+  EXPECT_TRUE(evicted(0)) << "as an older coordinator says it";
+}
+
 TEST(Node, SaysThatAnInstanceIsHereWhenItIsAskedFor) {
   Machine machine;
   machine.up(1, 0);
@@ -243,128 +260,6 @@ TEST(Node, WhoLeavesIsSaidToHaveLeft) {
   ASSERT_EQ(machine.said.size(), 1u);
   EXPECT_TRUE(machine.said[0].rank_down().ended());
   EXPECT_TRUE(machine.said[0].rank_down().left());
-}
-
-// ---- the relay
-
-// Two daemons of one replica behind a relay.
-struct Behind {
-  Relay relay{"relay", 1s};
-  TimePoint now{1s};
-  std::vector<proto::FromNode> said;
-  std::map<std::uint64_t, std::vector<proto::ToNode>> heard;  // by node
-
-  Behind() {
-    keep(relay.on_coordinator_up(now));
-    for (std::uint64_t node : {1, 2}) hello(node);
-  }
-  void hello(std::uint64_t node, std::uint64_t introduction = 0) {
-    proto::FromNode message;
-    message.mutable_hello()->set_node("daemon");
-    message.mutable_hello()->set_introduction(introduction);
-    keep(relay.on_node_message(NodeId(node), message, now));
-  }
-  void keep(const Relay::Actions& actions) {
-    said.insert(said.end(), actions.to_coordinator.begin(), actions.to_coordinator.end());
-    for (const auto& [nodes, sent] : actions.to_nodes)
-      for (auto node : nodes) heard[node.value].push_back(sent);
-  }
-  void up(std::uint64_t node, std::uint64_t instance) {
-    proto::FromNode message;
-    message.mutable_rank_up()->set_instance(instance);
-    keep(relay.on_node_message(NodeId(node), message, now));
-  }
-  void send(const proto::ToNode& message) { keep(relay.on_coordinator_message(message, now)); }
-  void registers(std::uint64_t instance, std::uint64_t incarnation) {
-    proto::ToNode message;
-    message.mutable_registered()->set_instance(instance);
-    message.mutable_registered()->set_incarnation(incarnation);
-    send(message);
-  }
-  bool reports_reduction(std::uint64_t node, std::uint64_t incarnation, std::uint64_t epoch) {
-    said.clear();
-    proto::FromNode message;
-    auto& done = *message.mutable_reduced();
-    done.set_incarnation(incarnation);
-    done.set_epoch(epoch);
-    done.set_step(1);
-    RankSet(0).to(done.mutable_ranks());
-    keep(relay.on_node_message(NodeId(node), message, now));
-    return !said.empty();
-  }
-};
-
-TEST(Relay, DaemonsStayAndIntroduceThemselvesToTheNextCoordinator) {
-  Behind relay;
-  relay.up(1, 100);
-  relay.registers(100, 5);
-  relay.heard.clear();
-  relay.keep(relay.relay.on_coordinator_down(relay.now));
-  EXPECT_FALSE(relay.reports_reduction(1, 5, 1)) << "there is nobody to hear it";
-  proto::LeaderView view;
-  relay.relay.write_hosts(view);
-  ASSERT_EQ(view.hosts_size(), 1) << "whom it speaks for, when it says that the leader is lost";
-  EXPECT_EQ(RankSet(view.hosts(0).ranks(), 8), RankSet(0));
-  relay.said.clear();
-  relay.keep(relay.relay.on_coordinator_up(relay.now));
-  ASSERT_EQ(relay.said.size(), 1u);
-  EXPECT_TRUE(relay.said[0].has_hello());
-  for (std::uint64_t node : {1, 2}) EXPECT_TRUE(relay.heard[node].back().has_introduce());
-  EXPECT_FALSE(relay.reports_reduction(1, 5, 1)) << "it was said to the one before";
-  relay.hello(1);
-  EXPECT_FALSE(relay.reports_reduction(1, 5, 1)) << "so was this";
-  relay.hello(1, relay.heard[1].back().introduce().number());
-  proto::FromNode again;
-  again.mutable_rank_up()->set_instance(100);
-  again.mutable_rank_up()->set_incarnation(5);
-  relay.keep(relay.relay.on_node_message(NodeId(1), again, relay.now));
-  EXPECT_TRUE(relay.said.back().has_rank_up());
-  EXPECT_TRUE(relay.reports_reduction(1, 5, 1));
-  relay.keep(relay.relay.on_node_lost(NodeId(1), relay.now));
-  view.Clear();
-  relay.relay.write_hosts(view);
-  EXPECT_EQ(view.hosts_size(), 0);
-}
-
-TEST(Relay, ASecondProcessForAPlaceCostsTheFirstNothingUntilTheCoordinatorSaysSo) {
-  for (const bool taken : {false, true}) {
-    Behind relay;
-    relay.up(1, 100);
-    relay.registers(100, 5);
-    relay.up(2, 200);
-    EXPECT_TRUE(relay.reports_reduction(1, 5, 1));
-    proto::ToNode message;
-    message.mutable_inquiry()->set_instance(100);
-    relay.send(message);
-    EXPECT_TRUE(relay.heard[1].back().has_inquiry());
-    if (taken) {
-      relay.registers(200, 6);
-      EXPECT_TRUE(relay.heard[2].back().has_registered());
-      EXPECT_TRUE(relay.reports_reduction(2, 6, 2));
-    } else {
-      message.mutable_refused()->set_instance(200);
-      relay.send(message);
-      EXPECT_TRUE(relay.heard[2].back().has_refused());
-      EXPECT_TRUE(relay.reports_reduction(1, 5, 2)) << "the first is as it was";
-    }
-  }
-}
-
-// Found by the property of random faults: the coordinator had registered it, and nobody ever said that it was gone.
-TEST(Relay, WhoTakesAPlaceWhileItsDaemonIsGoneIsSaidToBeGoneAfterTheSilence) {
-  Behind relay;
-  relay.up(1, 100);
-  relay.registers(100, 5);
-  relay.up(2, 200);
-  relay.keep(relay.relay.on_node_lost(NodeId(2), relay.now));
-  relay.registers(200, 6);
-  relay.said.clear();
-  for (int i = 0; i < 20; ++i) {
-    relay.now += 100ms;
-    relay.keep(relay.relay.on_tick(relay.now));
-  }
-  EXPECT_TRUE(std::any_of(relay.said.begin(), relay.said.end(),
-                          [](const auto& sent) { return sent.rank_down().instance() == 200; }));
 }
 
 TEST(Rank, BelievesNoPlanOfThePast) {

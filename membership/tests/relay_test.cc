@@ -3,6 +3,8 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+
 namespace rejoin::membership {
 namespace {
 
@@ -88,6 +90,253 @@ TEST(Relay, ReportsTheLongestThatAReplicasRanksHaveComputed) {
   EXPECT_EQ(reported(1, {4000, 9000, 5000}), 9000u);
   EXPECT_EQ(reported(2, {4000, 3000, 2000}), 4000u);
   EXPECT_EQ(reported(3, {4000, 0, 2000}), 0u);
+}
+
+// Two processes of one place behind two daemons of a relay: one runs, and the other comes back after it was long gone.
+struct Place {
+  Relay relay{"relay", 1600ms};
+  TimePoint now = TimePoint{} + 1h;
+  static constexpr NodeId kLive{1}, kStale{2};
+  static constexpr std::uint64_t kInstance = 10, kIncarnation = 7, kFormer = 4, kFormers = 3, kJob = 9;
+
+  Place() {
+    relay.on_coordinator_up(now);
+    for (const auto node : {kLive, kStale}) {
+      proto::FromNode hello;
+      hello.mutable_hello()->set_node("daemon");
+      relay.on_node_message(node, hello, now);
+    }
+    comes(kLive, kInstance, 0);
+    registered(kInstance, kIncarnation);
+  }
+  void comes(NodeId node, std::uint64_t instance, std::uint64_t incarnation, std::uint64_t job = 0,
+             std::uint64_t reduced = 0) {
+    proto::FromNode message;
+    auto& up = *message.mutable_rank_up();
+    up.set_replica(1);
+    up.set_rank(0);
+    up.set_instance(instance);
+    up.set_incarnation(incarnation);
+    up.set_job(job);
+    up.set_reduced_epoch(reduced);
+    up.set_reduced_step(reduced);
+    EXPECT_EQ(relay.on_node_message(node, message, now).to_coordinator.size(), 1u);
+  }
+  std::vector<NodeId> registered(std::uint64_t instance, std::uint64_t incarnation) {
+    proto::ToNode message;
+    auto& its = *message.mutable_registered();
+    its.set_replica(1);
+    its.set_rank(0);
+    its.set_instance(instance);
+    its.set_incarnation(incarnation);
+    its.set_job(kJob);
+    return told(message);
+  }
+  std::vector<NodeId> evicted(std::uint64_t incarnation, std::uint64_t job = 0) {
+    proto::ToNode message;
+    message.mutable_evicted()->set_job(job);
+    message.mutable_evicted()->set_replica(1);
+    message.mutable_evicted()->set_incarnation(incarnation);
+    return told(message);
+  }
+  std::vector<NodeId> told(const proto::ToNode& message) {
+    std::vector<NodeId> all;
+    for (const auto& [nodes, passed] : relay.on_coordinator_message(message, now).to_nodes)
+      all.insert(all.end(), nodes.begin(), nodes.end());
+    return all;
+  }
+  // Whether its report of that step goes up.
+  bool reduces(NodeId node, std::uint64_t incarnation, std::uint64_t step) {
+    proto::FromNode message;
+    auto& reduced = *message.mutable_reduced();
+    reduced.set_replica(1);
+    reduced.set_incarnation(incarnation);
+    reduced.set_epoch(3);
+    reduced.set_step(step);
+    RankSet(0).to(reduced.mutable_ranks());
+    return !relay.on_node_message(node, message, now).to_coordinator.empty();
+  }
+  std::vector<std::uint64_t> instances_lost_with(NodeId node) {
+    relay.on_node_lost(node, now);
+    std::vector<std::uint64_t> down;
+    for (int i = 0; i < 20; ++i) {
+      now += 200ms;
+      for (const auto other : {kLive, kStale}) {
+        proto::FromNode heartbeat;
+        heartbeat.mutable_heartbeat();
+        if (other != node) relay.on_node_message(other, heartbeat, now);
+      }
+      for (const auto& message : relay.on_tick(now).to_coordinator)
+        if (message.has_rank_down()) down.push_back(message.rank_down().instance());
+    }
+    return down;
+  }
+};
+
+TEST(Relay, WhoComesBackLongAfterItWasReplacedTakesNothingFromWhoHasItsPlace) {
+  Place place;
+  place.comes(Place::kStale, Place::kFormer, Place::kFormers);
+  EXPECT_TRUE(place.reduces(Place::kLive, Place::kIncarnation, 1)) << "before the coordinator has judged";
+  const auto told = place.evicted(Place::kFormers);
+  EXPECT_EQ(std::count(told.begin(), told.end(), Place::kStale), 1);
+  EXPECT_FALSE(place.reduces(Place::kStale, Place::kFormers, 2));
+  proto::FromNode down;
+  down.mutable_rank_down()->set_replica(1);
+  down.mutable_rank_down()->set_rank(0);
+  down.mutable_rank_down()->set_instance(Place::kFormer);
+  EXPECT_EQ(place.relay.on_node_message(Place::kStale, down, place.now).to_coordinator.size(), 1u);
+  EXPECT_TRUE(place.reduces(Place::kLive, Place::kIncarnation, 2));
+  EXPECT_EQ(place.instances_lost_with(Place::kLive), std::vector{Place::kInstance});
+}
+
+// Its relay has heard of another one first, as where it has just been connected with both.
+TEST(Relay, WhoComesBackHasItsPlaceFromWhenTheCoordinatorKnowsItAndItsReportsAreNotLostBefore) {
+  Place place;
+  place.comes(Place::kStale, Place::kFormer, Place::kFormers);
+  EXPECT_TRUE(place.reduces(Place::kStale, Place::kFormers, 1)) << "the coordinator judges";
+  EXPECT_EQ(place.registered(Place::kFormer, Place::kFormers), std::vector{Place::kStale});
+  EXPECT_TRUE(place.reduces(Place::kStale, Place::kFormers, 2));
+  EXPECT_FALSE(place.reduces(Place::kLive, Place::kIncarnation, 2)) << "its place is another's";
+  EXPECT_EQ(place.instances_lost_with(Place::kStale), std::vector{Place::kFormer});
+}
+
+// Its daemon was started with this job's relay, and its incarnation has the same number.
+TEST(Relay, WhoComesBackFromAnotherJobTakesNothingFromWhoHasItsPlace) {
+  Place place;
+  place.comes(Place::kStale, Place::kFormer, Place::kIncarnation, Place::kJob + 1, 100);
+  EXPECT_TRUE(place.reduces(Place::kLive, Place::kIncarnation, 1));
+  EXPECT_EQ(place.evicted(Place::kIncarnation, Place::kJob + 1), std::vector{Place::kStale});
+  EXPECT_TRUE(place.reduces(Place::kLive, Place::kIncarnation, 2));
+  EXPECT_EQ(place.instances_lost_with(Place::kLive), std::vector{Place::kInstance});
+}
+
+TEST(Relay, WhoComesBackAndIsLostBeforeItIsJudgedIsReportedDown) {
+  Place place;
+  place.comes(Place::kStale, Place::kFormer, Place::kFormers);
+  EXPECT_EQ(place.instances_lost_with(Place::kStale), std::vector{Place::kFormer});
+  EXPECT_TRUE(place.reduces(Place::kLive, Place::kIncarnation, 1));
+}
+
+// ---- the relay
+
+// Two daemons of one replica behind a relay.
+struct Behind {
+  Relay relay{"relay", 1s};
+  TimePoint now{1s};
+  std::vector<proto::FromNode> said;
+  std::map<std::uint64_t, std::vector<proto::ToNode>> heard;  // by node
+
+  Behind() {
+    keep(relay.on_coordinator_up(now));
+    for (std::uint64_t node : {1, 2}) hello(node);
+  }
+  void hello(std::uint64_t node, std::uint64_t introduction = 0) {
+    proto::FromNode message;
+    message.mutable_hello()->set_node("daemon");
+    message.mutable_hello()->set_introduction(introduction);
+    keep(relay.on_node_message(NodeId(node), message, now));
+  }
+  void keep(const Relay::Actions& actions) {
+    said.insert(said.end(), actions.to_coordinator.begin(), actions.to_coordinator.end());
+    for (const auto& [nodes, sent] : actions.to_nodes)
+      for (auto node : nodes) heard[node.value].push_back(sent);
+  }
+  void up(std::uint64_t node, std::uint64_t instance) {
+    proto::FromNode message;
+    message.mutable_rank_up()->set_instance(instance);
+    keep(relay.on_node_message(NodeId(node), message, now));
+  }
+  void send(const proto::ToNode& message) { keep(relay.on_coordinator_message(message, now)); }
+  void registers(std::uint64_t instance, std::uint64_t incarnation) {
+    proto::ToNode message;
+    message.mutable_registered()->set_instance(instance);
+    message.mutable_registered()->set_incarnation(incarnation);
+    send(message);
+  }
+  bool reports_reduction(std::uint64_t node, std::uint64_t incarnation, std::uint64_t epoch) {
+    said.clear();
+    proto::FromNode message;
+    auto& done = *message.mutable_reduced();
+    done.set_incarnation(incarnation);
+    done.set_epoch(epoch);
+    done.set_step(1);
+    RankSet(0).to(done.mutable_ranks());
+    keep(relay.on_node_message(NodeId(node), message, now));
+    return !said.empty();
+  }
+};
+
+TEST(Relay, DaemonsStayAndIntroduceThemselvesToTheNextCoordinator) {
+  Behind relay;
+  relay.up(1, 100);
+  relay.registers(100, 5);
+  relay.heard.clear();
+  relay.keep(relay.relay.on_coordinator_down(relay.now));
+  EXPECT_FALSE(relay.reports_reduction(1, 5, 1)) << "there is nobody to hear it";
+  proto::LeaderView view;
+  relay.relay.write_hosts(view);
+  ASSERT_EQ(view.hosts_size(), 1) << "whom it speaks for, when it says that the leader is lost";
+  EXPECT_EQ(RankSet(view.hosts(0).ranks(), 8), RankSet(0));
+  relay.said.clear();
+  relay.keep(relay.relay.on_coordinator_up(relay.now));
+  ASSERT_EQ(relay.said.size(), 1u);
+  EXPECT_TRUE(relay.said[0].has_hello());
+  for (std::uint64_t node : {1, 2}) EXPECT_TRUE(relay.heard[node].back().has_introduce());
+  EXPECT_FALSE(relay.reports_reduction(1, 5, 1)) << "it was said to the one before";
+  relay.hello(1);
+  EXPECT_FALSE(relay.reports_reduction(1, 5, 1)) << "so was this";
+  relay.hello(1, relay.heard[1].back().introduce().number());
+  proto::FromNode again;
+  again.mutable_rank_up()->set_instance(100);
+  again.mutable_rank_up()->set_incarnation(5);
+  relay.keep(relay.relay.on_node_message(NodeId(1), again, relay.now));
+  EXPECT_TRUE(relay.said.back().has_rank_up());
+  EXPECT_TRUE(relay.reports_reduction(1, 5, 1));
+  relay.keep(relay.relay.on_node_lost(NodeId(1), relay.now));
+  view.Clear();
+  relay.relay.write_hosts(view);
+  EXPECT_EQ(view.hosts_size(), 0);
+}
+
+TEST(Relay, ASecondProcessForAPlaceCostsTheFirstNothingUntilTheCoordinatorSaysSo) {
+  for (const bool taken : {false, true}) {
+    Behind relay;
+    relay.up(1, 100);
+    relay.registers(100, 5);
+    relay.up(2, 200);
+    EXPECT_TRUE(relay.reports_reduction(1, 5, 1));
+    proto::ToNode message;
+    message.mutable_inquiry()->set_instance(100);
+    relay.send(message);
+    EXPECT_TRUE(relay.heard[1].back().has_inquiry());
+    if (taken) {
+      relay.registers(200, 6);
+      EXPECT_TRUE(relay.heard[2].back().has_registered());
+      EXPECT_TRUE(relay.reports_reduction(2, 6, 2));
+    } else {
+      message.mutable_refused()->set_instance(200);
+      relay.send(message);
+      EXPECT_TRUE(relay.heard[2].back().has_refused());
+      EXPECT_TRUE(relay.reports_reduction(1, 5, 2)) << "the first is as it was";
+    }
+  }
+}
+
+// Found by the property of random faults: the coordinator had registered it, and nobody ever said that it was gone.
+TEST(Relay, WhoTakesAPlaceWhileItsDaemonIsGoneIsSaidToBeGoneAfterTheSilence) {
+  Behind relay;
+  relay.up(1, 100);
+  relay.registers(100, 5);
+  relay.up(2, 200);
+  relay.keep(relay.relay.on_node_lost(NodeId(2), relay.now));
+  relay.registers(200, 6);
+  relay.said.clear();
+  for (int i = 0; i < 20; ++i) {
+    relay.now += 100ms;
+    relay.keep(relay.relay.on_tick(relay.now));
+  }
+  EXPECT_TRUE(std::any_of(relay.said.begin(), relay.said.end(),
+                          [](const auto& sent) { return sent.rank_down().instance() == 200; }));
 }
 
 }  // namespace

@@ -1,0 +1,101 @@
+// Who has a rank's place behind a relay, and who else asks for it.
+#include "membership/node.h"
+#include "membership/relay.h"
+
+namespace rejoin::membership {
+
+void Relay::on_rank_up(NodeId node, const proto::RankUp& up) {
+  const RankKey key{up.replica(), up.rank()};
+  drop_claim(key, up.instance());  // it comes another way now
+  const auto present = ranks_.find(key);
+  const bool taken = present != ranks_.end() && present->second.instance != up.instance() &&
+                     (!present->second.connected || present->second.node != node);
+  RankState& rank = taken ? claim(key, node, up.instance()) : take_place(key, node, up.instance());
+  rank.job = up.job();
+  if (up.incarnation() == 0) return;                               // known when it is registered
+  if (taken && present->second.incarnation == up.incarnation()) {  // of another job: nobody hears it for that one
+    rank.incarnation = up.incarnation();
+    return;
+  }
+  join(key, rank, up.incarnation());
+  add_reduced_ranks(reduced_of(up));
+}
+
+// Its daemon may have gone meanwhile: then it has its time to come back, as any other.
+void Relay::take_place(const RankKey& key, const RankState& claim) {
+  RankState& rank = ranks_[key];
+  if (rank.connected) leave(key, rank);
+  rank = claim;
+  if (claim.connected) nodes_[claim.node].hosts.add(RankSet(key.second));
+}
+
+Relay::RankState& Relay::take_place(const RankKey& key, NodeId node, std::uint64_t instance) {
+  take_place(key, {.node = node, .instance = instance, .incarnation = 0, .connected = true, .lost_at = {}});
+  return ranks_.at(key);
+}
+
+// What it reports goes up as anybody's does: it is of its own incarnation.
+Relay::RankState& Relay::claim(const RankKey& key, NodeId node, std::uint64_t instance) {
+  return claims_[{key, instance}] = {
+             .node = node, .instance = instance, .incarnation = 0, .connected = true, .lost_at = {}};
+}
+
+void Relay::drop_claim(const RankKey& key, std::uint64_t instance) {
+  auto dropped = claims_.extract({key, instance});
+  if (dropped && dropped.mapped().connected) leave(key, dropped.mapped());
+}
+
+void Relay::join(const RankKey& key, RankState& rank, std::uint64_t incarnation) {
+  if (rank.incarnation != incarnation) leave_group(key, rank);
+  rank.incarnation = incarnation;
+  groups_[{key.first, incarnation}].registered.add(RankSet(key.second));
+}
+
+void Relay::leave(const RankKey& key, RankState& rank) {
+  rank.connected = false;
+  leave_group(key, rank);
+}
+
+void Relay::leave_group(const RankKey& key, const RankState& rank) {
+  auto group = groups_.find({key.first, rank.incarnation});
+  if (group == groups_.end()) return;
+  if (const auto present = ranks_.find(key); present != ranks_.end() && present->second.connected &&
+                                             present->second.instance != rank.instance &&
+                                             present->second.incarnation == rank.incarnation)
+    return;  // it is a claim's, and who has the place is in that group
+  group->second.registered.remove(RankSet(key.second));
+  group->second.statuses.erase(rank.node);
+  if (group->second.registered.empty()) groups_.erase(group);
+  else report_reduced(group->first, group->second);  // it may have waited for this one alone
+}
+
+void Relay::on_evicted(const proto::ToNode& message) {
+  const auto& evicted = message.evicted();
+  const auto is_it = [&](const RankState& rank) {
+    return rank.incarnation == evicted.incarnation() &&
+           (evicted.job() == 0 || rank.job == 0 || rank.job == evicted.job());
+  };
+  std::set<NodeId> concerned;
+  for (auto at = ranks_.lower_bound({evicted.replica(), 0}); at != ranks_.end() && at->first.first == evicted.replica();
+       ++at)
+    if (auto& [key, rank] = *at; is_it(rank) && rank.connected) {
+      concerned.insert(rank.node);
+      leave_group(key, rank);
+    }
+  for (auto at = claims_.lower_bound({{evicted.replica(), 0}, 0});
+       at != claims_.end() && at->first.first.first == evicted.replica();) {
+    auto& [key, claim] = *at;
+    if (!is_it(claim)) {
+      ++at;
+      continue;
+    }
+    if (claim.connected) {
+      concerned.insert(claim.node);
+      leave_group(key.first, claim);
+    }
+    at = claims_.erase(at);
+  }
+  send({concerned.begin(), concerned.end()}, message);
+}
+
+}  // namespace rejoin::membership
