@@ -285,7 +285,8 @@ void IbverbsEngine::on_signal(Endpoint& endpoint, BytesView message) {
     case wire::Signal::rebuild:
       // Both began at once: the side that connected goes first, and the other answers it.
       if (endpoint.rebuilding[index] && endpoint.initiator) return;
-      if (!endpoint.rebuilding[index]) result = queue_pair.reset();
+      if (!endpoint.rebuilding[index]) result = reset(endpoint, index);
+      if (endpoint.stage == Stage::failed) return;
       endpoint.rebuilding[index] = false;
       queue_pair.forget_sends_below(control.received, done);
       if (result) result = queue_pair.connect(peer_of(endpoint, index, control.first_packet), false);
@@ -314,7 +315,8 @@ void IbverbsEngine::on_control(const Event& event) {
   Endpoint* endpoint = find(event.endpoint);
   if (endpoint == nullptr || endpoint->stage == Stage::failed) return;
   if (event.kind == EventKind::closed) {
-    poll_completions();  // what it sent before it went
+    take_all_completions();  // what it sent before it went
+    poll_completions();
     if (endpoint = find(event.endpoint); endpoint == nullptr || endpoint->stage == Stage::failed) return;
     return fail_endpoint(*endpoint, ErrorCode::unavailable,
                          event.error ? event.error->message : "it closed the connection");

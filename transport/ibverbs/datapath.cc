@@ -281,16 +281,22 @@ void IbverbsEngine::flush() {
 
 // ---- completions
 
-void IbverbsEngine::poll_completions() {
-  while (!backlog_.empty()) {
-    const ibv_wc completion = backlog_.front();
-    backlog_.pop_front();
-    on_completion(completion);
-  }
-  if (!device_) return;
+// Into the backlog; whether there may be more.
+bool IbverbsEngine::take_completions() {
+  if (!device_) return false;
   std::array<ibv_wc, kCompletionsPerPoll> completions;
   const int count = ibv_poll_cq(completions_.get(), kCompletionsPerPoll, completions.data());
-  for (int i = 0; i < count; ++i) on_completion(completions[static_cast<std::size_t>(i)]);
+  for (int i = 0; i < count; ++i) backlog_.push_back(completions[static_cast<std::size_t>(i)]);
+  return count == kCompletionsPerPoll;
+}
+
+void IbverbsEngine::take_all_completions() {
+  for (bool more = true; more;) more = take_completions();
+}
+
+void IbverbsEngine::poll_completions() {
+  take_completions();
+  while (!backlog_.empty()) on_completion(backlog_.pop_front());
 }
 
 void IbverbsEngine::on_completion(const ibv_wc& completion) {
@@ -353,10 +359,26 @@ void IbverbsEngine::on_work_failed(Endpoint& endpoint, std::size_t index, const 
   if (endpoint.stage == Stage::open) queue_pair.cancel(failed->operation);
 }
 
+// What it has received is handled before the peer is told how much that is, and what it has done is not done again.
+// What has failed meanwhile is posted again, and fails again. What it has received may end the endpoint.
+Result<> IbverbsEngine::reset(Endpoint& endpoint, std::size_t index) {
+  const std::uint32_t number = endpoint.queue_pairs[index]->number();
+  drain({&endpoint.queue_pairs[index], 1});
+  std::vector<ibv_wc> ours;
+  backlog_.erase_if([&](const ibv_wc& completion) {
+    if (completion.qp_num != number) return false;
+    if (completion.status == IBV_WC_SUCCESS || QueuePair::tag_of(completion.wr_id) == 0) ours.push_back(completion);
+    return true;
+  });
+  for (const auto& completion : ours) on_completion(completion);
+  if (endpoint.stage == Stage::failed) return {};
+  return endpoint.queue_pairs[index]->reset();
+}
+
 void IbverbsEngine::begin_rebuild(Endpoint& endpoint, std::size_t index) {
-  QueuePair& queue_pair = *endpoint.queue_pairs[index];
-  if (auto reset = queue_pair.reset(); !reset)
-    return fail_endpoint(endpoint, reset.error().code, reset.error().message);
+  if (auto done = reset(endpoint, index); !done)
+    return fail_endpoint(endpoint, done.error().code, done.error().message);
+  if (endpoint.stage == Stage::failed) return;
   endpoint.rebuilding[index] = true;
   send_signal(endpoint, index, wire::Signal::rebuild);
 }

@@ -17,6 +17,8 @@ namespace {
 
 constexpr std::uint32_t kSendSlots = 256;
 constexpr std::uint32_t kControlEvery = 256;  // polls between two looks at the control connections while busy
+// A device says within microseconds that a queue pair has received its last; older kernels' soft-RoCE never does.
+constexpr auto kDraining = std::chrono::milliseconds(10);
 
 }  // namespace
 
@@ -88,7 +90,8 @@ void IbverbsEngine::lose_device() {
   receives_.reset();
   receive_region_.reset();
   if (unacknowledged_ > 0) verbs().ack_cq_events(completions_.get(), std::exchange(unacknowledged_, 0));
-  backlog_.clear();
+  backlog_ = {};
+  device_events_ = {};
   completions_.reset();
   channel_.reset();
   manager_.reset();
@@ -168,20 +171,32 @@ void IbverbsEngine::look_at_control() {
   look_at_device();
 }
 
+// Events are acknowledged at once: no queue pair can be destroyed while one of its own is not.
+void IbverbsEngine::take_device_events() {
+  ibv_async_event event{};
+  while (verbs().get_async_event(device_->context(), &event) == 0) {
+    DeviceEvent taken{.type = event.event_type, .endpoint = {}};
+    if (taken.type == IBV_EVENT_QP_FATAL || taken.type == IBV_EVENT_QP_LAST_WQE_REACHED) {
+      if (auto owner = by_number_.find(event.element.qp->qp_num); owner != by_number_.end()) {
+        taken.endpoint = owner->second.endpoint->id;
+        if (taken.type == IBV_EVENT_QP_LAST_WQE_REACHED)
+          owner->second.endpoint->queue_pairs[owner->second.index]->on_last_receive();
+      }
+    }
+    verbs().ack_async_event(&event);
+    if (taken.type != IBV_EVENT_QP_LAST_WQE_REACHED) device_events_.push_back(taken);
+  }
+}
+
 // A port that goes down or a device that goes away ends what runs over it; a queue pair's own error ends its endpoint,
 // but for the refusals that the completion tells better.
 void IbverbsEngine::look_at_device() {
   if (!device_) return;
-  ibv_async_event event{};
   bool fatal = removal_ && removal_->removed();
   if (fatal) fail_all(fmt::format("rail {}: the device is being removed", name_));
-  while (verbs().get_async_event(device_->context(), &event) == 0) {
-    const auto type = event.event_type;
-    Endpoint* one = nullptr;
-    if (type == IBV_EVENT_QP_FATAL)
-      if (auto owner = by_number_.find(event.element.qp->qp_num); owner != by_number_.end())
-        one = owner->second.endpoint;
-    verbs().ack_async_event(&event);
+  for (take_device_events(); !device_events_.empty();) {
+    const auto [type, about] = device_events_.pop_front();
+    Endpoint* one = type == IBV_EVENT_QP_FATAL ? find(about) : nullptr;
     if (type == IBV_EVENT_QP_ACCESS_ERR)
       regions_.count(Regions::Refusal::bad_key);  // of which kind, only the NIC knows
     fatal = fatal || type == IBV_EVENT_DEVICE_FATAL;
@@ -205,19 +220,29 @@ void IbverbsEngine::fail_all(const std::string& why) {
 
 // ---- closing
 
+// Stops queue pairs and takes all completions, theirs and others', into the backlog. See "Queue pairs" in
+// docs/design-notes.md for why that comes before they are reset or destroyed.
+void IbverbsEngine::drain(std::span<const std::unique_ptr<QueuePair>> queue_pairs) {
+  for (const auto& queue_pair : queue_pairs) queue_pair->stop();
+  const auto deadline = std::chrono::steady_clock::now() + kDraining;
+  bool receiving = false;
+  do {
+    take_device_events();
+    receiving = std::any_of(queue_pairs.begin(), queue_pairs.end(), [](const auto& one) { return one->receiving(); });
+    take_all_completions();
+  } while (receiving && std::chrono::steady_clock::now() < deadline);
+}
+
 void IbverbsEngine::destroy_queue_pairs(Endpoint& endpoint) {
   if (endpoint.queue_pairs.empty()) return;
-  // Out of service first. Then what has completed is taken, so that nothing of it is left when numbers are used again.
-  for (auto& queue_pair : endpoint.queue_pairs) (void)queue_pair->reset();
-  const auto ours = [&](const ibv_wc& completion) {
+  drain(endpoint.queue_pairs);
+  // Nothing of them is left when their numbers are used again.
+  backlog_.erase_if([&](const ibv_wc& completion) {
     const auto owner = by_number_.find(completion.qp_num);
-    return owner != by_number_.end() && owner->second.endpoint == &endpoint;
-  };
-  for (ibv_wc completion{}; ibv_poll_cq(completions_.get(), 1, &completion) > 0;) {
-    if (!ours(completion)) backlog_.push_back(completion);
-    else if (QueuePair::tag_of(completion.wr_id) == 0)
-      unposted_.push_back(static_cast<std::uint32_t>(completion.wr_id));
-  }
+    if (owner == by_number_.end() || owner->second.endpoint != &endpoint) return false;
+    if (QueuePair::tag_of(completion.wr_id) == 0) unposted_.push_back(static_cast<std::uint32_t>(completion.wr_id));
+    return true;
+  });
   for (const auto& queue_pair : endpoint.queue_pairs) {
     by_tag_.erase(queue_pair->tag());
     by_number_.erase(queue_pair->number());
@@ -261,7 +286,7 @@ void IbverbsEngine::close(EndpointId id) {
 }
 
 bool IbverbsEngine::arm() {
-  if (!events_.empty() || !dirty_.empty() || !backlog_.empty()) return false;
+  if (!events_.empty() || !dirty_.empty() || !backlog_.empty() || !device_events_.empty()) return false;
   if (!control_->arm()) return false;
   if (!device_) return true;
   if (ibv_req_notify_cq(completions_.get(), 0) != 0) return false;

@@ -16,7 +16,6 @@
 // endpoint, and rebuilding. datapath.cc: work and completions.
 #pragma once
 
-#include <deque>
 #include <set>
 #include <unordered_map>
 
@@ -123,14 +122,18 @@ class IbverbsEngine final : public Engine {
 
   // engine.cc
   void look_at_control();
+  void take_device_events();
   void look_at_device();
   void fail_endpoint(Endpoint& endpoint, ErrorCode code, const std::string& why);
   void fail_all(const std::string& why);
   void end_operations(Endpoint& endpoint, const Error& error);
+  void drain(std::span<const std::unique_ptr<QueuePair>> queue_pairs);
   void destroy_queue_pairs(Endpoint& endpoint);
 
   // datapath.cc
   Result<> fill_receives();
+  bool take_completions();
+  void take_all_completions();
   void poll_completions();
   void on_completion(const ibv_wc& completion);
   void on_received(const ibv_wc& completion);
@@ -145,6 +148,7 @@ class IbverbsEngine final : public Engine {
   void send_control(Endpoint& endpoint, const wire::Header& header, BytesView rest = {});
   void answer(Endpoint& endpoint, std::uint64_t key);
   void on_answer(Endpoint& endpoint, const wire::Header& header, BytesView rest);
+  Result<> reset(Endpoint& endpoint, std::size_t queue_pair);
   void begin_rebuild(Endpoint& endpoint, std::size_t queue_pair);
   void touch(Endpoint& endpoint);
   void post(Endpoint& endpoint);
@@ -188,7 +192,12 @@ class IbverbsEngine final : public Engine {
   std::unordered_map<std::uint32_t, Owner> by_tag_, by_number_;  // queue pairs
   std::uint32_t next_tag_ = 1;
   std::vector<EndpointId> dirty_, flushed_;
-  std::deque<ibv_wc> backlog_;  // completions taken while a queue pair was being destroyed
+  Fifo<ibv_wc> backlog_;  // completions taken and not handled
+  struct DeviceEvent {
+    ibv_event_type type{};
+    EndpointId endpoint;  // whose queue pair it is about; 0: nobody's
+  };
+  Fifo<DeviceEvent> device_events_;  // taken and not handled
   std::uint32_t polls_ = 0, unopened_ = 0, unacknowledged_ = 0;
   bool slept_ = false;
 };

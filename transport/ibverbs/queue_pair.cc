@@ -137,6 +137,7 @@ Result<> QueuePair::connect(const Peer& peer, bool may_post) {
     return fail(ErrorCode::unavailable,
                 "rail {}: no route to the peer's queue pair: {}; do both rails lie in one network?",
                 shared_.device.name(), std::strerror(error));
+  receiving_ = ordered();  // the others have no receive buffers
   if (const int error = verbs().modify_qp(handle_.get(), &path.send, path.send_mask); error != 0)
     return fail(ErrorCode::io, "rail {}: queue pair to RTS: {}", shared_.device.name(), std::strerror(error));
   may_post_ = may_post;
@@ -236,8 +237,15 @@ std::uint64_t QueuePair::behind_oldest(const ibv_wc& completion) const {
   return (completion.wr_id - (next_request_ - posted_)) & kNumberMask;
 }
 
-Result<> QueuePair::reset() {
+void QueuePair::stop() {
   may_post_ = false;
+  ibv_qp_attr attributes{};
+  attributes.qp_state = IBV_QPS_ERR;
+  if (verbs().modify_qp(handle_.get(), &attributes, IBV_QP_STATE) != 0) receiving_ = false;  // the device is gone
+}
+
+Result<> QueuePair::reset() {
+  may_post_ = receiving_ = false;
   ibv_qp_attr attributes{};
   attributes.qp_state = IBV_QPS_RESET;
   if (const int error = verbs().modify_qp(handle_.get(), &attributes, IBV_QP_STATE); error != 0)

@@ -117,8 +117,12 @@ class QueuePair {
     else finish_one(behind, take);
     return failed;
   }
-  // Out of service, so that the peer can't do anything through it; then anew, unconnected, with what is to be posted
-  // again.
+  // Out of service, so that the peer can't do anything through it. What the device had under way completes soon.
+  void stop();
+  // The device may still complete what the peer has sent: it is in service, or has not said yet that this was the last.
+  bool receiving() const { return receiving_; }
+  void on_last_receive() { receiving_ = false; }
+  // After stop(): anew, unconnected, with what is to be posted again.
   Result<> reset();
   // Before what is left goes out again: sends below this number have arrived.
   template <typename Done>
@@ -171,7 +175,7 @@ class QueuePair {
   std::uint32_t inline_bytes_ = 0;
   std::uint32_t first_packet_ = 0;
   std::optional<Path> path_;  // rdma_cm's
-  bool may_post_ = false;
+  bool may_post_ = false, receiving_ = false;
   std::uint64_t next_send_ = 0;
   std::uint64_t next_request_ = 0;  // of what is posted next
   std::uint64_t unsignalled_ = 0;

@@ -1,8 +1,10 @@
 // An RDMA device in software, inside one process: libibverbs' functions as far as the verbs backend calls them, in the
 // place of the library that it would load, in the program that links this. It has the rules of reliable-connected queue
 // pairs: order within one, none between two; remote keys and ranges; an error resets nothing and ends everything behind
-// it; receivers without buffers make senders wait. So the backend meets the sanitizers, and its own cost can be
-// measured without a device. Two devices, fake0 and fake1, with the GIDs of 127.0.0.1 and 127.0.0.2. One thread.
+// it; receivers without buffers make senders wait. And the habits of hardware's libraries: what a queue pair has
+// completed is dropped when it is reset or destroyed, and its number is given again next. So the backend meets the
+// sanitizers, and its own cost can be measured without a device. Two devices, fake0 and fake1, with the GIDs of
+// 127.0.0.1 and 127.0.0.2. One thread.
 //
 // Here: the library's functions, and what tests do to the devices. fake_verbs_datapath.cc: requests and completions.
 #include "transport/tests/fake_verbs.h"
@@ -27,6 +29,13 @@
 using namespace rejoin::transport::fake;
 
 namespace {
+
+// Its receives take their buffers along: the queue that they came from does not get them back.
+void drop_completions(const FakeQp& qp) {
+  for (auto* queue : {qp.pair.send_cq, qp.pair.recv_cq})
+    std::erase_if(fake<FakeCq>(queue)->completions,
+                  [&](const ibv_wc& completion) { return completion.qp_num == qp.pair.qp_num; });
+}
 
 bool make_pipe(int& read_end, int& write_end) {
   int ends[2];
@@ -240,6 +249,7 @@ ibv_cq* ibv_create_cq(ibv_context* context, int entries, void*, ibv_comp_channel
   made->queue.context = context;
   made->queue.cqe = entries;
   made->channel = fake<FakeChannel>(channel);
+  queues.insert(made);
   return &made->queue;
 }
 int ibv_resize_cq(ibv_cq* queue, int entries) {
@@ -247,6 +257,7 @@ int ibv_resize_cq(ibv_cq* queue, int entries) {
   return 0;
 }
 int ibv_destroy_cq(ibv_cq* queue) {
+  queues.erase(fake<FakeCq>(queue));
   delete fake<FakeCq>(queue);
   return 0;
 }
@@ -277,7 +288,9 @@ ibv_qp* ibv_create_qp(ibv_pd* domain, ibv_qp_init_attr* attributes) {
   made->pair.send_cq = attributes->send_cq;
   made->pair.recv_cq = attributes->recv_cq;
   made->pair.srq = attributes->srq;
-  made->pair.qp_num = next_number++;
+  if (free_numbers.empty()) free_numbers.push_back(next_number++);
+  made->pair.qp_num = free_numbers.back();
+  free_numbers.pop_back();
   made->pair.state = IBV_QPS_RESET;
   made->depth = attributes->cap.max_send_wr;
   pairs[made->pair.qp_num] = made;
@@ -291,24 +304,31 @@ int ibv_modify_qp(ibv_qp* pair, ibv_qp_attr* attributes, int mask) {
   const bool allowed = to == IBV_QPS_RESET || to == IBV_QPS_ERR || (from == IBV_QPS_RESET && to == IBV_QPS_INIT) ||
                        (from == IBV_QPS_INIT && to == IBV_QPS_RTR) || (from == IBV_QPS_RTR && to == IBV_QPS_RTS);
   if (!allowed) return EINVAL;
-  if (to == IBV_QPS_RTR) qp.peer = attributes->dest_qp_num;
-  if (to == IBV_QPS_RESET) qp.requests.clear();
+  if (to == IBV_QPS_RTR) qp.peer = attributes->dest_qp_num, qp.expected_packet = attributes->rq_psn;
+  if (to == IBV_QPS_RTS) qp.first_packet = attributes->sq_psn;
+  if (to == IBV_QPS_RESET) qp.requests.clear(), drop_completions(qp);
   if (to == IBV_QPS_ERR) to_error(qp);
   pair->state = to;
   return 0;
 }
 int ibv_destroy_qp(ibv_qp* pair) {
   pairs.erase(pair->qp_num);
+  free_numbers.push_back(pair->qp_num);
+  drop_completions(*fake<FakeQp>(pair));
+  std::erase_if(fake<FakeContext>(pair->context)->events, [&](const auto& event) { return event.element.qp == pair; });
   delete fake<FakeQp>(pair);
   return 0;
 }
 
 int ibv_get_async_event(ibv_context* context, ibv_async_event* event) {
-  char byte = 0;
-  if (::read(context->async_fd, &byte, 1) != 1) return -1;
-  *event = fake<FakeContext>(context)->events.front();
-  fake<FakeContext>(context)->events.pop_front();
-  return 0;
+  auto& events = fake<FakeContext>(context)->events;
+  for (char byte = 0; ::read(context->async_fd, &byte, 1) == 1;) {
+    if (events.empty()) continue;  // it went with its queue pair
+    *event = events.front();
+    events.pop_front();
+    return 0;
+  }
+  return -1;
 }
 void ibv_ack_async_event(ibv_async_event*) {}
 }

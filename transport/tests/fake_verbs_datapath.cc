@@ -25,10 +25,21 @@ void complete(FakeQp& qp, const Request& request, ibv_wc_status status) {
   complete(qp.pair.send_cq, completion);
 }
 
+void raise(FakeQp& qp, ibv_event_type type) {
+  ibv_async_event event{};
+  event.event_type = type;
+  event.element.qp = &qp.pair;
+  auto* context = fake<FakeContext>(qp.pair.context);
+  context->events.push_back(event);
+  ring(context->pipe_write);
+}
+
 }  // namespace
 
 void to_error(FakeQp& qp) {
+  const bool received = qp.pair.state == IBV_QPS_RTR || qp.pair.state == IBV_QPS_RTS;
   qp.pair.state = IBV_QPS_ERR;
+  if (received && qp.pair.srq != nullptr) raise(qp, IBV_EVENT_QP_LAST_WQE_REACHED);
   for (const auto& request : std::exchange(qp.requests, {})) complete(qp, request, IBV_WC_WR_FLUSH_ERR);
 }
 
@@ -54,13 +65,7 @@ void fail_front(FakeQp& qp, FakeQp& peer, ibv_wc_status status) {
   complete(qp, failed, status);
   to_error(qp);
   if (status != IBV_WC_LOC_PROT_ERR) to_error(peer);
-  if (status != IBV_WC_REM_ACCESS_ERR) return;
-  ibv_async_event event{};
-  event.event_type = IBV_EVENT_QP_ACCESS_ERR;
-  event.element.qp = &peer.pair;
-  auto* context = fake<FakeContext>(peer.pair.context);
-  context->events.push_back(event);
-  ring(context->pipe_write);
+  if (status == IBV_WC_REM_ACCESS_ERR) raise(peer, IBV_EVENT_QP_ACCESS_ERR);
 }
 
 // The oldest request of a queue pair, if it can be done now.
@@ -70,7 +75,8 @@ void step(FakeQp& qp) {
   if (peer_at == pairs.end()) return;  // sent again and again, to nobody
   FakeQp& peer = *peer_at->second;
   if (peer.pair.state != IBV_QPS_RTS && peer.pair.state != IBV_QPS_RTR) return;
-  if (qp.ordered != peer.ordered) return;  // each discards what the other sends
+  if (qp.ordered != peer.ordered) return;               // each discards what the other sends
+  if (peer.expected_packet != qp.first_packet) return;  // of another connection: its number was given again
   if (!qp.ordered) std::swap(qp.requests.front(), qp.requests[any() % std::min<std::size_t>(qp.requests.size(), 16)]);
   const Request& front = qp.requests.front();
   const std::byte* local =

@@ -67,7 +67,7 @@ struct Request {
 struct FakeQp {
   ibv_qp pair{};
   std::size_t depth = 0;
-  std::uint32_t peer = 0;
+  std::uint32_t peer = 0, first_packet = 0, expected_packet = 0;
   bool ordered = true;
   std::deque<Request> requests;
 };
@@ -82,10 +82,12 @@ inline std::set<const ibv_device*> down, unplugged, in_order_only;
 inline std::minstd_rand any;                                                        // the order where there is none
 inline std::map<const ibv_device*, std::pair<std::uint64_t, std::uint64_t>> blind;  // address, bytes
 inline std::set<FakeContext*> contexts;
+inline std::set<FakeCq*> queues;
 inline FakeVerbsTransfer watcher;
 inline std::map<const ibv_device*, std::vector<FakeVerbsGid>> given_gids;
 inline std::map<std::uint32_t, FakeQp*> pairs;
 inline std::map<std::uint32_t, FakeMr*> regions;
+inline std::vector<std::uint32_t> free_numbers;
 inline std::uint32_t next_number = 17, next_key = 1000;
 
 template <typename Fake, typename Real>

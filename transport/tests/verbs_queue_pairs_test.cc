@@ -1,0 +1,146 @@
+// What becomes of messages, receive buffers and numbers when queue pairs are rebuilt or destroyed, on devices made of
+// software.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+
+#include "base/log.h"
+#include "transport/factory.h"
+#include "transport/tests/any_access.h"
+#include "transport/tests/fake_verbs_state.h"
+#include "transport/tests/within.h"
+
+namespace rejoin::transport {
+namespace {
+
+struct Talker {
+  std::unique_ptr<Engine> engine = *make_engine("ibverbs:fake0");
+  std::vector<EndpointId> up, closed;
+  std::vector<std::pair<EndpointId, std::string>> messages;
+  std::uint64_t completed = 0, failed = 0;
+  void poll() {
+    for (const auto& event : engine->poll()) {
+      if (event.kind == EventKind::accepted || event.kind == EventKind::connected) up.push_back(event.endpoint);
+      if (event.kind == EventKind::closed) closed.push_back(event.endpoint);
+      if (event.kind == EventKind::message) messages.emplace_back(event.endpoint, as_text(event.message));
+      if (event.kind == EventKind::completed) ++(event.error ? failed : completed);
+    }
+  }
+  // When it wakes, the control connections come before the completions.
+  void doze() {
+    ASSERT_TRUE(within(std::chrono::seconds(20), [&] {
+      poll();
+      return engine->arm();
+    }));
+  }
+  void say(EndpointId endpoint, const std::string& what) { ASSERT_TRUE(engine->send(endpoint, as_bytes(what))); }
+};
+
+struct VerbsQueuePairs : testing::Test {
+  Talker a, b;
+  Address address = *b.engine->listen({"0.0.0.0:0"});
+  VerbsQueuePairs() { spdlog::set_level(spdlog::level::off); }
+
+  template <typename Done>
+  [[nodiscard]] bool until(Done&& done) {
+    return within(std::chrono::seconds(20), [&] {
+      a.poll();
+      b.poll();
+      return done();
+    });
+  }
+  void connect() {
+    const std::size_t ups = a.up.size() + b.up.size();
+    ASSERT_TRUE(a.engine->connect(address, {}));
+    ASSERT_TRUE(until([&] { return a.up.size() + b.up.size() == ups + 2; }));
+  }
+  // They lie completed at B, which has not looked.
+  void send_unseen(EndpointId endpoint, int count) {
+    const auto received = [&] {
+      std::size_t all = 0;
+      for (const auto* queue : fake::queues) all += queue->completions.size();
+      return all;
+    };
+    const std::size_t before = received();
+    for (int i = 0; i < count; ++i) a.say(endpoint, std::to_string(i));
+    ASSERT_TRUE(within(std::chrono::seconds(20), [&] {
+      a.poll();
+      return received() >= before + static_cast<std::size_t>(count);
+    }));
+  }
+};
+
+TEST_F(VerbsQueuePairs, ReceiveBuffersOfMessagesThatNobodyReadAreUsedAgain) {
+  for (int i = 0; i < 8; ++i) {  // more messages together than there are buffers
+    connect();
+    send_unseen(a.up.back(), 100);
+    b.engine->close(b.up.back());
+    a.engine->close(a.up.back());
+  }
+  connect();
+  a.say(a.up.back(), "the last");
+  ASSERT_TRUE(until([&] { return !b.messages.empty(); })) << "it has no receive buffers left";
+  EXPECT_EQ(b.messages.back().second, "the last");
+}
+
+TEST_F(VerbsQueuePairs, WhatWasReceivedBeforeAQueuePairIsRebuiltIsNotLost) {
+  connect();
+  std::vector<std::byte> from(4 * KiB), to(4 * KiB);
+  const RegionId source = *a.engine->register_region(from, MemoryKind::host, kAnyAccess);
+  const RegionId target = *b.engine->register_region(to, MemoryKind::host, kAnyAccess);
+  const Write write{.local = {source, 0}, .remote = {b.engine->remote(target), 0}, .length = to.size(), .notify = {}};
+  ASSERT_TRUE(a.engine->write(a.up.front(), {&write, 1}));
+  ASSERT_TRUE(until([&] { return a.completed == 1; }));
+  b.engine->deregister(target);
+  const RegionId another = *b.engine->register_region(to, MemoryKind::host, kAnyAccess);
+  b.doze();  // A is told that it is no more, but has not looked
+  for (int i = 0; i < 50; ++i) a.say(a.up.front(), std::to_string(i));
+  // One on each queue pair, so that the one of the messages is among them.
+  const Write refused[] = {write, write};
+  ASSERT_TRUE(a.engine->write(a.up.front(), refused));
+  // While busy it looks at its control connections, by which it tells of that, with every 256th poll.
+  int polls = 0;
+  ASSERT_TRUE(within(std::chrono::seconds(20), [&] {
+    a.poll();
+    return a.failed == 2 && ++polls > 600;
+  }));
+  ASSERT_TRUE(until([&] { return b.messages.size() >= 50; }));
+  a.say(a.up.front(), "50");
+  const Write again{.local = {source, 0}, .remote = {b.engine->remote(another), 0}, .length = to.size(), .notify = {}};
+  ASSERT_TRUE(a.engine->write(a.up.front(), {&again, 1}));
+  ASSERT_TRUE(until([&] { return b.messages.size() >= 51 && a.completed == 2; }));
+  ASSERT_EQ(b.messages.size(), 51u);
+  for (std::size_t i = 0; i < 51; ++i) EXPECT_EQ(b.messages[i].second, std::to_string(i));
+  EXPECT_TRUE(a.closed.empty() && b.closed.empty());
+}
+
+TEST_F(VerbsQueuePairs, WhatAClosedEndpointReceivedIsNotGivenToTheNextOneWithItsNumbers) {
+  connect();
+  connect();
+  send_unseen(a.up[1], 5);
+  b.engine->close(b.up[0]);
+  b.engine->close(b.up[1]);
+  // The numbers of what was closed are given again here.
+  const EndpointId back = *b.engine->connect(*a.engine->listen({"0.0.0.0:0"}), {});
+  const auto is_up = [&] { return std::find(b.up.begin(), b.up.end(), back) != b.up.end(); };
+  ASSERT_TRUE(until([&] { return is_up() && a.up.size() == 3; }));
+  b.say(back, "hello");
+  ASSERT_TRUE(until([&] { return !a.messages.empty(); }));
+  EXPECT_TRUE(b.messages.empty());
+  EXPECT_EQ(std::count(b.closed.begin(), b.closed.end(), back), 0);
+}
+
+TEST_F(VerbsQueuePairs, AllThatAPeerSaidBeforeItWentIsHeardBeforeItsEnd) {
+  connect();
+  b.doze();
+  send_unseen(a.up.front(), 300);
+  a.engine->close(a.up.front());
+  ASSERT_TRUE(within(std::chrono::seconds(20), [&] {
+    b.poll();
+    return !b.closed.empty();
+  }));
+  EXPECT_EQ(b.messages.size(), 300u);
+}
+
+}  // namespace
+}  // namespace rejoin::transport
