@@ -50,6 +50,9 @@ void IbverbsEngine::on_received(const ibv_wc& completion) {
   if (owner == by_number_.end() || completion.status != IBV_WC_SUCCESS) return;
   const auto [endpoint, index] = owner->second;
   if (endpoint->stage == Stage::failed) return;
+  // A write with immediate data takes a buffer, too, and leaves it as it was; its length is that of what it wrote.
+  if (completion.opcode != IBV_WC_RECV || completion.byte_len > SendSlots::kBytes)
+    return fail_endpoint(*endpoint, ErrorCode::corrupt, "it sent something other than a message");
   opened(*endpoint);
   on_send(*endpoint, *endpoint->queue_pairs[index],
           BytesView(receive_memory_).subspan(buffer * SendSlots::kBytes, completion.byte_len));
@@ -254,7 +257,7 @@ void IbverbsEngine::touch(Endpoint& endpoint) {
 }
 
 void IbverbsEngine::flush() {
-  if (!device_ || (dirty_.empty() && unposted_.size() < options_.receive_buffers / 8)) return;
+  if (dirty_.empty() && unposted_.size() < options_.receive_buffers / 8) return;
   flushed_.clear();
   flushed_.swap(dirty_);
   for (auto id : flushed_) {
@@ -275,7 +278,7 @@ void IbverbsEngine::flush() {
     for (const auto& queue_pair : endpoint->queue_pairs)
       if (queue_pair->starved()) touch(*endpoint);
   }
-  if (unposted_.size() < options_.receive_buffers / 8) return;
+  if (!device_ || unposted_.size() < options_.receive_buffers / 8) return;
   if (auto filled = fill_receives(); !filled) spdlog::error("{}", filled.error());
 }
 

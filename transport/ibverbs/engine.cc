@@ -183,8 +183,10 @@ void IbverbsEngine::take_device_events() {
           owner->second.endpoint->queue_pairs[owner->second.index]->on_last_receive();
       }
     }
+    // Whoever has a device open hears of all its ports.
+    const bool elsewhere = taken.type == IBV_EVENT_PORT_ERR && event.element.port_num != device_->port_number();
     verbs().ack_async_event(&event);
-    if (taken.type != IBV_EVENT_QP_LAST_WQE_REACHED) device_events_.push_back(taken);
+    if (taken.type != IBV_EVENT_QP_LAST_WQE_REACHED && !elsewhere) device_events_.push_back(taken);
   }
 }
 
@@ -199,11 +201,11 @@ void IbverbsEngine::look_at_device() {
     Endpoint* one = type == IBV_EVENT_QP_FATAL ? find(about) : nullptr;
     if (type == IBV_EVENT_QP_ACCESS_ERR)
       regions_.count(Regions::Refusal::bad_key);  // of which kind, only the NIC knows
-    fatal = fatal || type == IBV_EVENT_DEVICE_FATAL;
-    const bool all = type == IBV_EVENT_PORT_ERR || type == IBV_EVENT_DEVICE_FATAL || type == IBV_EVENT_CQ_ERR ||
-                     type == IBV_EVENT_SRQ_ERR;
+    // A queue in error stays so: as with the device itself, all is opened anew when a connection is next tried.
+    const bool lost = type == IBV_EVENT_DEVICE_FATAL || type == IBV_EVENT_CQ_ERR || type == IBV_EVENT_SRQ_ERR;
+    fatal = fatal || lost;
     const std::string why = fmt::format("rail {}: {}", name_, verbs().event_type_str(type));
-    if (all) {
+    if (lost || type == IBV_EVENT_PORT_ERR) {
       fail_all(why);
     } else if (one != nullptr) {
       spdlog::warn("{}", why);

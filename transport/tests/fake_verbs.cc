@@ -53,19 +53,32 @@ void fake_verbs_gids(const char* device, std::vector<FakeVerbsGid> gids) {
   for (auto& one : devices)
     if (std::strcmp(one.name, device) == 0) given_gids[&one] = gids;
 }
-void fake_verbs_port(const char* device, bool up) {
+void fake_verbs_port(const char* device, bool up, int port) {
   for (auto& one : devices) {
     if (std::strcmp(one.name, device) != 0) continue;
     if (up) down.erase(&one);
-    else down.insert(&one);
+    else if (port == 1) down.insert(&one);
     for (auto* context : contexts) {
       if (context->context.device != &one) continue;
       ibv_async_event event{};
       event.event_type = up ? IBV_EVENT_PORT_ACTIVE : IBV_EVENT_PORT_ERR;
-      event.element.port_num = 1;
+      event.element.port_num = port;
       context->events.push_back(event);
       ring(context->pipe_write);
     }
+  }
+}
+
+void fake_verbs_break_queues(const char* device) {
+  for (auto* queue : queues) {
+    if (std::strcmp(queue->queue.context->device->name, device) != 0) continue;
+    queue->broken = true;
+    ibv_async_event event{};
+    event.event_type = IBV_EVENT_CQ_ERR;
+    event.element.cq = &queue->queue;
+    auto* context = fake<FakeContext>(queue->queue.context);
+    context->events.push_back(event);
+    ring(context->pipe_write);
   }
 }
 

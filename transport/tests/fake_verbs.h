@@ -6,7 +6,10 @@
 #include <functional>
 #include <vector>
 
-void fake_verbs_port(const char* device, bool up);
+// `port`: the devices have one, but those who have one open hear of others, too.
+void fake_verbs_port(const char* device, bool up, int port = 1);
+// Its completion queues are in error: whoever has one is told, and nothing completes there any more.
+void fake_verbs_break_queues(const char* device);
 // The RoCE v2 GIDs of its port, from index 1 on. None: the one that it has from the start.
 using FakeVerbsGid = std::array<unsigned char, 16>;
 void fake_verbs_gids(const char* device, std::vector<FakeVerbsGid> gids);

@@ -10,6 +10,7 @@ namespace {
 
 void complete(ibv_cq* queue, const ibv_wc& completion) {
   auto* cq = fake<FakeCq>(queue);
+  if (cq->broken) return;
   cq->completions.push_back(completion);
   if (!std::exchange(cq->armed, false) || cq->channel == nullptr) return;
   cq->channel->ready.push_back(queue);
@@ -68,6 +69,25 @@ void fail_front(FakeQp& qp, FakeQp& peer, ibv_wc_status status) {
   if (status == IBV_WC_REM_ACCESS_ERR) raise(peer, IBV_EVENT_QP_ACCESS_ERR);
 }
 
+bool takes_buffer(const Request& request) {
+  return request.opcode == IBV_WR_SEND || request.opcode == IBV_WR_RDMA_WRITE_WITH_IMM;
+}
+
+// Of a write with immediate data, the buffer stays as it was.
+void receive(FakeQp& peer, const Request& request, const std::byte* bytes) {
+  auto& buffers = fake<FakeSrq>(peer.pair.srq)->buffers;
+  const auto [wr_id, place] = buffers.front();
+  buffers.pop_front();
+  const bool sent = request.opcode == IBV_WR_SEND;
+  if (sent) std::memcpy(reinterpret_cast<void*>(place.addr), bytes, request.piece.length);
+  ibv_wc completion{};
+  completion.wr_id = wr_id;
+  completion.opcode = sent ? IBV_WC_RECV : IBV_WC_RECV_RDMA_WITH_IMM;
+  completion.byte_len = request.piece.length;
+  completion.qp_num = peer.pair.qp_num;
+  complete(peer.pair.recv_cq, completion);
+}
+
 // The oldest request of a queue pair, if it can be done now.
 void step(FakeQp& qp) {
   if (qp.pair.state != IBV_QPS_RTS || qp.requests.empty() || down.contains(qp.pair.context->device)) return;
@@ -82,20 +102,9 @@ void step(FakeQp& qp) {
   const std::byte* local =
       front.is_inline ? front.inlined.data() : reinterpret_cast<const std::byte*>(front.piece.addr);
   if (front.opcode == IBV_WR_SEND && !qp.ordered) return fail_front(qp, peer, IBV_WC_REM_INV_REQ_ERR);
-  if (front.opcode == IBV_WR_SEND) {
-    auto& buffers = fake<FakeSrq>(peer.pair.srq)->buffers;
-    if (buffers.empty()) return;
-    const auto [wr_id, place] = buffers.front();
-    buffers.pop_front();
-    std::memcpy(reinterpret_cast<void*>(place.addr), local, front.piece.length);
-    ibv_wc completion{};
-    completion.wr_id = wr_id;
-    completion.opcode = IBV_WC_RECV;
-    completion.byte_len = front.piece.length;
-    completion.qp_num = peer.pair.qp_num;
-    complete(peer.pair.recv_cq, completion);
-  } else {
-    const bool write = front.opcode == IBV_WR_RDMA_WRITE;
+  if (takes_buffer(front) && fake<FakeSrq>(peer.pair.srq)->buffers.empty()) return;
+  if (front.opcode != IBV_WR_SEND) {
+    const bool write = front.opcode != IBV_WR_RDMA_READ;
     const FakeMr* there = remote_region(front, write);
     if (there == nullptr) return fail_front(qp, peer, IBV_WC_REM_ACCESS_ERR);
     auto here = regions.find(front.piece.lkey);
@@ -108,6 +117,7 @@ void step(FakeQp& qp) {
     if (write) std::memcpy(far, front.is_inline ? local : near, front.piece.length);
     else std::memcpy(near, far, front.piece.length);
   }
+  if (takes_buffer(front)) receive(peer, front, local);
   const Request done = std::move(qp.requests.front());
   qp.requests.pop_front();
   complete(qp, done, IBV_WC_SUCCESS);

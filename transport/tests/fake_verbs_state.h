@@ -49,7 +49,7 @@ struct FakeChannel {
 struct FakeCq {
   ibv_cq queue{};
   FakeChannel* channel = nullptr;
-  bool armed = false;
+  bool armed = false, broken = false;
   std::deque<ibv_wc> completions;
 };
 

@@ -14,7 +14,7 @@ namespace rejoin::transport {
 namespace {
 
 struct Talker {
-  std::unique_ptr<Engine> engine = *make_engine("ibverbs:fake0");
+  std::unique_ptr<Engine> engine;
   std::vector<EndpointId> up, closed;
   std::vector<std::pair<EndpointId, std::string>> messages;
   std::uint64_t completed = 0, failed = 0;
@@ -37,7 +37,7 @@ struct Talker {
 };
 
 struct VerbsQueuePairs : testing::Test {
-  Talker a, b;
+  Talker a{*make_engine("ibverbs:fake0")}, b{*make_engine("ibverbs:fake1")};
   Address address = *b.engine->listen({"0.0.0.0:0"});
   VerbsQueuePairs() { spdlog::set_level(spdlog::level::off); }
 
@@ -128,6 +128,74 @@ TEST_F(VerbsQueuePairs, WhatAClosedEndpointReceivedIsNotGivenToTheNextOneWithIts
   ASSERT_TRUE(until([&] { return !a.messages.empty(); }));
   EXPECT_TRUE(b.messages.empty());
   EXPECT_EQ(std::count(b.closed.begin(), b.closed.end(), back), 0);
+}
+
+// As a peer that does not go by the protocol.
+TEST_F(VerbsQueuePairs, AWriteThatTakesAReceiveBufferIsNoMessageAndEndsTheEndpoint) {
+  std::vector<std::byte> from(64 * KiB), to(64 * KiB);
+  (void)*a.engine->register_region(from, MemoryKind::host, kAnyAccess);
+  (void)*b.engine->register_region(to, MemoryKind::host, kAnyAccess);
+  const auto key = [](const std::vector<std::byte>& memory) {
+    return std::find_if(fake::regions.begin(), fake::regions.end(),
+                        [&](const auto& entry) { return entry.second->region.addr == memory.data(); })
+        ->first;
+  };
+  for (const std::uint32_t length : {100u, 64u * 1024}) {
+    connect();
+    const auto mine = std::find_if(fake::pairs.begin(), fake::pairs.end(), [](const auto& entry) {
+      return std::string(entry.second->pair.context->device->name) == "fake0";
+    });
+    ibv_sge piece{.addr = reinterpret_cast<std::uint64_t>(from.data()), .length = length, .lkey = key(from)};
+    ibv_send_wr request{}, *refused = nullptr;
+    request.sg_list = &piece;
+    request.num_sge = 1;
+    request.opcode = IBV_WR_RDMA_WRITE_WITH_IMM;
+    request.wr.rdma = {.remote_addr = reinterpret_cast<std::uint64_t>(to.data()), .rkey = key(to)};
+    ASSERT_EQ(fake::post_send(&mine->second->pair, &request, &refused), 0);
+    const std::size_t ended = b.closed.size();
+    ASSERT_TRUE(until([&] { return b.closed.size() > ended; }));
+    EXPECT_TRUE(b.messages.empty());
+    a.engine->close(a.up.back());
+    b.engine->close(b.up.back());
+  }
+}
+
+TEST_F(VerbsQueuePairs, AnotherPortOfTheDeviceThatGoesDownEndsNothing) {
+  connect();
+  fake_verbs_port("fake1", false, 2);
+  b.doze();
+  a.say(a.up.front(), "still here");
+  ASSERT_TRUE(until([&] { return !b.messages.empty(); }));
+  EXPECT_TRUE(a.closed.empty() && b.closed.empty());
+}
+
+TEST_F(VerbsQueuePairs, ACompletionQueueInErrorIsMadeAnew) {
+  connect();
+  std::vector<std::byte> from(4 * KiB, std::byte{1}), to(4 * KiB);
+  const RegionId source = *a.engine->register_region(from, MemoryKind::host, kAnyAccess);
+  const RegionId target = *b.engine->register_region(to, MemoryKind::host, kAnyAccess);
+  fake_verbs_break_queues("fake1");
+  b.doze();  // so that it looks at its device
+  ASSERT_TRUE(until([&] { return !b.closed.empty() && !a.closed.empty(); }));
+  connect();
+  a.say(a.up.back(), "again");
+  const Write write{.local = {source, 0}, .remote = {b.engine->remote(target), 0}, .length = to.size(), .notify = {}};
+  ASSERT_TRUE(a.engine->write(a.up.back(), {&write, 1}));
+  ASSERT_TRUE(until([&] { return b.messages.size() == 1 && a.completed == 1; }));
+  EXPECT_EQ(from, to);
+}
+
+TEST_F(VerbsQueuePairs, WithoutItsDeviceAnEngineRestsAlsoWhenSomebodyWasJustConnecting) {
+  ASSERT_TRUE(a.engine->connect(address, {}));
+  ASSERT_TRUE(within(std::chrono::seconds(20), [&] {
+    a.poll();
+    b.poll();
+    return fake::pairs.size() > 2;  // B's, too
+  }));
+  ASSERT_TRUE(b.up.empty());
+  fake_verbs_plug("fake1", false);
+  b.doze();
+  fake_verbs_plug("fake1", true);
 }
 
 TEST_F(VerbsQueuePairs, AllThatAPeerSaidBeforeItWentIsHeardBeforeItsEnd) {
