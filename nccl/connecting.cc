@@ -202,6 +202,7 @@ void Device::on_event_of_accepted(const Event& event) {
     accepted.erase(found);
     return engine_->close(event.endpoint);
   }
+  if (event.kind == EventKind::closed) engine_->close(event.endpoint);  // the far end of the one to ourselves
 }
 
 }  // namespace rejoin::nccl

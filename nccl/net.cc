@@ -155,7 +155,9 @@ Result<Request*> Device::flush(Connection& connection, std::span<const Target> t
   if (last == targets.rend()) return nullptr;
   if (auto looped = connect_to_self(); !looped) return tl::unexpected(looped.error());
   Request* request = take_request(connection, Request::Kind::flush);
-  if (request == nullptr) return nullptr;
+  // NCCL would take null for nothing to flush, and read what may not be there yet.
+  if (request == nullptr)
+    return fail(ErrorCode::exhausted, "more than {} flushes are under way on one connection", kReceives);
   request->operation = operations_.add(request);
   const transport::Read read{.context = request->operation,
                              .local = {scratch_region_, 0},
@@ -218,7 +220,7 @@ void Device::on_event(const Event& event) {
   }
   if (event.endpoint == loop_) {
     loop_ready_ = event.kind == EventKind::connected;
-    if (!loop_ready_) loop_ = {};
+    if (!loop_ready_) engine_->close(std::exchange(loop_, {}));
     return;
   }
   auto found = connections_.find(event.endpoint.value);

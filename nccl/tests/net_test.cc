@@ -123,6 +123,23 @@ TEST_F(Net, ThereIsNothingToFlushInTheHostsMemoryOrWithoutBytes) {
   EXPECT_EQ(*receiver->flush(*receives, std::vector<Device::Target>{{gpu.device.first(0), 0, on_gpu}}), nullptr);
 }
 
+TEST_F(Net, AFlushTooManyIsAnErrorAndNotNothingToFlush) {
+  DeviceMemory gpu;
+  const auto dma_buf = gpu.dma_buf();
+  Region* const on_gpu = *receiver->add_region(Device::Use::receive, gpu.device, true, &dma_buf);
+  const std::vector<Device::Target> targets{{gpu.device, 0, on_gpu}};
+  std::vector<Request*> flushes;
+  for (std::uint64_t i = 0; i < kReceives; ++i) {
+    flushes.push_back(*receiver->flush(*receives, targets));
+    ASSERT_NE(flushes.back(), nullptr);
+  }
+  const auto one_more = receiver->flush(*receives, targets);
+  ASSERT_FALSE(one_more);
+  EXPECT_EQ(one_more.error().code, ErrorCode::exhausted);
+  for (auto* one : flushes) finish(*one);
+  finish(**receiver->flush(*receives, targets));
+}
+
 TEST_F(Net, AFlushGoesOnOverTheRailThatIsLeft) {
   DeviceMemory gpu;
   const auto dma_buf = gpu.dma_buf();
