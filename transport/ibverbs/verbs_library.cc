@@ -16,6 +16,9 @@ Result<Verbs> find_verbs() {
   library->find(verbs.query_gid_of_size, "_ibv_query_gid_ex");
   library->find(verbs.query_port_of_old, "ibv_query_port");
   if (auto complete = library->complete(); !complete) return tl::unexpected(complete.error());
+  // Before anything is registered. On kernels before 5.12 a trainer that forks would else go on writing into copies of
+  // pages that the device reads. It fails where somebody has registered memory already; then it is as it is.
+  (void)verbs.fork_init();
   return verbs;
 }
 

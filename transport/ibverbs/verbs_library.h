@@ -15,7 +15,7 @@
   F(query_device) F(port_state_str) F(wc_status_str) F(event_type_str) F(alloc_pd) F(dealloc_pd) \
   F(reg_mr_iova2) F(reg_dmabuf_mr) F(dereg_mr) F(create_comp_channel) F(destroy_comp_channel) F(create_cq) \
   F(resize_cq) F(destroy_cq) F(get_cq_event) F(ack_cq_events) F(create_srq) F(destroy_srq) F(create_qp) \
-  F(modify_qp) F(destroy_qp) F(get_async_event) F(ack_async_event)
+  F(modify_qp) F(destroy_qp) F(get_async_event) F(ack_async_event) F(fork_init)
 // clang-format on
 
 namespace rejoin::transport::ibverbs {

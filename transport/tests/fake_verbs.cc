@@ -133,6 +133,8 @@ ibv_qp* mlx5dv_create_qp(ibv_context* context, ibv_qp_init_attr_ex* attributes, 
   return made;
 }
 
+int ibv_fork_init() { return 0; }
+
 ibv_device** ibv_get_device_list(int* count) {
   *count = static_cast<int>(devices.size());
   return new ibv_device* [3] { &devices[0], &devices[1], nullptr };

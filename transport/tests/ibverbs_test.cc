@@ -1,7 +1,9 @@
 // What only real RDMA devices show: links that go down, devices that go away, regions withdrawn under traffic. Runs
 // where REJOIN_RDMA names two devices on links v0 and v1, as the VM rig does; elsewhere the tests are skipped.
+#include <dlfcn.h>
 #include <fmt/format.h>
 #include <gtest/gtest.h>
+#include <infiniband/verbs.h>
 #include <unistd.h>
 
 #include <chrono>
@@ -11,6 +13,7 @@
 
 #include "base/log.h"
 #include "transport/factory.h"
+#include "transport/ibverbs/factory.h"
 #include "transport/tests/any_access.h"
 #include "transport/tests/backends.h"
 
@@ -254,6 +257,16 @@ TEST_F(IbverbsRails, WhatIsNoDmaBufOrCantBeRegisteredIsRefusedWithTheReason) {
   EXPECT_EQ(refused.error().code, ErrorCode::unreachable);
   EXPECT_NE(refused.error().message.find("dma-buf"), std::string::npos) << refused.error().message;
   fmt::print("{}\n", refused.error().message);
+}
+
+TEST(Ibverbs, AProgramThatForksKeepsThePagesThatAreRegistered) {
+  if (!ibverbs::available()) GTEST_SKIP() << "no libibverbs here";
+  void* library = ::dlopen("libibverbs.so.1", RTLD_NOW);
+  ASSERT_NE(library, nullptr);
+  using State = ibv_fork_status (*)();
+  const auto state = reinterpret_cast<State>(::dlsym(library, "ibv_is_fork_initialized"));
+  if (state == nullptr) GTEST_SKIP() << "this libibverbs doesn't tell";
+  EXPECT_NE(state(), IBV_FORK_DISABLED);
 }
 
 TEST(Ibverbs, WrongNamesAndSettingsAreNamed) {
