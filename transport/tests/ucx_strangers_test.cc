@@ -266,5 +266,12 @@ TEST(StrangersOfUcx, ManyOfThemKeepNobodyOutAndTheOldestGo) {
   EXPECT_LE(stranger.welcomes.size(), Strangers::kMost);
 }
 
+// Its TCP needs the bounce buffer, however it came to be used.
+TEST(UcxLists, TcpIsReckonedWithWhereverItIsNotExcludedByWhatIsListed) {
+  for (const char* list : {"tcp,self", "all", "self,tcp", "^rc", "^posix,sysv,cma"})
+    EXPECT_TRUE(may_use_tcp(list)) << list;
+  for (const char* list : {"posix,cma,self", "rc_x,ud_x,self", "rc"}) EXPECT_FALSE(may_use_tcp(list)) << list;
+}
+
 }  // namespace
 }  // namespace rejoin::transport::ucx

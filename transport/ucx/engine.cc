@@ -5,6 +5,11 @@
 
 namespace rejoin::transport::ucx {
 
+bool may_use_tcp(const std::string& transports) {
+  return transports.starts_with('^') || transports.find("tcp") != std::string::npos ||
+         transports.find("all") != std::string::npos;
+}
+
 Result<std::unique_ptr<Engine>> make_engine(const Options& options) { return UcxEngine::make(options); }
 
 Result<std::unique_ptr<Engine>> UcxEngine::make(const Options& options) {
@@ -16,7 +21,7 @@ Result<std::unique_ptr<Engine>> UcxEngine::make(const Options& options) {
 Result<> UcxEngine::start(const Options& options) {
   if (auto there = load_ucx(); !there) return tl::unexpected(there.error());
   options_ = options;
-  bounces_ = options.transports.find("tcp") != std::string::npos || options.transports == "all";
+  bounces_ = may_use_tcp(options.transports);
   // UCX's own lines about a peer that died are no news to us: they come back as events.
   ucx().set_global_option("LOG_LEVEL", "fatal");
   ucx().set_global_option("HANDLE_ERRORS", "none");
