@@ -1,5 +1,8 @@
 """Which samples a batch has, and what workers fetch ahead."""
 
+import inspect
+import multiprocessing
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -59,10 +62,35 @@ def test_workers_of_which_nothing_is_expected_any_more_are_started_again_when_it
     assert fetcher.hits == 7
 
 
+@pytest.mark.parametrize("expected", [True, False])
+def test_persistent_workers_that_have_died_are_started_again(expected):
+    batches = Batches(101, seed=1)
+    loader = DataLoader(
+        DATA, batch_sampler=batches, num_workers=1, multiprocessing_context="forkserver", persistent_workers=True
+    )
+    fetcher = Fetcher(loader)
+    steps = [((4 * n, 4 * n + 4),) for n in range(8)]
+    for number, ranges in enumerate(steps):
+        known = steps[number + 1 :] if expected or number not in (2, 3) else []
+        got = fetcher.fetch(ranges, lambda n, known=known: known[:n])
+        assert got[0].tolist() == values(batches, ranges)
+        if number == 3:
+            (worker,) = multiprocessing.active_children()
+            worker.kill()
+            worker.join()
+    assert fetcher.hits >= 5
+    fetcher.stop()
+    assert not multiprocessing.active_children()
+
+
 def test_loaders_that_would_train_samples_twice_or_keep_connections_are_refused():
     with pytest.raises(InvalidArgument, match="batch_sampler=session.batches"):
         Fetcher(DataLoader(DATA, batch_size=4))
     with pytest.raises(InvalidArgument, match="forkserver"):
         Fetcher(DataLoader(DATA, batch_sampler=Batches(101), num_workers=1, multiprocessing_context="fork"))
+    if "in_order" in inspect.signature(DataLoader.__init__).parameters:  # since torch 2.6
+        unordered = {"num_workers": 2, "multiprocessing_context": "forkserver", "in_order": False}
+        with pytest.raises(InvalidArgument, match="in_order=True"):
+            Fetcher(DataLoader(DATA, batch_sampler=Batches(101), **unordered))
     with pytest.raises(InvalidArgument, match="0 samples"):
         Batches(0)

@@ -107,6 +107,11 @@ class Fetcher:
                 "DataLoader workers that are forked keep this process's connections open when it has died: give the "
                 "DataLoader multiprocessing_context='forkserver'"
             )
+        if loader.num_workers > 0 and not getattr(loader, "in_order", True):
+            raise InvalidArgument(
+                "a DataLoader with in_order=False gives batches as its workers end, and a step would be trained with "
+                "the samples of another: leave in_order=True"
+            )
         self._loader, self._batches, self._busy = loader, batches, busy
         self._iterator: Iterator[Any] | None = None
         self._depth = min(loader.num_workers * (loader.prefetch_factor or 0) + 1, _MOST_AHEAD)  # batches ahead
@@ -131,13 +136,23 @@ class Fetcher:
                 self.hits += 1
                 return data
         except Exception as error:  # a dead worker shows as what was read last; what the data raises comes again
-            log.warning("the DataLoader's workers are started again: %s", error)
-            self.stop()
+            self._give_up(error)
         self.misses += 1
         data = self._load(ranges)
         if not sent and self._batches.coming:
-            self._iterator = iter(self._loader)
+            self._begin()
         return data
+
+    def _begin(self) -> None:
+        try:
+            self._iterator = iter(self._loader)
+        except RuntimeError as error:  # of persistent workers, of which one has died since
+            self._give_up(error)
+            self._iterator = iter(self._loader)
+
+    def _give_up(self, error: Exception) -> None:
+        log.warning("the DataLoader's workers are started again: %s", error)
+        self.stop()
 
     def _next(self) -> Any:
         assert self._iterator is not None
@@ -148,6 +163,7 @@ class Fetcher:
     def stop(self) -> None:
         """Let the workers go."""
         self._iterator = None
+        self._loader._iterator = None  # the loader keeps persistent workers, also where one of them has died
         self._batches.sent.clear()
 
     def _load(self, ranges: Ranges) -> Any:
