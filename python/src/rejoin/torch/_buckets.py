@@ -23,6 +23,7 @@ class Buckets:
         # What backward() queues after a hand-over is not to wait for it. By turns, so that one bucket's gradients are
         # known to be there while the one before is under way.
         self._side_streams: list[torch.cuda.Stream] = []
+        self._came_on: list[set[torch.cuda.Stream]] = []  # by bucket: backward() runs where forward() did
 
     def add(self, bucket: list[Tensor]) -> None:
         """Add a bucket behind the others."""
@@ -38,6 +39,7 @@ class Buckets:
                 if tensor.main_grad:
                     tensor.gradient.zero_()
         self._missing, self._next = [len(bucket) for bucket in self._buckets], 0
+        self._came_on = [set() for _ in self._buckets]
 
     def bring(self, tensor: Tensor) -> None:
         """Take a parameter's gradient, and hand over the buckets that are full with it."""
@@ -98,6 +100,8 @@ class Buckets:
         if self._weight != 1:
             with torch.no_grad():
                 tensor.gradient.mul_(self._weight)
+        if self._device.type == "cuda":
+            self._came_on[tensor.bucket].add(torch.cuda.current_stream(self._device))
         self._missing[tensor.bucket] -= 1
         # In the order of their numbers, on all replicas: a stream that waits for one bucket keeps those behind it back.
         while self._next < len(self._missing) and self._missing[self._next] == 0:
@@ -111,5 +115,6 @@ class Buckets:
         if not self._side_streams:
             self._side_streams = [torch.cuda.Stream(self._device) for _ in range(2)]  # type: ignore[no-untyped-call]
         side = self._side_streams[bucket % 2]
-        side.wait_stream(torch.cuda.current_stream(self._device))
+        for stream in self._came_on[bucket]:
+            side.wait_stream(stream)
         self._native.all_reduce(bucket, int(side.cuda_stream))
