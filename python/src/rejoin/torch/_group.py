@@ -15,7 +15,8 @@ from rejoin.errors import InvalidArgument, Unavailable
 if TYPE_CHECKING:
     from rejoin.torch._session import Session
 
-_WATCHED = 500  # milliseconds, of one look at the members
+_WATCHED = 100  # milliseconds, of one look at the members
+_ENDS_WITHIN = 5.0  # seconds; it looks no more, or waits for what this thread holds, in a signal's handler
 
 
 class SessionGroup(ProcessGroup):
@@ -68,6 +69,8 @@ class SessionGroup(ProcessGroup):
             self._refused = "the session has left the job"
             self._changed.notify_all()
         super().shutdown()
+        if self._watcher is not threading.current_thread():
+            self._watcher.join(_ENDS_WITHIN)  # left in C++ when the interpreter ends, it would end the process
 
     def _start(self, *operation: Any, **more: Any) -> Any:
         with self._changed:
