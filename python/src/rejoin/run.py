@@ -149,19 +149,22 @@ class Job:
                 pause = max(0.0, min(waits) - time.monotonic()) if waits else 3600.0
                 heard = signal.sigtimedwait(_WAITED_FOR, pause)
                 if heard is not None and heard.si_signo != signal.SIGCHLD:
-                    self._say("ends: the replicas leave at the end of their step")
-                    self._ending = True
-                    for replica in self._replicas:
-                        if replica.process is not None and replica.process.poll() is None:
-                            replica.process.terminate()
-                        else:
-                            replica.ended = True
+                    self._end()
                 for process in self._all:
                     if not self._look_after(process):
                         return 1
             return 0
         finally:
             self._stop()
+
+    def _end(self) -> None:
+        self._say("ends: the replicas leave at the end of their step")
+        self._ending = True
+        for replica in self._replicas:
+            if replica.process is not None and replica.process.poll() is None:
+                replica.process.terminate()
+            else:
+                replica.ended, replica.again_at = True, 0.0
 
     # False: it can't be kept running.
     def _look_after(self, process: _Process) -> bool:
