@@ -197,3 +197,60 @@ def test_a_rank_that_hangs_is_named_and_sigterm_ends_the_wait(monkeypatch):
     three, _ = ranks(out)
     with pytest.raises(Cancelled):
         three.total(7, 1.5)
+
+
+def test_a_time_in_which_this_process_was_stopped_is_not_taken_for_a_rank_that_hangs(monkeypatch):
+    from rejoin.torch import _leaving, _ranks
+
+    one = _ranks.Ranks(0, _leaving.Leaving(), lambda: None)
+    one._store, one._size = torch.distributed.HashStore(), 2
+    one.publish(7, 1.5)
+    looks = []
+
+    def looked(keys):
+        if len(looks) == 3:  # what the others tell is there a moment after all of them go on
+            one._store.set("sum/7/1", one._store.get("sum/7/0"))
+        looks.append(time.monotonic())
+        return missing(keys)
+
+    missing, clock = one._missing, time.monotonic
+    monkeypatch.setattr(one, "_missing", looked)
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + (1000.0 if len(looks) > 2 else 0.0))
+    assert one.total(7, 1.5) == 3.0
+    assert looks[3] - looks[2] > 900.0
+
+
+TERMINATED = """
+import multiprocessing, os, signal, threading, time
+from rejoin.torch._leaving import Leaving
+
+def stays(ready, number):
+    ready.send(number)
+    time.sleep(60)
+
+def forked():
+    here, there = multiprocessing.Pipe()
+    child = multiprocessing.Process(target=stays, args=(there, 7))
+    child.start()
+    assert here.recv() == 7
+    child.terminate()
+    child.join(30)
+    print(child.exitcode, flush=True)
+
+multiprocessing.set_start_method("fork")
+first, second = Leaving(), Leaving()
+first.listen()
+second.listen()
+forked()
+thread = threading.Thread(target=forked)
+thread.start()
+thread.join()
+print(first.is_set(), second.is_set(), flush=True)
+os.kill(os.getpid(), signal.SIGTERM)
+print(first.is_set(), second.is_set(), flush=True)
+"""
+
+
+def test_sigterm_is_heard_by_all_sessions_of_a_process_and_ends_the_processes_that_it_has_forked():
+    done = subprocess.run([sys.executable, "-c", TERMINATED], capture_output=True, text=True, timeout=LONG)
+    assert done.stdout.splitlines() == ["-15", "-15", "False False", "True True"], done.stdout + done.stderr

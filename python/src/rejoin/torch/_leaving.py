@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import threading
 import time
@@ -29,15 +30,31 @@ class Leaving:
         self._asked_at: float | None = None
         self._waits_since: float | None = None
         self._at_once = self._ending = False
+        self._before: Leaving | None = None  # of a session before this one
 
     def listen(self) -> None:
         """Take SIGTERM from now on, unless the program has a handler of its own."""
-        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, self._on_sigterm)
+        if threading.current_thread() is not threading.main_thread():
+            return
+        handler = signal.getsignal(signal.SIGTERM)
+        listens = getattr(handler, "__self__", None)
+        if isinstance(listens, Leaving) and listens is not self:
+            self._before = listens
+        elif handler != signal.SIG_DFL:
+            return
+        signal.signal(signal.SIGTERM, self._on_sigterm)
+        os.register_at_fork(after_in_child=self._let_children_end)
 
-    def _on_sigterm(self, _signal: int, _frame: FrameType | None) -> None:
+    # A forked process has no part in the job, and nobody in it would look: whoever asks it to end would wait for ever.
+    def _let_children_end(self) -> None:
+        if signal.getsignal(signal.SIGTERM) == self._on_sigterm:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
         if self._asked_at is None:  # launchers may send a second one
             self._asked_at = time.monotonic()
+        if self._before is not None:
+            self._before._on_sigterm(number, frame)
 
     def is_set(self) -> bool:
         """Whether this replica is to leave."""

@@ -20,6 +20,7 @@ REMEMBERED = 4096  # steps; a replica that catches up gets gradients of steps be
 LONGEST_WAIT_SECONDS = (
     60.0  # and eight times as long as steps take, for a rank that goes on being there and does nothing
 )
+_LONGEST_TURN_SECONDS = 1.0  # between two looks at the store; in more this process did not run
 _WAITS_FOR_BODIES_SECONDS = 30.0  # as long as torchrun lets a process live that it has asked to end
 _sessions = itertools.count()
 
@@ -90,7 +91,8 @@ class Ranks:
     # A rank that is stopped, or has died, is found by its daemon, and the whole replica is out. One that hangs in its
     # update is found here alone: the job takes it for one that evaluates, or writes a checkpoint, between steps.
     def _wait(self, what: str, keys: list[str]) -> None:
-        started = looked_at = time.monotonic()
+        looked_at = turn_at = time.monotonic()
+        waited = 0.0  # as far as this process saw it: where it was stopped, others may have told meanwhile
         limit = LONGEST_WAIT_SECONDS + 8 * max(self._steps, default=0.0)
         with self._leaving.waiting(at_once=False):
             while missing := self._missing(keys):
@@ -99,11 +101,13 @@ class Ranks:
                     looked_at = now
                     self._leaving.look()
                     self._check()
-                if now - started > limit:
+                if waited > limit:
                     raise Unavailable(
                         f"rank {missing[0]} of this replica has not told {what} for {limit:.0f} s: it hangs, or died"
                     )
-                time.sleep(min(0.02, (now - started) / 8))  # not the store's wait(), which logs each time that it ends
+                waited += min(now - turn_at, _LONGEST_TURN_SECONDS)
+                turn_at = now
+                time.sleep(min(0.02, waited / 8))  # not the store's wait(), which logs each time that it ends
 
     def _missing(self, keys: list[str]) -> list[int]:
         try:
