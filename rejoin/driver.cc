@@ -85,20 +85,18 @@ void Driver::poll(TimePoint now) {
   reach_peers();
 }
 
-void Driver::notice(TimePoint now) {
+Duration Driver::notice(TimePoint now) {
   const Duration pause = pause_detector_.on_tick(now);
-  if (pause == Duration{}) return;
+  if (pause == Duration{}) return pause;
   events::record(events::Kind::paused, {.a = static_cast<std::uint64_t>(pause.count())});
   pause_ = pause;
   back_at_ = now;
   disturbed_ = true;
   computed_.paused = true;
-  if (occupied_) {
-    occupied_->since += pause;
-    occupied_->until += pause;
-  }
+  forgive_trainer(pause, now);
   if (digests_since_ != TimePoint{}) digests_since_ += pause;
   if (ring_) ring_->forgive(pause, now);
+  return pause;
 }
 
 // What it hears of that comes within two silences.

@@ -84,8 +84,8 @@ class Driver {
   // ---- the daemon's side
   void on_control_message(const proto::ToNode& message, TimePoint now);
   // The caller calls this in every turn, before it passes on what has come: the driver finds out whether this process
-  // was paused.
-  void notice(TimePoint now);
+  // was paused. Returns for how long since the last turn; zero as a rule.
+  Duration notice(TimePoint now);
   Duration recent_pause(TimePoint now) const;  // how long this process was paused just now; zero as a rule
   // Runs the ring and reports on it. The caller calls it after each event, and often while working() says so.
   void poll(TimePoint now);
@@ -177,6 +177,7 @@ class Driver {
   void excuse_trainer(TimePoint now);
   void excuse_between_steps(TimePoint now);
   void tell_occupation(TimePoint now);
+  void forgive_trainer(Duration pause, TimePoint now);
   proto::Accusation& excuse(std::string why, bool excused, TimePoint since, TimePoint now);
   proto::Accusation& accuse(const ftar::Member& suspect, const std::string& what);
   void record(const proto::Accusation& accusation);

@@ -181,6 +181,17 @@ void Driver::occupy(std::optional<Occupation> occupation, TimePoint now) {
   excused_at_ = {};  // what was reported last is not so any more
 }
 
+// What the trainer may take its time with. It may have begun, or ended, what it is busy with in the course of the
+// pause, where this thread alone stood.
+void Driver::forgive_trainer(Duration pause, TimePoint now) {
+  if (occupied_) {
+    const TimePoint since = occupied_->since;
+    membership::forgive(occupied_->since, pause, now);
+    occupied_->until += occupied_->since - since;
+  }
+  for (TimePoint* since : {&offered_at_, &begun_at_, &released_at_}) membership::forgive(*since, pause, now);
+}
+
 // A trainer that does something else, which its step waits for, is not late. Only its own library can tell the others
 // so.
 void Driver::excuse_trainer(TimePoint now) {

@@ -330,7 +330,7 @@ void ProgressThread::run() {
       }
     }
     const TimePoint now = clock_.now();
-    driver_->notice(now);
+    membership::forgive(daemon_seen_, driver_->notice(now), now);
     if (now - heartbeat_at_ >= deadlines::kHeartbeatOfTrainer.of(silence_)) {
       heartbeat_at_ = now;
       flight::beat();

@@ -86,6 +86,7 @@ class ProgressThread {
   Result<transport::Secret> take_secrets(const proto::LocalWelcome& welcome);
   Result<> send_offer(const Fd& socket, const proto::FromTrainer& message);  // with as many descriptors as go at once
   void reconnect(TimePoint now);
+  bool register_again(TimePoint now);
   void lose_daemon(const std::string& why);
   Result<> wait_a_little(const Fd& socket);
   Result<Fd> reach_daemon(TimePoint deadline);

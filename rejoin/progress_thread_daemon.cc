@@ -212,23 +212,27 @@ Result<> ProgressThread::send_offer(const Fd& socket, const proto::FromTrainer& 
 void ProgressThread::reconnect(TimePoint now) {
   if (now < retry_at_ || driver_->finished()) return;  // nothing is left to report to it
   retry_at_ = now + kReconnect;
-  if (now - daemon_seen_ > config_.patience)
-    return fail({ErrorCode::timeout,
-                 fmt::format("no daemon at {} for {} ms (--patience-ms)", config_.socket, config_.patience.count())});
-  if (!has_line()) return;
+  if (register_again(now) || now - daemon_seen_ <= config_.patience) return;
+  fail({ErrorCode::timeout,
+        fmt::format("no daemon at {} for {} ms (--patience-ms)", config_.socket, config_.patience.count())});
+}
+
+bool ProgressThread::register_again(TimePoint now) {
+  if (!has_line()) return false;
   auto socket = connect_unix(config_.socket);
-  if (!socket) return;
+  if (!socket) return false;
   if (auto right = check_user(*socket); !right) {  // it has taken the name; the daemon may come yet
     if (strange_daemon_.may_say(now)) spdlog::warn("{}", right.error().message);
-    return;
+    return false;
   }
-  if (!greet(*socket)) return;
+  if (!greet(*socket)) return false;
   daemon_ = std::move(*socket);
   unsent_.clear();  // the registration says it; what comes after it waits for the welcome
   daemon_seen_ = now;
   spdlog::info("registered again with the daemon at {}", config_.socket);
   events::record(events::Kind::daemon_back);
   driver_->on_daemon_back();
+  return true;
 }
 
 void ProgressThread::send_all(TimePoint now) {
@@ -254,11 +258,10 @@ void ProgressThread::lose_daemon(const std::string& why) {
   daemon_seen_ = clock_.now();
 }
 
-// A daemon gives signs of life, as long as it is not stopped. Who has been stopped itself waits for what the daemon has
-// to say after such a time.
+// A daemon gives signs of life, as long as it is not stopped.
 void ProgressThread::check_daemon(TimePoint now) {
   const Duration patience = std::max<Duration>(config_.patience, silence_);
-  if (now - daemon_seen_ <= patience || driver_->recent_pause(now) > Duration{}) return;
+  if (now - daemon_seen_ <= patience) return;
   fail(
       {ErrorCode::timeout,
        fmt::format("the daemon at {} has not given a sign of life for {:.0f} s (--patience-ms): it is stopped or hangs",

@@ -1,101 +1,15 @@
-// A rank's driver by itself, without a thread: the time is passed in, so that what happens between two looks is decided
-// here.
-#include "rejoin/driver.h"
-
-#include <gtest/gtest.h>
+// A rank's driver and its peers and daemon.
 #include <sys/socket.h>
 
-#include <functional>
-#include <optional>
 #include <set>
 
-#include "base/log.h"
 #include "base/unix_socket.h"
 #include "local.pb.h"
 #include "rejoin/report_queue.h"
-#include "rejoin/training_state.h"
-#include "transport/sim/fabric.h"
+#include "rejoin/tests/lone_driver.h"
 
 namespace rejoin {
 namespace {
-
-using namespace std::chrono_literals;
-
-constexpr auto kSilence = 1000ms;
-
-// The rank of the replica that came last.
-struct Alone {
-  VirtualClock clock;
-  transport::sim::Fabric fabric;
-  std::unique_ptr<transport::Engine> engine = fabric.make_engine();
-  TrainingState state{1 << 20};
-  std::optional<Driver> driver;
-  TimePoint now{1h};
-
-  explicit Alone(const ftar::Options& ring = {}, Duration between_rooms = {})
-      : fabric({.between_rooms = between_rooms}, clock) {
-    spdlog::set_level(spdlog::level::off);
-    const auto tensor = state.add({.name = "weights", .count = 64});
-    EXPECT_TRUE(tensor && state.bucket({*tensor}) && state.allocate() && state.start(0));
-    EXPECT_TRUE(engine->listen({}));
-    driver.emplace(
-        DriverConfig{.replica = ReplicaId(100), .instance = 1, .ring = ring, .patience = kSilence, .calls_at_once = 4},
-        *engine, state.owner(), state.buckets());
-  }
-  void register_it() {
-    ASSERT_TRUE(driver->prepare());
-    driver->on_welcome({}, kSilence);
-    driver->notice(now);
-    proto::ToNode message;
-    message.mutable_registered()->set_incarnation(1000);
-    driver->on_control_message(message, now);
-    ASSERT_FALSE(driver->failure());
-  }
-  // Engines that take calls and say nothing: as those of processes do that stand still.
-  std::vector<std::unique_ptr<transport::Engine>> hear_of_peers(std::uint32_t count) {
-    std::vector<std::unique_ptr<transport::Engine>> peers;
-    proto::ToNode message;
-    for (std::uint32_t replica = 0; replica < count; ++replica) {
-      auto& peer = *message.mutable_peers()->add_peers();
-      peer.set_replica(replica);
-      peer.set_incarnation(replica + 1);
-      peers.push_back(fabric.make_engine());
-      peer.set_address(peers.back()->listen({})->text);
-    }
-    driver->on_control_message(message, now);
-    return peers;
-  }
-  // In a ring with so many peers, this rank between the first and the last of them.
-  void plan_with_peers(std::uint32_t count) {
-    proto::ToNode message;
-    auto& plan = *message.mutable_plan();
-    plan.set_epoch(1);
-    plan.set_step(1);
-    for (std::uint32_t replica = 0; replica < count; ++replica) {
-      auto& member = *plan.add_members();
-      member.set_replica(replica);
-      member.set_incarnation(replica + 1);
-    }
-    auto& self = *plan.add_members();
-    self.set_replica(100);
-    self.set_incarnation(1000);
-    driver->on_control_message(message, now);
-    ASSERT_TRUE(driver->machine().member());
-  }
-  void pass(Duration time) {
-    while (fabric.step()) {
-    }
-    driver->notice(now += time);
-    driver->poll(now);
-  }
-  std::string put_out() {
-    proto::ToNode message;
-    message.mutable_evicted()->set_incarnation(1000);
-    message.mutable_evicted()->set_reason("it was silent");
-    driver->on_control_message(message, now);
-    return driver->failure() ? driver->failure()->message : "";
-  }
-};
 
 int was_called(transport::Engine& peer) {
   int calls = 0;
@@ -272,53 +186,6 @@ TEST(Driver, AConnectionThatTheEpochDoesNotNeedIsToldOfAndAccusesNobody) {
   EXPECT_EQ(lost, (std::set<std::uint32_t>{0, 5}));
   EXPECT_EQ(waited_for, (std::set<std::uint32_t>{0}));
   EXPECT_EQ(unreached, (std::set<std::uint32_t>{0, 1, 2, 3, 4, 5}));
-}
-
-// From the step's beginning to the last gradient, without what the trainer was busy with; nothing of a step in which
-// the process was paused.
-TEST(Driver, ReportsHowLongItsTrainerComputes) {
-  Alone rank;
-  rank.register_it();
-  rank.plan_with_peers(0);
-  std::uint64_t step = 0;
-  const auto reported = [&](const std::function<void()>& computes) {
-    rank.driver->take(++step, rank.now);
-    computes();
-    rank.driver->want({true}, rank.now);
-    rank.pass(70ms);  // the exchange
-    std::optional<std::uint64_t> us;
-    for (const auto& report : rank.driver->take_reports())
-      if (report.has_reduced()) us = report.reduced().compute_us();
-    EXPECT_TRUE(us);
-    proto::ToNode next;
-    *next.mutable_plan() = rank.driver->machine().plan();
-    next.mutable_plan()->set_committed(step);
-    next.mutable_plan()->set_step(step + 1);
-    rank.driver->on_control_message(next, rank.now);
-    rank.pass(30ms);
-    return us.value_or(0);
-  };
-  EXPECT_EQ(reported([&] { rank.pass(20ms), rank.pass(20ms); }), 40'000u);
-  EXPECT_EQ(reported([] {}), 1u) << "it has taken some time";
-  EXPECT_EQ(reported([&] {
-              rank.pass(10ms);
-              rank.driver->occupy(
-                  Driver::Occupation{.reason = "a checkpoint", .since = rank.now, .until = rank.now + 1s}, rank.now);
-              rank.pass(100ms);
-              rank.driver->occupy(std::nullopt, rank.now);
-              rank.pass(5ms);
-            }),
-            15'000u);
-  EXPECT_EQ(reported([&] {
-              rank.driver->occupy(Driver::Occupation{.reason = "x", .since = rank.now - 50ms, .until = rank.now + 1s},
-                                  rank.now);
-              rank.pass(100ms);
-            }),
-            1u)
-      << "busy to the end";
-  rank.driver->occupy(std::nullopt, rank.now);
-  EXPECT_EQ(reported([&] { rank.pass(kSilence); }), 0u);
-  EXPECT_EQ(reported([&] { rank.pass(30ms); }), 30'000u);
 }
 
 TEST(Driver, ARegistrationWithoutAnIncarnationIsAnErrorThatNamesTheRemedy) {

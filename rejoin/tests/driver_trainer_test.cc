@@ -1,0 +1,96 @@
+// What a rank's driver tells the others of its trainer.
+#include <functional>
+#include <optional>
+
+#include "rejoin/tests/lone_driver.h"
+
+namespace rejoin {
+namespace {
+
+// From the step's beginning to the last gradient, without what the trainer was busy with; nothing of a step in which
+// the process was paused.
+TEST(Driver, ReportsHowLongItsTrainerComputes) {
+  Alone rank;
+  rank.register_it();
+  rank.plan_with_peers(0);
+  std::uint64_t step = 0;
+  const auto reported = [&](const std::function<void()>& computes) {
+    rank.driver->take(++step, rank.now);
+    computes();
+    rank.driver->want({true}, rank.now);
+    rank.pass(70ms);  // the exchange
+    std::optional<std::uint64_t> us;
+    for (const auto& report : rank.driver->take_reports())
+      if (report.has_reduced()) us = report.reduced().compute_us();
+    EXPECT_TRUE(us);
+    proto::ToNode next;
+    *next.mutable_plan() = rank.driver->machine().plan();
+    next.mutable_plan()->set_committed(step);
+    next.mutable_plan()->set_step(step + 1);
+    rank.driver->on_control_message(next, rank.now);
+    rank.pass(30ms);
+    return us.value_or(0);
+  };
+  EXPECT_EQ(reported([&] { rank.pass(20ms), rank.pass(20ms); }), 40'000u);
+  EXPECT_EQ(reported([] {}), 1u) << "it has taken some time";
+  EXPECT_EQ(reported([&] {
+              rank.pass(10ms);
+              rank.driver->occupy(
+                  Driver::Occupation{.reason = "a checkpoint", .since = rank.now, .until = rank.now + 1s}, rank.now);
+              rank.pass(100ms);
+              rank.driver->occupy(std::nullopt, rank.now);
+              rank.pass(5ms);
+            }),
+            15'000u);
+  EXPECT_EQ(reported([&] {
+              rank.driver->occupy(Driver::Occupation{.reason = "x", .since = rank.now - 50ms, .until = rank.now + 1s},
+                                  rank.now);
+              rank.pass(100ms);
+            }),
+            1u)
+      << "busy to the end";
+  rank.driver->occupy(std::nullopt, rank.now);
+  EXPECT_EQ(reported([&] { rank.pass(kSilence); }), 0u);
+  EXPECT_EQ(reported([&] { rank.pass(30ms); }), 30'000u);
+}
+
+// What its trainer says, or may take between steps, is not used up by a time in which the process did not run.
+TEST(Driver, APauseOfTheProcessIsNotCountedAgainstATrainerThatMayTakeItsTime) {
+  Alone rank;
+  rank.register_it();
+  rank.plan_with_peers(0);
+  const auto excused_after = [&](Duration time) {
+    TimePoint last{};
+    for (const TimePoint until = rank.now + time; rank.now < until;) {
+      rank.pass(kSilence / 16);
+      for (const auto& report : rank.driver->take_reports())
+        if (report.accusation().excused() && report.accusation().suspect() == 100) last = rank.now;
+    }
+    return rank.now - last <= kSilence / 4;
+  };
+  EXPECT_TRUE(excused_after(8min)) << "between steps";
+  rank.pass(20min);
+  EXPECT_TRUE(excused_after(1min));
+  EXPECT_FALSE(excused_after(2min)) << "ten minutes are over";
+  rank.driver->take(1, rank.now);
+  EXPECT_TRUE(excused_after(300ms));
+  rank.pass(20min);
+  EXPECT_TRUE(excused_after(kSilence / 2)) << "it has begun late";
+  EXPECT_FALSE(excused_after(4 * kSilence));
+
+  // It says that it is busy in the middle of a pause of the thread that looks.
+  const TimePoint paused_at = rank.now;
+  rank.driver->occupy(Driver::Occupation{.reason = "x", .since = paused_at + 3s, .until = paused_at + 6s}, rank.now);
+  rank.pass(4s);
+  std::optional<std::uint64_t> waited_ms;
+  while (!waited_ms && rank.now < paused_at + 5s) {
+    rank.pass(kSilence / 16);
+    for (const auto& report : rank.driver->take_reports())
+      if (report.accusation().suspect() == 100) waited_ms = report.accusation().waited_ms();
+  }
+  ASSERT_TRUE(waited_ms);
+  EXPECT_LT(*waited_ms, 1000u);
+}
+
+}  // namespace
+}  // namespace rejoin
