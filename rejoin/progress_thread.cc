@@ -18,13 +18,6 @@
 
 namespace rejoin {
 
-namespace {
-
-// Between two looks at flags that streams write, which wakes nobody: a hundredth of a core, and no time beside a step.
-constexpr Duration kStreams = std::chrono::microseconds(100);
-
-}  // namespace
-
 ProgressThread::ProgressThread(const SessionConfig& config, TrainingState& state, const Interrupt& interrupt,
                                std::string card, bool weighs)
     : config_(config),
@@ -306,14 +299,16 @@ void ProgressThread::poll_streams() {
     if (std::exchange(shown_reduced_[b], reduced[b]) != reduced[b]) streams_->on_reduced(b, reduced[b]);
 }
 
+void ProgressThread::look_after_streams() {
+  watchdog_->turn();
+  poll_streams();
+  if (reducer_->wants_launch()) kernel_launcher_->call();
+}
+
 void ProgressThread::run() {
   const transport::RunNear near(numa_node());
   for (;;) {
-    if (streams_) {
-      watchdog_->turn();
-      poll_streams();
-      if (reducer_->wants_launch()) kernel_launcher_->call();
-    }
+    if (streams_) look_after_streams();
     {
       const std::lock_guard lock(mutex_);
       if (stop_ || failure_) break;

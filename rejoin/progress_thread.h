@@ -73,6 +73,9 @@ class ProgressThread {
 
  private:
   static constexpr Duration kReconnect = std::chrono::milliseconds(20);  // between two tries
+  // Between two looks at flags that streams write, which wakes nobody: a hundredth of a core, and no time beside a
+  // step.
+  static constexpr Duration kStreams = std::chrono::microseconds(100);
   std::optional<int> numa_node() const;
 
   void run();
@@ -118,6 +121,8 @@ class ProgressThread {
   Result<> may_reduce(std::uint32_t bucket) const;
   bool ask();
   void poll_streams();
+  void look_after_streams();
+  void finish_updates();
   void finish_works();
 
   const SessionConfig config_;

@@ -19,6 +19,7 @@ constexpr auto kNoAnswerWorthTelling = std::chrono::seconds(1);  // of the coord
 // Under the mutex.
 std::optional<Error> ProgressThread::ended() const {
   if (failure_) return failure_;
+  if (left_) return Error{ErrorCode::cancelled, "this session has left the job"};
   if (interrupt_.raised())
     return Error{ErrorCode::cancelled, "interrupt() was called: this session runs no more steps; leave() and end"};
   return std::nullopt;
@@ -113,9 +114,21 @@ void ProgressThread::part() {
                            "the daemon at {} was not there to hear that this replica leaves: the others go on when "
                            "this process has ended, or after a silence of {:.1f} s",
                            config_.socket, milliseconds(silence_) / 1000);
-    if (!failure_) failure_ = Error{ErrorCode::cancelled, "this session has left the job"};
   }
   changed_.notify_all();
+  if (streams_) finish_updates();
+}
+
+// What is queued on the trainer's streams when it leaves: nobody else waits for it, and the trainer may still want the
+// state of its last step.
+void ProgressThread::finish_updates() {
+  std::unique_lock lock(mutex_);
+  while (updates_ > 0 && !stop_ && !failure_) {
+    lock.unlock();
+    look_after_streams();
+    lock.lock();
+    changed_.wait_for(lock, kStreams);
+  }
 }
 
 }  // namespace rejoin

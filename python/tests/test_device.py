@@ -28,6 +28,11 @@ def test_a_replica_whose_state_and_streams_are_a_gpus_comes_back_with_the_same_b
     job.until(lambda: job.killed(1))
     trained = job.trains(1)
     job.until(lambda: job.trains(1) > trained + 10)
+    # One that leaves while its stream has not done the last update has the state of that step.
+    (tmp_path / "leave.1").touch()
+    job.until(lambda: "it has left" in job.log(1))
+    alone = job.trains(0)
+    job.until(lambda: job.trains(0) > alone + 3)
     job.process.terminate()
     assert job.wait(60).count("replica 1 ended with signal SIGKILL") == 1
     check_equal(job, 2)

@@ -4,6 +4,7 @@ import argparse
 import ctypes
 import os
 import signal
+import time
 from pathlib import Path
 
 import numpy as np
@@ -39,6 +40,11 @@ class Stream:
         self._copy(values.ctypes.data, address, values.nbytes)
         call("cuStreamSynchronize", self.handle)
         return values
+
+    def stand(self, seconds: float) -> None:
+        """Queue a function that takes so long."""
+        self._stands = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: time.sleep(seconds))
+        call("cuLaunchHostFunc", self.handle, self._stands, None)
 
     def _copy(self, to: int, of: int, size: int) -> None:
         call("cuMemcpyAsync", ctypes.c_ulonglong(to), ctypes.c_ulonglong(of), ctypes.c_size_t(size), self.handle)
@@ -90,10 +96,20 @@ def main() -> None:
             written += [m, w]  # alive until the stream has come there
             main_stream.write(moment + 4 * first, m)
             main_stream.write(weight + 4 * first, w)
+        leaves = contributes and (given.out / f"leave.{place.replica}").exists()
+        if leaves:
+            main_stream.stand(0.5)
         session.end_update(main_stream.handle.value)
-        call("cuStreamSynchronize", main_stream.handle)
+        if leaves:  # the update ends after that
+            session.leave()
+        else:
+            call("cuStreamSynchronize", main_stream.handle)
         if contributes:
             print(f"step {number} mean 0 digest {session.state_digest():016x}", flush=True)
+        if leaves:
+            assert session.position(), "the state of its last step is for a checkpoint"
+            print("it has left", flush=True)
+            return
 
 
 if __name__ == "__main__":
