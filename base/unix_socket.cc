@@ -1,6 +1,5 @@
 #include "base/unix_socket.h"
 
-#include <fcntl.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/un.h>
@@ -97,16 +96,16 @@ Result<Fd> listen_unix(const std::string& name) {
 Result<Fd> connect_unix(const std::string& name) {
   auto address = unix_address(name);
   if (!address) return tl::unexpected(address.error());
-  Fd socket(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+  Fd socket(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
   if (!socket) return fail_errno("unix socket");
   if (::connect(socket.get(), reinterpret_cast<sockaddr*>(&address->first), address->second) != 0) {
     const int saved = errno;
-    auto failed = fail(ErrorCode::unavailable, "nobody answers at {}: {}", name, std::strerror(saved));
+    const char* why = saved == EAGAIN ? "too many wait there to be accepted" : std::strerror(saved);
+    auto failed = fail(ErrorCode::unavailable, "nobody answers at {}: {}", name, why);
     socket.reset();
     errno = saved;  // for who asks why
     return failed;
   }
-  ::fcntl(socket.get(), F_SETFL, ::fcntl(socket.get(), F_GETFL) | O_NONBLOCK);
   return socket;
 }
 

@@ -24,7 +24,9 @@ constexpr std::size_t kMaxFds = 128;  // in one datagram; Linux takes 253
 Result<> check_unix_name(const std::string& name);  // whether it can be one
 // In the place of a socket of ours on which nobody listens any more; any other file there stays, and is an error.
 Result<Fd> listen_unix(const std::string& name);
-Result<Fd> connect_unix(const std::string& name);  // non-blocking afterwards; an error leaves errno as it was
+// Never waits, and neither does its socket. An error leaves errno as it was: EAGAIN where the listener is stopped, or
+// so busy that no more can wait for it.
+Result<Fd> connect_unix(const std::string& name);
 
 // The file of a socket that listens, as it was bound: removed at the end, unless another has been bound in its place.
 // To be destroyed before the socket is closed: until then no other file can have its inode.

@@ -23,6 +23,9 @@ Finding not_connected(const std::string& socket, int error) {
     case ECONNREFUSED:
       return fails(fmt::format("nobody listens at {}", socket),
                    "start rejoind with this --socket: it removes a socket that was left behind");
+    case EAGAIN:
+      return fails(fmt::format("too many wait at {} to be accepted", socket),
+                   "whoever listens there is stopped or overloaded: look at it, and start it again");
     case EACCES:
       return fails(fmt::format("this user may not connect to {}", socket), "run rejoind and its trainers as one user");
     case ENOTSOCK: return fails(fmt::format("{} is no socket", socket), "give rejoind's --socket");

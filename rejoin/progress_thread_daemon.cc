@@ -58,7 +58,7 @@ Result<Fd> ProgressThread::reach_daemon(TimePoint deadline) {
       if (auto right = check_user(*socket); !right) return tl::unexpected(right.error());
       return socket;
     }
-    const bool may_come = errno == ENOENT || errno == ECONNREFUSED;
+    const bool may_come = errno == ENOENT || errno == ECONNREFUSED || errno == EAGAIN;
     if (!may_come || clock_.now() >= deadline)
       return rejoin::fail(ErrorCode::unavailable,
                           "no Rejoin daemon at {}: {}; start rejoind on this node with --socket {}", config_.socket,

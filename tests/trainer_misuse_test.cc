@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include "base/bytes.h"
+#include "base/unix_socket.h"
 #include "tests/trainer_support.h"
 
 namespace rejoin::test {
@@ -173,6 +174,20 @@ TEST_F(Trained, AJoinThatFailedMayBeTriedAgain) {
   start(1);
   ASSERT_TRUE(session->join());
   EXPECT_TRUE(step_once(*session));
+}
+
+// Its kernel takes no more who wait for it than it has room for.
+TEST_F(Trained, ADaemonThatIsStoppedAndHasManyWaitingIsWaitedForWithPatience) {
+  auto config = this->config(0);
+  config.patience = std::chrono::milliseconds(200);
+  const auto stopped = listen_unix(config.socket);
+  for (int i = 0; i < 1000 && connect_unix(config.socket); ++i) {
+  }
+  bool waited = false;
+  config.while_waiting = [&] { waited = true; };
+  auto session = declared(config);
+  EXPECT_REFUSED(session->join(), ErrorCode::unavailable, "too many wait there to be accepted");
+  EXPECT_TRUE(waited);
 }
 
 TEST_F(Trained, ADaemonThatStartsAfterItsTrainerIsWaitedFor) {

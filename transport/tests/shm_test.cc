@@ -184,6 +184,21 @@ TEST(ShmEngine, StreamedWritesBringTheSameBytesAtAnyPlaceAndLength) {
     }
 }
 
+// The kernel keeps a place for each until it is accepted, though its caller has closed it.
+TEST(ShmEngine, AStoppedListenerHoldsUpNobodyWhoCallsAgainAndAgain) {
+  auto listener = make_engine().value(), caller = make_engine().value();
+  const Address address = listener->listen({}).value();
+  std::optional<Error> refused;
+  for (int i = 0; i < 1000 && !refused; ++i) {
+    const auto endpoint = caller->connect(address, {});
+    if (endpoint) caller->close(*endpoint);
+    else refused = endpoint.error();
+  }
+  ASSERT_TRUE(refused) << "there is no end to those who can wait";
+  EXPECT_EQ(refused->code, ErrorCode::unavailable);
+  EXPECT_THAT(refused->message, testing::HasSubstr("too many wait there"));
+}
+
 // Processes of this user that greet nobody: few at a time, and not for long; who greets comes in.
 TEST(StrangersOfShm, HaveTheirTimeAndNoMoreAndKeepNobodyOut) {
   auto listener = make_engine().value(), caller = make_engine().value();
