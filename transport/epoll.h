@@ -2,6 +2,9 @@
 #pragma once
 
 #include <sys/epoll.h>
+#include <sys/socket.h>
+#include <sys/types.h>
+#include <unistd.h>
 
 #include "base/fail.h"
 #include "base/fd.h"
@@ -13,6 +16,17 @@ inline Result<> add_to(const Fd& epoll, int fd) {
   epoll_event event{.events = EPOLLIN, .data = {.fd = fd}};
   if (::epoll_ctl(epoll.get(), EPOLL_CTL_ADD, fd, &event) != 0) return fail_errno("epoll_ctl");
   return {};
+}
+
+// Ends a connection that the epoll watches, for both its sides. A child of fork() may have its descriptor, too: closed
+// only here, the connection would stay up, and the epoll would go on reporting it. Such a child that cleans up ends
+// nothing of its parent's, which is `owner`.
+inline void hang_up(const Fd& epoll, Fd& socket, pid_t owner) {
+  if (::getpid() == owner) {
+    (void)::epoll_ctl(epoll.get(), EPOLL_CTL_DEL, socket.get(), nullptr);
+    (void)::shutdown(socket.get(), SHUT_RDWR);
+  }
+  socket.reset();
 }
 
 }  // namespace rejoin::transport

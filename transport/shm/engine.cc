@@ -15,6 +15,7 @@
 #include "base/fail.h"
 #include "base/log.h"
 #include "base/unix_socket.h"
+#include "transport/epoll.h"
 
 namespace rejoin::transport::shm {
 
@@ -280,7 +281,7 @@ void ShmEngine::fail_endpoint(Endpoint& endpoint, ErrorCode code, std::string wh
   endpoint.stage = Stage::failed;
   endpoint.failure = std::move(why);
   endpoint.out.recall_all();
-  endpoint.socket.reset();
+  hang_up(epoll_, endpoint.socket, process_);
   endpoint.pending.clear();
   endpoint.unsent.clear();
   const Error error{code, fmt::format("the peer is gone: {}", endpoint.failure)};
@@ -298,8 +299,8 @@ void ShmEngine::close(EndpointId id) {
   if (endpoint == nullptr) return;
   std::erase(open_, endpoint);
   strangers_.remove(id);
-  endpoint->out.recall_all();  // what the peer still pulls out of our memory does not count
-  endpoint->socket.reset();    // the peer sees it; nothing of its is pulled any more
+  endpoint->out.recall_all();                   // what the peer still pulls out of our memory does not count
+  hang_up(epoll_, endpoint->socket, process_);  // the peer sees it; nothing of its is pulled any more
   fail_operations(*endpoint, {ErrorCode::cancelled, "the endpoint was closed"});
   endpoints_.erase(id.value);
 }

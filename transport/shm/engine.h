@@ -7,6 +7,8 @@
 // engine.cc: set-up, connecting, closing, sleeping. datapath.cc: records out and in.
 #pragma once
 
+#include <unistd.h>
+
 #include <deque>
 #include <unordered_map>
 #include <unordered_set>
@@ -135,6 +137,7 @@ class ShmEngine final : public Engine {
 
   Fd epoll_, listener_, doorbell_;
   const SteadyClock clock_{};
+  const pid_t process_ = ::getpid();
   Acceptor acceptor_{kListener};
   Strangers strangers_;  // processes of this user that have not greeted
   std::string name_;

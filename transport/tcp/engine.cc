@@ -14,6 +14,7 @@
 #include "base/deadlines.h"
 #include "base/fail.h"
 #include "base/log.h"
+#include "transport/epoll.h"
 #include "transport/socket_address.h"
 #include "transport/tcp/round_trip.h"
 
@@ -178,7 +179,7 @@ void TcpEngine::fail_endpoint(Endpoint& endpoint, ErrorCode code, std::string wh
   endpoint.stage = Stage::failed;
   endpoint.failure = std::move(why);
   if (unseen) refuse(endpoint, code);
-  endpoint.socket.reset();  // the fence
+  hang_up(epoll_, endpoint.socket, process_);  // the fence
   endpoint.out.clear();
   endpoint.unsent.clear();
   const Error error{code, fmt::format("the peer is gone: {}", endpoint.failure)};
@@ -208,7 +209,7 @@ void TcpEngine::close(EndpointId id) {
   // What was queued is handed to the kernel as far as it takes it now: a farewell just sent should arrive.
   if (endpoint->stage == Stage::open) flush(*endpoint);
   if (endpoint = find(id); endpoint == nullptr) return;
-  endpoint->socket.reset();
+  hang_up(epoll_, endpoint->socket, process_);
   fail_operations(*endpoint, {ErrorCode::cancelled, "the endpoint was closed"});
   endpoints_.erase(id.value);
 }

@@ -4,6 +4,8 @@
 // engine.cc: set-up, regions, connecting, closing. greeting.cc: who comes in. datapath.cc: frames out and in.
 #pragma once
 
+#include <unistd.h>
+
 #include <deque>
 #include <unordered_map>
 #include <vector>
@@ -179,6 +181,7 @@ class TcpEngine final : public Engine {
   const Options options_;
   bool by_kernel_ = false;  // the records, of who wants that, too
   const SteadyClock clock_;
+  const pid_t process_ = ::getpid();
   Fd epoll_;
   Fd listener_;
   Secrets secrets_;  // of who connects here

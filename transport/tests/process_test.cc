@@ -6,12 +6,14 @@
 #include <unistd.h>
 
 #include <chrono>
+#include <optional>
 #include <vector>
 
 #include "base/fd.h"
 #include "transport/factory.h"
 #include "transport/tests/any_access.h"
 #include "transport/tests/backends.h"
+#include "transport/tests/within.h"
 
 namespace rejoin::transport {
 namespace {
@@ -155,6 +157,58 @@ TEST_P(Processes, AnIdleEngineSleeps) {
   }
   EXPECT_EQ(slept, 5) << "sleeps on end that nothing ended";
 }
+
+// As a pool of workers has them. It knows nothing of the connections whose descriptors it got.
+TEST(ForkedChild, KeepsNoClosedConnectionUpAndNoEngineAwake) {
+  for (const std::string transports : {"shm", "tcp", "tcp+aes", "tcp:127.0.0.1,127.0.0.2"}) {
+    SCOPED_TRACE(transports);
+    auto a = make_engine(transports).value(), b = make_engine(transports).value();
+    const EndpointId there = a->connect(b->listen({"127.0.0.1:0"}).value(), {}).value();
+    std::optional<EndpointId> accepted;
+    bool connected = false, closed = false;
+    const auto look = [&] {
+      for (const auto& event : a->poll()) connected |= event.kind == EventKind::connected;
+      for (const auto& event : b->poll()) {
+        if (event.kind == EventKind::accepted) accepted = event.endpoint;
+        closed |= event.kind == EventKind::closed;
+      }
+    };
+    ASSERT_TRUE(within(std::chrono::seconds(20), [&] { return look(), connected && accepted; }));
+    const Writer child{::fork()};
+    while (child.pid == 0) ::pause();
+    a->close(there);
+    ASSERT_TRUE(within(std::chrono::seconds(5), [&] { return look(), closed; })) << "the peer is not told";
+    b->close(*accepted);
+    for (Engine* engine : {a.get(), b.get()})
+      EXPECT_TRUE(within(std::chrono::seconds(5), [&] {
+        pollfd waiting{engine->event_fd(), POLLIN, 0};
+        return engine->poll().empty() && engine->arm() && ::poll(&waiting, 1, 10) == 0;
+      })) << "it is woken for what it has closed";
+  }
+}
+
+TEST(ForkedChild, ThatCleansUpEndsNoConnectionOfItsParents) {
+  auto a = make_engine("tcp").value(), b = make_engine("tcp").value();
+  const EndpointId there = a->connect(b->listen({"127.0.0.1:0"}).value(), {}).value();
+  bool connected = false, heard = false;
+  const auto look = [&] {
+    for (const auto& event : a->poll()) connected |= event.kind == EventKind::connected;
+    for (const auto& event : b->poll()) {
+      heard |= event.kind == EventKind::message;
+      ASSERT_NE(event.kind, EventKind::closed);
+    }
+  };
+  ASSERT_TRUE(within(std::chrono::seconds(20), [&] { return look(), connected; }));
+  const pid_t child = ::fork();
+  if (child == 0) {
+    a.reset();
+    ::_exit(0);
+  }
+  ASSERT_EQ(::waitpid(child, nullptr, 0), child);
+  ASSERT_TRUE(a->send(there, as_bytes("still here")));
+  EXPECT_TRUE(within(std::chrono::seconds(20), [&] { return look(), heard; }));
+}
+
 INSTANTIATE_TEST_SUITE_P(Transports, Processes,
                          testing::ValuesIn(with_rdma({"shm", "tcp", "tcp+aes", "tcp:127.0.0.1,127.0.0.2",
                                                       "ucx:tcp,self"})),
