@@ -28,7 +28,7 @@ constexpr Deadline kAbandoned{2, 1};   // a leader of which the store shows noth
 // Control connections:
 constexpr Deadline kControlProof{4, 1};  // a caller's proof of the job key
 // Data connections, those of the all-reduce and the stream alike:
-constexpr Deadline kDataProof{5, 1};          // a caller's proof of the secret
+constexpr Deadline kDataProof{5, 1};          // a caller's proof of the secret, and the listener's answer
 constexpr Deadline kUnacknowledged{5, 1};     // bytes that a peer's kernel does not acknowledge, over TCP
 constexpr Deadline kRailStall{1, 2};          // a rail on which nothing moves while another one of its peer answers
 constexpr Deadline kFirstRailRetry{1, 20};    // the first try to use a dead rail again; the pause doubles

@@ -37,10 +37,6 @@ void StripedEngine::on_rail_event(std::uint32_t rail, const Event& event) {
 
 // ---- writes coming in
 
-bool StripedEngine::is_in(const Endpoint& endpoint, std::uint64_t number) const {
-  return number < endpoint.all_in_below || endpoint.in.contains(number);
-}
-
 void StripedEngine::on_piece_landed(Endpoint& endpoint, Link& link, std::uint64_t tag) {
   link.landed.push_back(tag);
   if (link.landed.size() > wire::kMaxUnderWay) link.landed.pop_front();
@@ -49,8 +45,8 @@ void StripedEngine::on_piece_landed(Endpoint& endpoint, Link& link, std::uint64_
 
 void StripedEngine::count_in(Endpoint& endpoint, std::uint64_t tag) {
   const std::uint64_t number = wire::number_of(tag), piece = tag & (wire::kMaxPieces - 1);
-  if (is_in(endpoint, number)) return;  // again, after a rail's end
-  if (number >= endpoint.all_in_below + kMaxOpenWrites) return malformed(endpoint, "a piece of a write far ahead");
+  if (endpoint.in.contains(number)) return;  // again, after a rail's end
+  if (number >= endpoint.in.all_below + kMaxOpenWrites) return malformed(endpoint, "a piece of a write far ahead");
   Incoming& incoming = endpoint.incoming[number];
   if (incoming.landed.size() <= piece) incoming.landed.resize(piece + 1);
   if (incoming.landed[piece]) return;
@@ -70,8 +66,8 @@ void StripedEngine::settle_incoming(Endpoint& endpoint, std::uint64_t number) {
 
 void StripedEngine::mark_in(Endpoint& endpoint, std::uint64_t number) {
   endpoint.incoming.erase(number);
-  endpoint.in.insert(number);
-  while (endpoint.in.erase(endpoint.all_in_below) > 0) ++endpoint.all_in_below;
+  endpoint.in.add(number);
+  deliver_kept(endpoint, endpoint.in.all_below);
 }
 
 // ---- operations going out
@@ -313,6 +309,7 @@ void StripedEngine::complete(Endpoint& endpoint, std::uint64_t number) {
   const auto operation = endpoint.operations.extract(number);
   if (operation.mapped().error && operation.mapped().number && endpoint.stage == Stage::open)
     send_control(endpoint, {.kind = wire::Kind::withdraw, .a = *operation.mapped().number});
+  if (operation.mapped().number) endpoint.over.add(*operation.mapped().number);
   events_.emit({.kind = EventKind::completed,
                 .endpoint = endpoint.id,
                 .value = operation.mapped().context,

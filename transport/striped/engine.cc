@@ -118,6 +118,7 @@ void StripedEngine::set_silence(Duration silence) {
   options_.stall = deadlines::kRailStall.of(silence);
   options_.first_retry = deadlines::kFirstRailRetry.of(silence);
   options_.longest_retry = deadlines::kLongestRailRetry.of(silence);
+  options_.greeting = deadlines::kDataProof.of(silence);
   check_every_ = looks_every();
   for (auto& rail : rails_) rail->set_silence(silence);
 }
@@ -163,6 +164,7 @@ StripedEngine::Endpoint& StripedEngine::make_endpoint(Stage stage) {
 
 Result<EndpointId> StripedEngine::connect(const Address& peer, BytesView hello) {
   if (auto checked = check_hello(hello); !checked) return tl::unexpected(checked.error());
+  now_ = clock_.now();  // the last poll() may be long ago, and the rails' greetings begin now
   Endpoint& endpoint = make_endpoint(Stage::connecting);
   endpoint.initiator = endpoint.announced = true;
   endpoint.connection = {unguessable_.next(), unguessable_.next()};
@@ -184,10 +186,12 @@ Result<EndpointId> StripedEngine::connect(const Address& peer, BytesView hello) 
 TimePoint StripedEngine::next_timer() const {
   TimePoint next = TimePoint::max();
   for (const auto& [id, endpoint] : endpoints_) {
-    const bool expects_rails =
-        endpoint->stage != Stage::failed && endpoint->primary == kNoRail && endpoint->expected_rails > 0;
-    // That time may be over before anybody looks.
-    if (expects_rails) next = std::min(next, std::max(endpoint->expected_until, checked_ + check_every_));
+    if (endpoint->stage == Stage::failed) continue;
+    // Such a time may be over before anybody looks.
+    const auto look_at = [&](TimePoint then) { next = std::min(next, std::max(then, checked_ + check_every_)); };
+    if (endpoint->primary == kNoRail && endpoint->stage != Stage::connecting) look_at(endpoint->expected_until);
+    for (const auto& rail : endpoint->rails)
+      if (rail.link != nullptr && !rail.link->open) look_at(rail.link->last_heard + options_.greeting);
     if (endpoint->stage != Stage::open) continue;
     std::size_t open = 0, busy = 0;
     for (const auto& rail : endpoint->rails) {

@@ -12,6 +12,8 @@
 //    its end. So the sender keeps the tags of completed pieces until the peer has reported their write as in, and sends
 //    them as `landed` when their rail ends.
 //  - A notification is raised when all pieces of its write have been counted in, each once, and the write announced.
+//  - A message says how many of its sender's writes were complete, and is kept until these have been notified here,
+//    whichever rail is looked at first.
 //
 // engine.cc: set-up, regions, polling. links.cc: links coming and going. messages.cc: the messages between both ends.
 // datapath.cc: pieces.
@@ -117,6 +119,20 @@ class StripedEngine final : public Engine {
     std::uint64_t count = 0;
     std::optional<std::uint64_t> pieces, value;  // once announced
   };
+  struct Kept {  // a caller's message, or a part of one, ahead of notifications that come before it
+    std::uint64_t writes_before = 0;
+    bool more = false;
+    Bytes bytes;
+  };
+  struct Numbers {  // of writes with notification: all that are below one, and others
+    std::uint64_t all_below = 0;
+    std::set<std::uint64_t> others;
+    bool contains(std::uint64_t number) const { return number < all_below || others.contains(number); }
+    void add(std::uint64_t number) {
+      others.insert(number);
+      while (others.erase(all_below) > 0) ++all_below;
+    }
+  };
   struct RemoteKeys {
     bool known = false;
     std::vector<wire::RailKey> rails;
@@ -131,10 +147,8 @@ class StripedEngine final : public Engine {
     std::array<std::uint64_t, 2> connection{};
     std::vector<Address> addresses;  // the initiator's: of the peer's rails
     std::vector<RailState> rails;
-    // The accepting end's: so many of them the peer connects, and those that have not come yet are waited for until
-    // then.
-    std::uint32_t expected_rails = 0;
-    TimePoint expected_until{};
+    std::uint32_t expected_rails = 0;  // the accepting end's: so many of them the peer connects
+    TimePoint expected_until{};        // those that have not come yet are waited for until then
     std::vector<std::unique_ptr<Link>> links;
     std::uint32_t primary = kNoRail;  // the rail that carries messages
     // Over any rail; and since when without a pause in which the peer, or this process, may just have stood still.
@@ -144,6 +158,8 @@ class StripedEngine final : public Engine {
     std::deque<Sent> unreceived;  // sent, and not known to be received
     Unsent unsent;                // … in bytes
     MessageParts parts;           // of a caller's message coming in
+    std::deque<Kept> kept;
+    std::size_t kept_bytes = 0;
 
     std::uint64_t next_operation = 1, next_piece = 1, next_write = 0;
     std::map<std::uint64_t, Operation> operations;
@@ -159,9 +175,9 @@ class StripedEngine final : public Engine {
     std::set<Blind> blind;
 
     std::map<std::uint64_t, Incoming> incoming;
-    std::uint64_t all_in_below = 0;        // the peer's writes with notification: all below are done
-    std::uint64_t all_in_there_below = 0;  // … and ours, as the peer has reported
-    std::set<std::uint64_t> in;            // … and these
+    Numbers in;                            // of the peer's: notified here, or withdrawn
+    Numbers over;                          // of ours: complete
+    std::uint64_t all_in_there_below = 0;  // of ours: these are in at the peer, as it has reported
   };
   using RailRegions = std::vector<std::optional<RegionId>>;  // none: the rail could not register it
 
@@ -196,6 +212,9 @@ class StripedEngine final : public Engine {
   void on_rail_event(std::uint32_t rail, const Event& event);
   void on_rail_message(Endpoint& endpoint, Link& link, BytesView bytes);
   void on_numbered(Endpoint& endpoint, const wire::Header& header, BytesView rest);
+  void on_message(Endpoint& endpoint, const wire::Header& header, BytesView part);
+  void deliver(Endpoint& endpoint, BytesView part, bool more);
+  void deliver_kept(Endpoint& endpoint, std::uint64_t all_in_below);
   void on_rail_down(Endpoint& endpoint, const wire::Header& header, BytesView landed);
   void post_again(Endpoint& endpoint, const Link& link, const Piece& piece);
   void on_piece_landed(Endpoint& endpoint, Link& link, std::uint64_t tag);
@@ -204,7 +223,6 @@ class StripedEngine final : public Engine {
   void count_in(Endpoint& endpoint, std::uint64_t tag);
   void settle_incoming(Endpoint& endpoint, std::uint64_t number);
   void mark_in(Endpoint& endpoint, std::uint64_t number);
-  bool is_in(const Endpoint& endpoint, std::uint64_t number) const;
   void on_piece_done(Endpoint& endpoint, Link& link, std::uint64_t piece, const std::optional<Error>& error);
   void avoid(Endpoint& endpoint, const Link& link, const Piece& piece, const Error& error);
   void finish_piece(Endpoint& endpoint, std::uint64_t operation, const std::optional<Error>& error);

@@ -25,6 +25,8 @@ struct Options {
   Duration stall = deadlines::kRailStall.of(deadlines::kSilence);
   Duration first_retry = deadlines::kFirstRailRetry.of(deadlines::kSilence);      // of a dead rail; doubles …
   Duration longest_retry = deadlines::kLongestRailRetry.of(deadlines::kSilence);  // … up to this
+  // A rail that has not come up after so long is closed, and tried again: whoever greets there does not go on with it.
+  Duration greeting = deadlines::kDataProof.of(deadlines::kSilence);
   // Ids and keys follow from it, so that a simulation can be repeated; none: nobody can guess them.
   std::optional<std::uint64_t> seed{};
 };

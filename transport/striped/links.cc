@@ -77,6 +77,8 @@ void StripedEngine::on_accepted(std::uint32_t rail, const Event& event) {
   Endpoint& endpoint = *found->second;
   RailState& state = endpoint.rails[rail];
   if (greeting.generation < state.generations) return refuse("it is older than one already seen");
+  // Its end came over another rail before it did, and the peer has been told that nothing can land over it any more.
+  if (greeting.generation < state.fenced_below) return rails_[rail]->close(event.endpoint);
   if (state.link != nullptr) end_link(endpoint, *state.link, "the peer connected it anew");
   if (endpoint.stage != Stage::accepting && endpoint.stage != Stage::open) return rails_[rail]->close(event.endpoint);
   on_link_open(endpoint, *add_link(endpoint, rail, greeting.generation, event.endpoint));
@@ -92,6 +94,7 @@ void StripedEngine::on_link_open(Endpoint& endpoint, Link& link) {
   }
   if (endpoint.stage == Stage::connecting) {
     endpoint.stage = Stage::open;
+    endpoint.expected_until = now_ + 2 * options_.stall;
     events_.emit({.kind = EventKind::connected, .endpoint = endpoint.id});
   }
   touch(endpoint);
@@ -141,13 +144,15 @@ void StripedEngine::report_landed(Endpoint& endpoint, const Link& link, const st
 
 // Whether a rail that has not been up yet may come up soon: the one that was the first to be up need not outlive that.
 bool StripedEngine::rails_expected(const Endpoint& endpoint) const {
-  if (endpoint.initiator)  // each ends in `connected` or `closed`
-    return std::any_of(endpoint.rails.begin(), endpoint.rails.end(), [&](const RailState& rail) {
-      return rail.link != nullptr && (rail.link->generation == 0 || endpoint.stage == Stage::connecting);
-    });
-  if (now_ >= endpoint.expected_until) return false;
-  const auto end = endpoint.rails.begin() + endpoint.expected_rails;
-  return std::any_of(endpoint.rails.begin(), end, [](const RailState& rail) { return rail.generations == 0; });
+  const auto any = [&](auto end, const auto& expected) { return std::any_of(endpoint.rails.begin(), end, expected); };
+  if (endpoint.stage == Stage::connecting)
+    return any(endpoint.rails.end(), [](const RailState& rail) { return rail.link != nullptr; });
+  if (now_ >= endpoint.expected_until) return false;  // at both ends, or one would wait for whom the other has given up
+  if (endpoint.initiator)
+    return any(endpoint.rails.end(),
+               [](const RailState& rail) { return rail.link != nullptr && rail.link->generation == 0; });
+  return any(endpoint.rails.begin() + endpoint.expected_rails,
+             [](const RailState& rail) { return rail.generations == 0; });
 }
 
 void StripedEngine::report_fenced(Endpoint& endpoint, std::uint32_t rail, std::uint32_t generation,
@@ -184,6 +189,7 @@ void StripedEngine::fail_endpoint(Endpoint& endpoint, ErrorCode code, const std:
   if (endpoint.stage == Stage::failed || endpoint.stage == Stage::closed) return;
   endpoint.failure = why;
   shut(endpoint, Stage::failed, {code, why});
+  deliver_kept(endpoint, ~std::uint64_t{0});  // what they wait for does not come any more
 }
 
 void StripedEngine::close(EndpointId id) {
@@ -229,7 +235,10 @@ void StripedEngine::sweep() {
 
 // Dead rails are tried again; a rail that holds on to a piece while others go on is dead.
 void StripedEngine::check_rails(Endpoint& endpoint) {
-  if (endpoint.primary == kNoRail && endpoint.expected_rails > 0 && !rails_expected(endpoint))
+  for (auto& state : endpoint.rails)
+    if (state.link != nullptr && !state.link->open && now_ - state.link->last_heard >= options_.greeting)
+      end_link(endpoint, *state.link, fmt::format("it does not answer in {:.1f} s", seconds(options_.greeting)));
+  if (endpoint.primary == kNoRail && !rails_expected(endpoint))
     return fail_endpoint(endpoint, ErrorCode::unavailable, "its other rails did not come up in time");
   if (endpoint.stage != Stage::open) return;
   for (std::uint32_t rail = 0; rail < endpoint.rails.size(); ++rail)

@@ -37,7 +37,7 @@ void StripedEngine::report_received(Endpoint& endpoint) {
   const bool due = endpoint.expected - endpoint.reported_received >= kReportAfterMessages ||
                    endpoint.bytes_since_report >= kReportAfterBytes;
   if (!due || endpoint.primary == kNoRail || endpoint.rails[endpoint.primary].link == nullptr) return;
-  const wire::Header header{.kind = wire::Kind::received, .a = endpoint.expected, .b = endpoint.all_in_below};
+  const wire::Header header{.kind = wire::Kind::received, .a = endpoint.expected, .b = endpoint.in.all_below};
   if (!rails_[endpoint.primary]->send(endpoint.rails[endpoint.primary].link->endpoint, bytes_of(header))) return;
   endpoint.reported_received = endpoint.expected;
   endpoint.bytes_since_report = 0;
@@ -47,9 +47,10 @@ Result<> StripedEngine::send(EndpointId id, BytesView message) {
   auto endpoint = open_endpoint(id);
   if (!endpoint) return tl::unexpected(endpoint.error());
   if (auto checked = check_message(message); !checked) return checked;
+  const std::uint64_t complete = (*endpoint)->over.all_below;
   for (; message.size() > kRoom; message = message.subspan(kRoom))
-    send_control(**endpoint, {.kind = wire::Kind::message, .more = 1}, message.first(kRoom));
-  send_control(**endpoint, {.kind = wire::Kind::message}, message);
+    send_control(**endpoint, {.kind = wire::Kind::message, .more = 1, .a = complete}, message.first(kRoom));
+  send_control(**endpoint, {.kind = wire::Kind::message, .a = complete}, message);
   check_unsent(**endpoint);
   return {};
 }
@@ -71,7 +72,7 @@ void StripedEngine::on_rail_message(Endpoint& endpoint, Link& link, BytesView by
     return;
   }
   if (header.kind == wire::Kind::probe) {
-    const wire::Header echo{.kind = wire::Kind::echo, .a = endpoint.expected, .b = endpoint.all_in_below};
+    const wire::Header echo{.kind = wire::Kind::echo, .a = endpoint.expected, .b = endpoint.in.all_below};
     (void)rails_[link.rail]->send(link.endpoint, bytes_of(echo));  // refused: the rail is about to report its end
     return;
   }
@@ -92,12 +93,9 @@ void StripedEngine::on_numbered(Endpoint& endpoint, const wire::Header& header, 
       endpoint.stage = Stage::open;
       endpoint.announced = true;
       return events_.emit({.kind = EventKind::accepted, .endpoint = endpoint.id}, rest);
-    case Kind::message:
-      if (!endpoint.parts.add(rest, header.more != 0, endpoint.id, events_))
-        malformed(endpoint, "a message over the limit");
-      return;
+    case Kind::message: return on_message(endpoint, header, rest);
     case Kind::announce: {
-      if (is_in(endpoint, header.a) || header.a >= endpoint.all_in_below + kMaxOpenWrites || header.b == 0 ||
+      if (endpoint.in.contains(header.a) || header.a >= endpoint.in.all_below + kMaxOpenWrites || header.b == 0 ||
           header.b > wire::kMaxPieces)
         return malformed(endpoint, "a write that can't be");
       Incoming& incoming = endpoint.incoming[header.a];
@@ -105,11 +103,10 @@ void StripedEngine::on_numbered(Endpoint& endpoint, const wire::Header& header, 
       incoming.value = header.c;
       return settle_incoming(endpoint, header.a);
     }
-    case Kind::withdraw: {
-      if (is_in(endpoint, header.a) || header.a >= endpoint.all_in_below + kMaxOpenWrites)
-        return malformed(endpoint, "the withdrawal of a write that is complete");
-      return mark_in(endpoint, header.a);
-    }
+    case Kind::withdraw:
+      if (header.a >= endpoint.in.all_below + kMaxOpenWrites) return malformed(endpoint, "a withdrawal far ahead");
+      // It may be in: the peer's rail may have ended with the acknowledgement on its way.
+      return endpoint.in.contains(header.a) ? void() : mark_in(endpoint, header.a);
     case Kind::ask: {
       std::vector<wire::RailKey> keys;
       const Region* region = regions_.by_key(header.a);
@@ -128,6 +125,29 @@ void StripedEngine::on_numbered(Endpoint& endpoint, const wire::Header& header, 
     default: break;
   }
   malformed(endpoint, "a message of unknown kind");
+}
+
+// The bytes of the writes that were complete when it was sent are here, but their notifications may still lie in
+// another rail, or come as `landed`.
+void StripedEngine::on_message(Endpoint& endpoint, const wire::Header& header, BytesView part) {
+  if (header.a > endpoint.in.all_below + kMaxOpenWrites) return malformed(endpoint, "a message far ahead");
+  if (endpoint.kept.empty() && header.a <= endpoint.in.all_below) return deliver(endpoint, part, header.more != 0);
+  endpoint.kept.push_back({header.a, header.more != 0, Bytes(part.begin(), part.end())});
+  endpoint.kept_bytes += sizeof(Kept) + part.size();
+  if (endpoint.kept_bytes > Unsent::kMost) malformed(endpoint, "too many messages ahead of its writes");
+}
+
+void StripedEngine::deliver(Endpoint& endpoint, BytesView part, bool more) {
+  if (!endpoint.parts.add(part, more, endpoint.id, events_)) malformed(endpoint, "a message over the limit");
+}
+
+void StripedEngine::deliver_kept(Endpoint& endpoint, std::uint64_t all_in_below) {
+  while (!endpoint.kept.empty() && endpoint.kept.front().writes_before <= all_in_below) {
+    const Kept one = std::move(endpoint.kept.front());
+    endpoint.kept.pop_front();
+    endpoint.kept_bytes -= sizeof(Kept) + one.bytes.size();
+    deliver(endpoint, one.bytes, one.more);
+  }
 }
 
 // The peer no longer needs to keep what it has completed of these writes.

@@ -27,7 +27,7 @@ struct Greeting {
 
 enum class Kind : std::uint32_t {
   hello,      // the first message: the caller's hello
-  message,    // the caller's, or a part of it
+  message,    // the caller's, or a part of it; a: all writes with notification below this were complete by then
   announce,   // a: number of a write with notification, b: its pieces, c: the notification
   withdraw,   // a: number of a write that will not be complete
   ask,        // a: key of a region

@@ -53,6 +53,32 @@ struct Side {
   }
 };
 
+// A rail whose owner looks at its events when it is let: until then they lie there, as those of a NIC or of a thread.
+class Unread final : public Engine {
+ public:
+  explicit Unread(std::unique_ptr<Engine> rail) : rail_(std::move(rail)) {}
+  bool is_read = true;
+
+  Result<Address> listen(const Address& where) override { return rail_->listen(where); }
+  Result<EndpointId> connect(const Address& peer, BytesView hello) override { return rail_->connect(peer, hello); }
+  Result<RegionId> register_region(std::span<std::byte> memory, MemoryKind kind, Access access) override {
+    return rail_->register_region(memory, kind, access);
+  }
+  void deregister(RegionId region) override { rail_->deregister(region); }
+  RemoteRegion remote(RegionId region) const override { return rail_->remote(region); }
+  std::uint64_t refused() const override { return rail_->refused(); }
+  Result<> send(EndpointId endpoint, BytesView message) override { return rail_->send(endpoint, message); }
+  Result<> write(EndpointId endpoint, std::span<const Write> writes) override { return rail_->write(endpoint, writes); }
+  Result<> read(EndpointId endpoint, std::span<const Read> reads) override { return rail_->read(endpoint, reads); }
+  std::span<const Event> poll() override { return is_read ? rail_->poll() : std::span<const Event>(); }
+  bool arm() override { return rail_->arm(); }
+  int event_fd() const override { return rail_->event_fd(); }
+  void close(EndpointId endpoint) override { rail_->close(endpoint); }
+
+ private:
+  std::unique_ptr<Engine> rail_;
+};
+
 struct Cluster {
   VirtualClock clock;
   sim::Fabric fabric;
@@ -61,6 +87,7 @@ struct Cluster {
   // lies there unread while rails end.
   std::uint64_t laziness = 1;
   std::mt19937_64 random{1};
+  Unread* second_of_b = nullptr;  // its second rail
 
   // The first rail is slow to come up by `slow`.
   explicit Cluster(std::uint64_t seed, int rails = 2, Duration slow = {}, const Options& options = kOptions)
@@ -70,6 +97,10 @@ struct Cluster {
       for (int i = 0; i < rails; ++i) {
         engines.push_back(fabric.make_engine());
         side->rails.push_back(engines.back().get());
+        if (side != &b || i != 1) continue;
+        auto unread = std::make_unique<Unread>(std::move(engines.back()));
+        second_of_b = unread.get();
+        engines.back() = std::move(unread);
       }
       side->engine = *make_engine(std::move(engines), options, clock);
     }

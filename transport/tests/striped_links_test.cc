@@ -80,6 +80,22 @@ TEST(Striped, ARailThatNeverComesUpIsWaitedForTwoStalls) {
   EXPECT_LT(c.clock.now() - before, kOptions.stall * 5 / 2);
 }
 
+// Nor does the connecting end wait for it longer, though it may be greeting for ever.
+TEST(Striped, ARailThatNeverAnswersIsWaitedForTwoStallsByWhoConnectsIt) {
+  Cluster c(6, 2, std::chrono::seconds(3600));
+  ASSERT_TRUE(c.until([&] { return c.a.up && c.b.up; }));
+  const TimePoint before = c.clock.now();
+  c.fabric.kill(*c.b.rails[1]);
+  while (!c.a.closed && c.clock.now() - before < 3 * kOptions.stall) {
+    while (c.fabric.next_event() <= c.clock.now()) c.fabric.step();
+    c.a.poll();
+    c.clock.advance(std::chrono::microseconds(50));
+  }
+  EXPECT_TRUE(c.a.closed);
+  EXPECT_GT(c.clock.now() - before, kOptions.stall);
+  EXPECT_LT(c.clock.now() - before, kOptions.stall * 5 / 2);
+}
+
 // A peer that stood still answers over one rail before it does over the other.
 TEST(Striped, APauseOfThePeerTakesNoRailOut) {
   Cluster c(5);

@@ -2,6 +2,7 @@
 #include <arpa/inet.h>
 #include <fmt/format.h>
 #include <gtest/gtest.h>
+#include <poll.h>
 #include <sys/socket.h>
 
 #include <functional>
@@ -193,6 +194,38 @@ TEST(Striped, ATcpRailCutInMidTransferCostsNothingAndComesBack) {
     EXPECT_EQ(from, to);
   }
   EXPECT_FALSE(a.closed || b.closed);
+}
+
+// It takes connections and says nothing, as where the way there goes in the middle of a greeting. Nothing but the time
+// wakes who waits for it.
+TEST(Striped, ATcpRailThatDoesNotAnswerIsTriedAgain) {
+  spdlog::set_level(spdlog::level::err);
+  const Fd mute(::socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+  sockaddr_in address{.sin_family = AF_INET, .sin_port = 0, .sin_addr = {::inet_addr("127.0.0.2")}, .sin_zero = {}};
+  socklen_t length = sizeof address;
+  ASSERT_EQ(::bind(mute.get(), reinterpret_cast<sockaddr*>(&address), length), 0);
+  ASSERT_EQ(::listen(mute.get(), 8), 0);
+  ASSERT_EQ(::getsockname(mute.get(), reinterpret_cast<sockaddr*>(&address), &length), 0);
+  Side a, b;
+  for (Side* side : {&a, &b}) {
+    side->engine = *transport::make_engine("tcp:127.0.0.1,127.0.0.2");
+    side->engine->set_silence(std::chrono::milliseconds(200));
+  }
+  const std::string there = b.engine->listen({"0.0.0.0:0"})->text;
+  const std::string other = fmt::format("{}|127.0.0.2:{}", there.substr(0, there.find('|')), ntohs(address.sin_port));
+  a.endpoint = *a.engine->connect({other}, {});
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+  while (!a.up && std::chrono::steady_clock::now() < deadline) a.poll(), b.poll();
+  ASSERT_TRUE(a.up);
+  std::vector<Fd> taken;
+  while (taken.size() < 3 && std::chrono::steady_clock::now() < deadline) {
+    a.poll();
+    if (Fd one{::accept4(mute.get(), nullptr, nullptr, SOCK_CLOEXEC)}) taken.push_back(std::move(one));
+    pollfd waiting{a.engine->event_fd(), POLLIN, 0};
+    if (a.engine->arm()) ASSERT_EQ(::poll(&waiting, 1, 15000), 1) << "nothing wakes it";
+  }
+  EXPECT_EQ(taken.size(), 3u) << "so often it has been tried";
+  EXPECT_FALSE(a.closed);
 }
 
 }  // namespace
