@@ -27,13 +27,15 @@ place=$(mktemp -d "${TMPDIR:-/tmp}/rejoin-$SLURM_JOB_ID-XXXXXX")
 # A step of its own, beside the trainers'. It is made anew where it dies; its trainers find the next one.
 (
   step='' told=''
-  trap 'told=yes; [[ -z $step ]] || kill -TERM "$step"' TERM
-  while :; do
+  trap 'told=yes; [[ -z $step ]] || kill -TERM "$step" 2>/dev/null' TERM
+  while [[ -z $told ]]; do
     srun --overlap --ntasks=1 --job-name=rejoind rejoind --socket "$place/socket" & step=$!
+    [[ -z $told ]] || kill -TERM "$step"  # it was told before there was a step to tell
     wait "$step"
     status=$?
     [[ -n $told ]] && { wait "$step"; exit; }
     [[ $status -eq 0 || $status -eq 2 ]] && exit  # it was told to end otherwise; or its settings are wrong
+    step=''
     sleep 1
   done
 ) &
@@ -47,7 +49,9 @@ while [[ -z $leaves ]]; do
   # One that fails ends the others of its replica; all are started again, and catch up.
   srun --overlap --overcommit --ntasks="${RANKS:-1}" --kill-on-bad-exit=1 bash -c 'REJOIN_RANK=$SLURM_PROCID exec "$@"' rank "$@" &
   replica=$!
+  [[ -z $leaves ]] || kill -TERM "$replica"  # the signal came before there was somebody to tell
   wait "$replica" && exit 0
   [[ -z $leaves ]] || wait "$replica"  # the signal has ended the first wait
+  replica=''
   sleep 1
 done

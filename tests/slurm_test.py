@@ -1,0 +1,74 @@
+"""The replica's script for Slurm ends with its trainers, whatever becomes of its daemon. srun is a program of this test."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+SCRIPT = Path(sys.argv[1]).resolve() / "deploy/slurm/replica.sh"
+# The first daemon dies; the trainers end while the script waits before it starts another one.
+DAEMON_DIES = """
+case "$*" in
+*rejoind*) [[ -e died ]] && exec sleep 100; touch died; exit 139;;
+*) until [[ -e died ]]; do sleep 0.05; done; sleep 0.3;;
+esac
+"""
+TRAINERS_LEAVE = """
+case "$*" in
+*rejoind*) exec sleep 100;;
+*) trap 'touch left; exit 0' TERM; touch trains; while :; do sleep 0.05; done;;
+esac
+"""
+
+
+def script(directory: Path, srun: str) -> subprocess.Popen:
+    for name, text in (("srun", srun), ("rejoin", "")):
+        (directory / name).write_text(f"#!/bin/bash\n{text}")
+        (directory / name).chmod(0o755)
+    environment = {
+        **os.environ,
+        "PATH": f"{directory}:{os.environ['PATH']}",
+        "TMPDIR": str(directory),
+        "REJOIN_COORDINATOR": "service:7000",
+        "REJOIN_JOB_KEY_FILE": "key",
+        "SLURM_ARRAY_TASK_ID": "0",
+        "SLURMD_NODENAME": "node0",
+        "SLURM_JOB_ID": "1",
+    }
+    return subprocess.Popen(["bash", str(SCRIPT), "trainer"], cwd=directory, env=environment, start_new_session=True)
+
+
+def ends(process: subprocess.Popen, what: str) -> None:
+    try:
+        status = process.wait(30)
+    except subprocess.TimeoutExpired:
+        sys.exit(f"{what}: the script does not end")
+    finally:
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        else:
+            print(f"{what}: processes of the script were left", file=sys.stderr)
+    if status != 0:
+        sys.exit(f"{what}: status {status}")
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as scratch:
+        ends(script(Path(scratch), DAEMON_DIES), "the daemon is about to be started again when the trainers have ended")
+    with tempfile.TemporaryDirectory() as scratch:
+        process = script(Path(scratch), TRAINERS_LEAVE)
+        deadline = time.monotonic() + 30
+        while not (Path(scratch) / "trains").exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        process.send_signal(signal.SIGTERM)
+        ends(process, "the trainers are told to leave")
+        if not (Path(scratch) / "left").exists():
+            sys.exit("the trainers were not told to leave")
+
+
+main()
