@@ -27,7 +27,8 @@ from rejoin import _native
 from rejoin._programs import path
 
 _PR_SET_PDEATHSIG = 1
-
+_ENDS_WITHIN_SECONDS = 10.0
+_TORCHRUN_ENDS_WITHIN_SECONDS = 40.0  # it gives its workers 30
 
 _WAITED_FOR = frozenset({signal.SIGCHLD, signal.SIGTERM, signal.SIGINT})
 
@@ -37,6 +38,24 @@ def _before_program() -> None:
     os.setpgid(0, 0)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _WAITED_FOR)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _how(status: int) -> str:
+    if status >= 0:
+        return f"status {status}"
+    try:
+        return f"signal {signal.Signals(-status).name}"
+    except ValueError:  # most real-time signals have no name
+        return f"signal {-status}"
+
+
+# Torchrun's own way to run a script, by way of a program that ends with it.
+def _by_torchrun(ranks: int, command: list[str]) -> list[str]:
+    if "python" in Path(command[0]).name:
+        command = [sys.executable, "-u", *command[1:]]
+    worker = str(Path(__file__).with_name("_torchrun_worker.py"))
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks),
+            worker, *command]  # fmt: skip
 
 
 @dataclass
@@ -119,11 +138,7 @@ class Job:
                 "REJOIN_SOCKET": str(socket),
                 "REJOIN_REPLICA": str(replica),
             }
-            command = list(given.command)
-            if given.ranks > 1:
-                command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
-                           str(given.ranks), *(command[1:] if "python" in Path(command[0]).name else
-                                               ["--no-python", *command])]  # fmt: skip
+            command = _by_torchrun(given.ranks, given.command) if given.ranks > 1 else list(given.command)
             output = None if given.show else self._directory / f"replica{replica}.log"
             self._replicas.append(self._start(_Process(f"replica {replica}", command, environment, output)))
 
@@ -168,10 +183,12 @@ class Job:
 
     # False: it can't be kept running.
     def _look_after(self, process: _Process) -> bool:
-        now = time.monotonic()
-        if process.again_at and now >= process.again_at:
+        if process.again_at and time.monotonic() >= process.again_at:
             process.again_at = 0.0
-            process.start()
+            try:
+                process.start()
+            except OSError as error:  # no process, no memory: as if it had died at once
+                return self._again(process, f"can't be started ({error})")
         if process.ended or process.again_at or process.process is None:
             return True
         status = process.process.poll()
@@ -181,12 +198,15 @@ class Job:
         if is_replica and (status == 0 or self._ending):
             process.ended = True
             return True
-        how = f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}"
+        return self._again(process, f"ended with {_how(status)}")
+
+    def _again(self, process: _Process, what: str) -> bool:
+        now = time.monotonic()
         process.died = [at for at in process.died if now - at < 60] + [now]
         if len(process.died) > self._arguments.deaths_a_minute:
-            self._say(f"{process.name} ended with {how}, as often before: the job ends. {self._tail(process)}")
+            self._say(f"{process.name} {what}, as often before: the job ends. {self._tail(process)}")
             return False
-        self._say(f"{process.name} ended with {how}, and is started again")
+        self._say(f"{process.name} {what}, and is started again")
         process.again_at = now + min(0.1 * 2 ** (len(process.died) - 1), 5.0)
         return True
 
@@ -199,7 +219,8 @@ class Job:
         running = [one.process for one in self._all if one.process is not None and one.process.poll() is None]
         for process in running:
             process.terminate()
-        deadline = time.monotonic() + 10
+        by_torchrun = self._arguments.ranks > 1
+        deadline = time.monotonic() + (_TORCHRUN_ENDS_WITHIN_SECONDS if by_torchrun else _ENDS_WITHIN_SECONDS)
         for process in running:
             try:
                 process.wait(max(0.0, deadline - time.monotonic()))

@@ -1,0 +1,114 @@
+"""What rejoin-run does with processes that end, or that can't be started."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+from test_job import RUNNING  # noqa: E402
+
+# A job of these programs in the place of replicas, without a coordinator and daemons.
+JOB = """
+import argparse, sys
+from pathlib import Path
+from rejoin import run
+
+class Job(run.Job):
+    def start(self):
+        for number, program in enumerate(sys.argv[2:]):
+            self._replicas.append(self._start(run._Process(f"replica {number}", ["bash", "-c", program], None, None)))
+            self.started(number)
+
+    def started(self, number):
+        pass
+"""
+
+
+def job_of(directory: Path, *programs: str, more: str = "") -> subprocess.Popen:
+    script = JOB + more + "\nsettings = argparse.Namespace(deaths_a_minute=10, ranks=1)\n"
+    script += "sys.exit(Job(settings, Path(sys.argv[1])).run())\n"
+    command = [sys.executable, "-c", script, str(directory), *programs]
+    job = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    RUNNING.append(job)
+    return job
+
+
+def until(condition, limit: float = 60) -> None:
+    deadline = time.monotonic() + limit
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_nothing_is_started_again_once_the_job_ends(tmp_path):
+    starts, told = tmp_path / "starts", tmp_path / "told"
+    # The first one leaves when the second one's pause would long be over, which is 1.6 s after its fifth death.
+    leaves = f"trap 'touch {told}; for i in {{1..40}}; do sleep 0.1; done; exit 0' TERM; while :; do sleep 0.05; done"
+    job = job_of(tmp_path, leaves, f"echo >> {starts}; exit 3")
+    assert job.stderr is not None
+    deaths = 0
+    while deaths < 5:
+        line = job.stderr.readline()
+        assert line, "it has ended"
+        deaths += "replica 1 ended" in line
+    job.terminate()
+    until(told.exists)
+    job.communicate(timeout=60)
+    assert job.returncode == 0
+    assert starts.read_text().count("\n") == 5
+
+
+def test_a_death_by_any_signal_is_told_and_mended(tmp_path):
+    died = tmp_path / "died"
+    job = job_of(tmp_path, f"[[ -e {died} ]] && exit 0; touch {died}; kill -40 $$")
+    _, told = job.communicate(timeout=60)
+    assert (job.returncode, told) == (0, "rejoin-run: replica 0 ended with signal 40, and is started again\n")
+
+
+def test_what_cannot_be_started_again_is_tried_later(tmp_path):
+    more = """
+        one = self._replicas[number]
+        def start(once=[one.start]):
+            if once:
+                one.again = once.pop()
+                raise BlockingIOError(11, "Resource temporarily unavailable")
+            one.again()
+        one.start = start
+"""
+    died = tmp_path / "died"
+    job = job_of(tmp_path, f"[[ -e {died} ]] && exit 0; touch {died}; exit 1", more=more)
+    _, told = job.communicate(timeout=60)
+    assert job.returncode == 0, told
+    assert "replica 0 can't be started ([Errno 11] Resource temporarily unavailable), and is started again" in told
+
+
+def test_workers_end_with_the_torchrun_that_started_them(tmp_path):
+    script = tmp_path / "sleeps.py"
+    script.write_text(
+        "import os, pathlib, signal, sys\n"
+        "pathlib.Path(sys.argv[1], f'{os.getppid()}.{os.getpid()}').touch()\n"
+        "signal.pause()\n"
+    )
+    command = [sys.executable, "-m", "rejoin.run", "--replicas", "1", "--ranks", "2", "--directory", str(tmp_path),
+               "--", sys.executable, str(script), str(tmp_path)]  # fmt: skip
+    job = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    RUNNING.append(job)
+
+    def workers() -> list[tuple[int, int]]:
+        pairs = [each.name.split(".") for each in tmp_path.glob("[0-9]*.[0-9]*")]
+        return [(int(parent), int(pid)) for parent, pid in pairs]
+
+    until(lambda: len(workers()) == 2)
+    before = workers()
+    (torchrun,) = {parent for parent, _ in before}
+    os.kill(torchrun, signal.SIGKILL)
+    until(lambda: not any(Path(f"/proc/{pid}").exists() for _, pid in before), 10)
+    until(lambda: len(workers()) == 4)  # of another torchrun
+    job.terminate()
+    job.communicate(timeout=60)
