@@ -21,6 +21,7 @@ while [[ -z $leaves ]]; do
   # SLURM_ARRAY_TASK_ID says which replica this is; torchrun, which rank a process has.
   srun --kill-on-bad-exit=1 torchrun --standalone --nproc-per-node "${RANKS:-8}" "$@" &
   replica=$!
+  [[ -z $leaves ]] || kill -TERM "$replica"  # the signal came before there was somebody to tell
   wait "$replica" && exit 0
   [[ -z $leaves ]] || wait "$replica"  # the signal has ended the first wait
   sleep 1
