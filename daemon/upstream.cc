@@ -22,16 +22,14 @@ constexpr auto kRetry = std::chrono::milliseconds(50), kMostRetry = std::chrono:
 
 // One try to connect, or the pause before it. What it has asked for may answer when it is over, and its Upstream gone.
 struct Upstream::Attempt {
-  explicit Attempt(asio::io_context& io) : timer(io), resolver(io), socket(io) {}
+  explicit Attempt(asio::io_context& io) : timer(io), socket(io) {}
   asio::steady_timer timer;
-  asio::ip::tcp::resolver resolver;
   asio::ip::tcp::socket socket;
   bool resolved = false, over = false;
   void end() {
     over = true;
     asio::error_code ignored;
     timer.cancel();
-    resolver.cancel();
     socket.close(ignored);
   }
 };
@@ -44,36 +42,38 @@ Upstream::~Upstream() {
 void Upstream::connect() {
   const auto parts = transport::SocketAddress::split(address_);
   attempt_ = std::make_shared<Attempt>(io_);
+  limit_time();
+  if (!parts) return lost(parts.error().message);
+  asio::error_code is_name;
+  const auto address = asio::ip::make_address(parts->host, is_name);
+  if (!is_name) return connect_to({{address, parts->port}});
+  resolve(parts->host, parts->port);
+}
+
+void Upstream::limit_time() {
   attempt_->timer.expires_after(silence_);
   attempt_->timer.async_wait([this, attempt = attempt_](asio::error_code error) {
     if (error || attempt->over) return;
     lost(attempt->resolved ? "it does not answer" : "its name is not resolved in time");
   });
-  if (!parts) return lost(parts.error().message);
-  asio::error_code is_name;
-  const auto address = asio::ip::make_address(parts->host, is_name);
-  if (!is_name) return connect_to({{address, parts->port}});
-  resolve(parts->host, std::to_string(parts->port));
 }
 
-void Upstream::resolve(std::string host, const std::string& port) {
-  attempt_->resolver.async_resolve(
-      host, port, asio::ip::tcp::resolver::numeric_service,
-      [this, attempt = attempt_](asio::error_code error, const asio::ip::tcp::resolver::results_type& found) {
-        if (attempt->over) return;
-        if (error) return lost(fmt::format("address '{}': {}", address_, error.message()));
-        Endpoints endpoints;
-        for (const auto& one : found) endpoints.push_back(one.endpoint());
-        connect_to(std::move(endpoints));
-      });
+// However long it took, there is as much time to connect as where the address is known.
+void Upstream::resolve(const std::string& host, std::uint16_t port) {
+  resolver_.ask(host, port, [this, attempt = attempt_](Result<Resolver::Endpoints> found) {
+    if (attempt->over) return;
+    if (!found) return lost(fmt::format("address '{}': {}", address_, found.error().message));
+    limit_time();
+    connect_to(std::move(*found));
+  });
 }
 
 // One that answers nothing takes all the time that a try has: the next try begins with the address behind it.
-void Upstream::connect_to(Endpoints endpoints) {
+void Upstream::connect_to(Resolver::Endpoints endpoints) {
   attempt_->resolved = true;
   std::rotate(endpoints.begin(), endpoints.begin() + static_cast<std::ptrdiff_t>(tries_++ % endpoints.size()),
               endpoints.end());
-  const auto all = std::make_shared<const Endpoints>(std::move(endpoints));
+  const auto all = std::make_shared<const Resolver::Endpoints>(std::move(endpoints));
   asio::async_connect(attempt_->socket, all->begin(), all->end(),
                       [this, attempt = attempt_, all](asio::error_code error, auto) {
                         if (attempt->over) return;

@@ -1,8 +1,9 @@
 // This is the connection of a daemon or a relay to a coordinator, or to another relay, which looks the same. It
 // connects, proves the job key, and connects again for as long as its owner lives. Neither connecting nor the proof may
 // take longer than the silence, because the system itself would retry a connection that met a cut link after ever
-// longer pauses. A name is resolved anew at each try, on a thread of its own, since it may have come to mean another
-// machine; of several addresses each try begins with another one. Everything else runs in the io_context's thread.
+// longer pauses. A name is resolved anew at each try, since it may have come to mean another machine, but one that is
+// still being resolved since an earlier try is waited for; of several addresses each try begins with another one.
+// Everything runs in the io_context's thread.
 #pragma once
 
 #include <functional>
@@ -14,6 +15,7 @@
 #include "base/clock.h"
 #include "control.pb.h"
 #include "daemon/framed.h"
+#include "daemon/resolver.h"
 #include "membership/versions.h"
 
 namespace rejoin::daemon {
@@ -37,7 +39,8 @@ class Upstream {
         silence_(silence),
         handlers_(std::move(handlers)),
         one_of_several_(one_of_several),
-        name_(std::move(name)) {}
+        name_(std::move(name)),
+        resolver_(io) {}
   ~Upstream();
   Upstream(const Upstream&) = delete;
   Upstream& operator=(const Upstream&) = delete;
@@ -57,9 +60,9 @@ class Upstream {
 
  private:
   struct Attempt;
-  using Endpoints = std::vector<asio::ip::tcp::endpoint>;
-  void resolve(std::string host, const std::string& port);
-  void connect_to(Endpoints endpoints);
+  void limit_time();
+  void resolve(const std::string& host, std::uint16_t port);
+  void connect_to(Resolver::Endpoints endpoints);
   void talk(asio::ip::tcp::socket socket);
   void on_refusal(const proto::NodeWelcome& welcome);
   void on_welcome(const proto::NodeWelcome& welcome);
@@ -73,6 +76,7 @@ class Upstream {
   const Handlers handlers_;
   const bool one_of_several_;
   const std::string name_;
+  Resolver resolver_;
   std::shared_ptr<Attempt> attempt_;  // under way, or waited for
   std::shared_ptr<Framed> connection_;
   bool up_ = false, heard_ = false;  // it has shown the key; and has said something since
