@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <array>
 
+#include "base/text.h"
+
 namespace rejoin {
 
 namespace {
@@ -29,6 +31,15 @@ std::size_t character(std::string_view text) {
 }
 
 }  // namespace
+
+bool is_utf8(std::string_view text) {
+  while (!text.empty()) {
+    const std::size_t length = character(text);
+    if (length == 0) return false;
+    text.remove_prefix(length);
+  }
+  return true;
+}
 
 std::string printable(std::string_view text, std::size_t longest) {
   std::string result;

@@ -2,15 +2,23 @@
 #pragma once
 
 #include <string>
+#include <string_view>
 
 namespace rejoin {
 
+bool is_utf8(std::string_view text);
+
 // At most so many bytes of it, and no part of a character of UTF-8.
-inline std::string shortened(std::string text, std::size_t bytes) {
+inline std::string cut(std::string text, std::size_t bytes) {
   if (text.size() <= bytes) return text;
   while (bytes > 0 && (static_cast<unsigned char>(text[bytes]) & 0xc0) == 0x80) --bytes;
   text.resize(bytes);
-  return text + "…";
+  return text;
+}
+
+// The same, and that something is missing is shown.
+inline std::string shortened(const std::string& text, std::size_t bytes) {
+  return text.size() <= bytes ? text : cut(text, bytes) + "…";
 }
 
 }  // namespace rejoin

@@ -4,6 +4,7 @@
 
 #include "base/digest.h"
 #include "base/fail.h"
+#include "base/text.h"
 
 namespace rejoin {
 
@@ -85,7 +86,7 @@ Result<std::vector<StateAudit::RangeDigest>> StateAudit::range_digests(std::uint
     if (i % together == 0) range_digests.push_back({name, range.first, 0, 0});
     else if (range.tensor != last) range_digests.back().tensor += "', '" + name;
     RangeDigest& range_digest = range_digests.back();
-    range_digest.tensor.resize(std::min<std::size_t>(range_digest.tensor.size(), 400));
+    range_digest.tensor = cut(std::move(range_digest.tensor), 400);
     range_digest.count += range.count;
     range_digest.digest = combine_digests(range_digest.digest, (*digests)[i]);
     last = range.tensor;

@@ -4,6 +4,7 @@
 
 #include "base/digest.h"
 #include "base/fail.h"
+#include "base/text.h"
 
 namespace rejoin {
 
@@ -30,6 +31,9 @@ Result<TensorId> TrainingState::add(const TensorSpec& tensor, const std::vector<
 Result<> TrainingState::check_new(const local::Tensor& tensor, const local::Owner::Own& own) const {
   if (owner_) return fail(ErrorCode::invalid_argument, "tensor '{}' comes after allocate()", tensor.name);
   if (auto right = local::check(tensor); !right) return right;
+  if (!is_utf8(tensor.name))  // nobody would read its declaration
+    return fail(ErrorCode::invalid_argument, "tensor '{}': its name is not UTF-8",
+                printable(tensor.name, tensor.name.size()));
   if (names_.contains(tensor.name))
     return fail(ErrorCode::invalid_argument, "there is a tensor '{}' already: each needs a name of its own",
                 tensor.name);
@@ -227,13 +231,13 @@ std::uint64_t TrainingState::plan_hash() const {
 }
 
 proto::Declaration TrainingState::declaration() const {
-  constexpr std::size_t most_bytes = 256 * KiB, most_of_a_name = 200;
+  constexpr std::size_t most_bytes = 256 * KiB;
   proto::Declaration all;
   all.set_fingerprint(fingerprint_);
   std::size_t bytes = fingerprint_.size();
   for (std::size_t t = 0; t < tensors_.size(); ++t) {
     proto::Declaration::Tensor tensor;
-    tensor.set_name(tensors_[t].name.substr(0, most_of_a_name));
+    tensor.set_name(tensors_[t].name);
     tensor.set_type(std::string(to_string(tensors_[t].type)));
     tensor.set_count(tensors_[t].count);
     tensor.set_moments(tensors_[t].columns - 1);

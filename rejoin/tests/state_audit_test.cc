@@ -1,10 +1,13 @@
 // What an audit of the state sees, however it is cut.
 #include "rejoin/state_audit.h"
 
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include <random>
 #include <set>
+
+#include "base/text.h"
 
 namespace rejoin {
 namespace {
@@ -62,6 +65,22 @@ TEST(StateAudit, APartThatThereIsNotIsAnError) {
   auto audit = *StateAudit::make(owner);
   EXPECT_FALSE(audit->digest(4, 4));
   EXPECT_FALSE(audit->digest(0, 0));
+}
+
+// Many names, and only as many characters of them as fit.
+TEST(StateAudit, TheNamesOfARangeAreCutBehindAWholeCharacter) {
+  std::vector<local::Tensor> tensors;
+  for (int i = 0; i < 20'000; ++i)
+    tensors.push_back({.name = fmt::format("{}é{}", i, std::string(i % 7, 'x')), .count = 1, .columns = 1});
+  local::Owner owner = *local::Owner::make(*local::Manifest::make(std::move(tensors)));
+  const auto range_digests = (*StateAudit::make(owner))->range_digests(1, 0);
+  ASSERT_TRUE(range_digests);
+  std::size_t longest = 0;
+  for (const auto& range : *range_digests) {
+    longest = std::max(longest, range.tensor.size());
+    EXPECT_TRUE(is_utf8(range.tensor)) << range.tensor;
+  }
+  EXPECT_GE(longest, 399u) << "none was cut";
 }
 
 TEST(StateAudit, ADigestOfOnePartIsNotThatOfAnother) {
