@@ -14,6 +14,7 @@
 
 #include "base/bytes.h"
 #include "base/fail.h"
+#include "base/longest_time.h"
 
 namespace rejoin {
 
@@ -292,7 +293,7 @@ template Flag CommandLine::add(const char*, std::vector<std::uint32_t>&, const c
 template Flag CommandLine::add(const char*, std::vector<std::uint64_t>&, const char*);
 
 Flag CommandLine::add(const char* names, std::chrono::milliseconds& value, const char* help) {
-  constexpr std::int64_t most = std::int64_t{1} << 40;
+  constexpr std::int64_t most = kLongestTimeMs;
   auto* option = app_->add_option_function<std::int64_t>(
       names, [&value](const std::int64_t& given) { value = std::chrono::milliseconds(given); }, help);
   return Flag(option->default_str(std::to_string(value.count()))->check(CLI::Range(std::int64_t{0}, most)));

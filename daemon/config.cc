@@ -4,6 +4,7 @@
 
 #include "base/command_line.h"
 #include "base/fail.h"
+#include "base/longest_time.h"
 #include "base/number.h"
 #include "daemon/flags.h"
 
@@ -55,7 +56,7 @@ void bind(CommandLine& line, Config& c) {
                "coordinator: a job that has lost everybody starts again without the replicas that have not come for so "
                "long; "
                "0: 15 times the silence")
-      .check(whole_number());
+      .check(whole_number(kLongestTimeMs));
   line.setting(
           "--audit", c.audit, "REJOIN_AUDIT",
           "coordinator: replicas' results are compared in every step, and all of their states once in so many steps; "
@@ -92,7 +93,7 @@ void bind(CommandLine& line, Config& c) {
   line.setting("--flight-dir", c.flight, "REJOIN_FLIGHT_DIR",
                "directory for the flight recording (see rejoin explain); none: /dev/shm/rejoin-USER; off")
       .check(flight_directory());
-  line.setting("--name", c.node.name, "REJOIN_NODE", "this node's name in logs");
+  line.setting("--name", c.node.name, "REJOIN_NODE", "this node's name in logs").check(node_name());
   line.setting(
           "--location", c.node.location, "REJOIN_LOCATION",
           "node: where it stands, from the widest to the narrowest: DC/ROOM/RACK/HOST, say; the rings cross what is "

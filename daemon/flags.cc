@@ -11,6 +11,7 @@
 #include "base/location.h"
 #include "base/log.h"
 #include "base/number.h"
+#include "base/text.h"
 #include "base/unix_socket.h"
 #include "transport/advertise.h"
 #include "transport/factory.h"
@@ -47,11 +48,10 @@ Result<> check_peers(const std::string& text, const std::string& whole) {
 
 }  // namespace
 
-ValueCheck whole_number() {
-  return {"", [](const std::string& text) -> Result<> {
-            if (std::uint64_t number = 0; parse_number(text, number)) return {};
-            return fail(ErrorCode::invalid_argument, "'{}' is not a whole number from 0 to {}", text,
-                        ~std::uint64_t{0});
+ValueCheck whole_number(std::uint64_t most) {
+  return {"", [most](const std::string& text) -> Result<> {
+            if (std::uint64_t number = 0; parse_number(text, number) && number <= most) return {};
+            return fail(ErrorCode::invalid_argument, "'{}' is not a whole number from 0 to {}", text, most);
           }};
 }
 
@@ -83,8 +83,9 @@ ValueCheck replica_at_step() {
 
 ValueCheck number_from_0() {
   return {"", [](const std::string& text) -> Result<> {
-            if (double number = 0; parse_number(text, number) && std::isfinite(number) && number >= 0) return {};
-            return fail(ErrorCode::invalid_argument, "'{}' is not a number from 0 on", text);
+            constexpr double most = 1e9;
+            if (double number = 0; parse_number(text, number) && number >= 0 && number <= most) return {};
+            return fail(ErrorCode::invalid_argument, "'{}' is not a number from 0 to {:.0f}", text, most);
           }};
 }
 
@@ -125,6 +126,13 @@ ValueCheck file_name() {
 
 ValueCheck advertised_host() {
   return {"HOST", [](const std::string& text) { return transport::check_advertised(text); }};
+}
+
+ValueCheck node_name() {
+  return {"", [](const std::string& text) -> Result<> {
+            if (is_utf8(text)) return {};
+            return fail(ErrorCode::invalid_argument, "'{}' is not text in UTF-8", printable(text, text.size()));
+          }};
 }
 
 ValueCheck socket_name() {

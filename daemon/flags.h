@@ -12,8 +12,9 @@ namespace rejoin::daemon {
 
 constexpr std::string_view kEtcd = "etcd:";  // before the addresses of an etcd cluster
 
-ValueCheck whole_number();     // from 0 on; without this check -1 is the largest there is
-ValueCheck number_from_0();    // finite
+// From 0; without this check -1 would be the largest there is.
+ValueCheck whole_number(std::uint64_t most = ~std::uint64_t{0});
+ValueCheck number_from_0();    // a real one, to a billion
 ValueCheck listen_address();   // HOST:PORT; port 0 lets the system choose
 ValueCheck peer_address();     // HOST:PORT
 ValueCheck peer_addresses();   // HOST:PORT,HOST:PORT…, none of them twice
@@ -21,6 +22,7 @@ ValueCheck store_name();       // file, or etcd:HOST:PORT,HOST:PORT…
 ValueCheck job_name();         // letters, digits, . _ -
 ValueCheck file_name();        // not empty: of a flag that was to have a value
 ValueCheck advertised_host();  // HOST, or HOST,HOST… with one for each rail
+ValueCheck node_name();        // UTF-8: no message takes anything else
 ValueCheck socket_name();
 ValueCheck flight_directory();  // or off
 ValueCheck audit_period();      // auto, off, or steps

@@ -25,12 +25,14 @@ Communicator::~Communicator() {
 }
 
 Result<> check(const Options& options) {
+  constexpr std::size_t most = 1 * GiB;
   if (options.chunks_in_flight < 1 || options.chunks_in_flight > Tag::kMaxSlots)
     return fail(ErrorCode::invalid_argument, "{} chunks in flight; there must be 1 to {}", options.chunks_in_flight,
                 Tag::kMaxSlots);
-  if (options.chunk_bytes < 64 || options.chunk_bytes % 64 != 0)
-    return fail(ErrorCode::invalid_argument, "chunks of {} bytes; there must be 64 or a multiple of that",
-                options.chunk_bytes);
+  if (options.chunk_bytes < 64 || options.chunk_bytes % 64 != 0 || options.chunk_bytes > most)
+    return fail(ErrorCode::invalid_argument,
+                "chunks of {} bytes; there must be 64 or a multiple of that, and at most {}", options.chunk_bytes,
+                most);
   if (!(options.coding_error > 0 && options.coding_error <= 1))
     return fail(ErrorCode::invalid_argument, "a coding error of {}; it must be above 0 and at most 1",
                 options.coding_error);

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "base/bytes.h"
+#include "base/longest_time.h"
 #include "base/result.h"
 #include "rejoin/c.h"
 #include "rejoin/listen_config.h"
@@ -65,8 +66,7 @@ inline std::function<bool()> asking(int (*cancelled)(void*), void* with) {
 }
 
 inline std::chrono::milliseconds milliseconds_of(std::uint64_t ms) {
-  constexpr std::uint64_t longest = 1ull << 40;  // of what a duration takes: 34 years
-  return std::chrono::milliseconds(std::min(ms, longest));
+  return std::chrono::milliseconds(std::min(ms, kLongestTimeMs));
 }
 
 }  // namespace rejoin::c

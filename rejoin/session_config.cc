@@ -3,6 +3,7 @@
 #include "base/command_line.h"
 #include "base/fail.h"
 #include "base/flight_setting.h"
+#include "base/longest_time.h"
 #include "base/unix_socket.h"
 #include "ftar/communicator.h"
 #include "rejoin/session.h"
@@ -82,6 +83,10 @@ Result<SessionConfig> SessionConfig::from_environment() {
 Result<> SessionConfig::check() const {
   if (socket.empty())
     return fail(ErrorCode::invalid_argument, "no daemon socket: set SessionConfig::socket, --socket or REJOIN_SOCKET");
+  for (const auto& [flag, time] : {std::pair("--patience-ms (REJOIN_PATIENCE_MS)", patience),
+                                   std::pair("--between-steps-ms (REJOIN_BETWEEN_STEPS_MS)", between_steps)})
+    if (time < std::chrono::milliseconds(0) || time > kLongestTime)
+      return fail(ErrorCode::invalid_argument, "{} {} is not from 0 to {}", flag, time.count(), kLongestTimeMs);
   if (auto named = check_unix_name(socket); !named) return named;
   if (auto known = transport::check_name(transport); !known) return known;
   if (numa != "auto" && numa != "off")

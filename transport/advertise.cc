@@ -10,6 +10,7 @@
 
 #include "base/fail.h"
 #include "base/fd.h"
+#include "base/text.h"
 #include "transport/socket_address.h"
 
 namespace rejoin::transport {
@@ -98,8 +99,9 @@ Result<> check_advertised(const std::string& hosts) {
         host != given.substr(given.front() == '[' ? 1 : 0, host.size()))
       return fail(ErrorCode::invalid_argument,
                   "'{}': it is a host without a port; peers are told the port that is listened on", hosts);
-    if (host.find_first_of("|/ []") != std::string::npos)
-      return fail(ErrorCode::invalid_argument, "'{}' is not the name or the address of a host", host);
+    if (host.find_first_of("|/ []") != std::string::npos || !is_utf8(host))
+      return fail(ErrorCode::invalid_argument, "'{}' is not the name or the address of a host",
+                  printable(host, host.size()));
   }
   return {};
 }

@@ -59,10 +59,13 @@ TEST(Settings, AWrongOneIsRefusedWithItsFlagItsValueAndWhatIsAllowed) {
            {"--log-level", "loud", "trace, debug, info, warn, error, off"},
            {"--steps", "-1", "from 0 to"},
            {"--start-patience-ms", "-1", "from 0 to"},
+           {"--start-patience-ms", "18446744073709551615", "from 0 to 1099511627776"},
+           {"--start-patience-ms", "10000000000000", "from 0 to 1099511627776"},
            {"--roll-back-to", "-1", "from 0 to"},
-           {"--stream-limit", "nan", "from 0 on"},
-           {"--stream-limit", "inf", "from 0 on"},
-           {"--stream-limit", "-1", "from 0 on"},
+           {"--stream-limit", "nan", "from 0 to 1000000000"},
+           {"--stream-limit", "inf", "from 0 to 1000000000"},
+           {"--stream-limit", "1e300", "from 0 to 1000000000"},
+           {"--stream-limit", "-1", "from 0 to 1000000000"},
            {"--transport", "tcp:", "tcp:ADDRESS,ADDRESS…"},
            {"--transport", "tcp:127.0.0.1,", "tcp:ADDRESS,ADDRESS…"},
            {"--transport", "pigeon", "use shm, tcp"},
@@ -77,6 +80,13 @@ TEST(Settings, AWrongOneIsRefusedWithItsFlagItsValueAndWhatIsAllowed) {
     EXPECT_NE(why.find("'" + value + "'"), std::string::npos) << flag << " " << value << ": " << why;
     EXPECT_NE(why.find(allowed), std::string::npos) << flag << " " << value << ": " << why;
   }
+}
+
+// No message would take them.
+TEST(Settings, ANameOrHostThatIsNotUtf8IsRefused) {
+  EXPECT_EQ(refusal({"--name", "caf\xe9"}), "--name: 'caf?' is not text in UTF-8");
+  EXPECT_NE(refusal({"--advertise", "caf\xe9"}).find("--advertise: 'caf?' is not the name"), std::string::npos);
+  EXPECT_EQ(refusal({"--name", "café", "--advertise", "café"}), "");
 }
 
 TEST(Settings, WhatIsRightIsTaken) {

@@ -1,0 +1,56 @@
+// What a trainer may set, and name.
+#include <gtest/gtest.h>
+
+#include "base/bytes.h"
+#include "base/longest_time.h"
+#include "rejoin/session.h"
+#include "rejoin/training_state.h"
+
+namespace rejoin {
+namespace {
+
+SessionConfig right() {
+  SessionConfig config;
+  config.socket = "@nobody";
+  return config;
+}
+
+std::string refusal(const SessionConfig& config) {
+  const auto checked = config.check();
+  return checked ? "" : checked.error().message;
+}
+
+TEST(SessionConfig, ATimeThatWouldOverflowIsRefused) {
+  EXPECT_EQ(refusal(right()), "");
+  SessionConfig config = right();
+  config.patience = config.between_steps = kLongestTime;
+  EXPECT_EQ(refusal(config), "");
+  config.patience = std::chrono::milliseconds::max();
+  EXPECT_EQ(refusal(config), "--patience-ms (REJOIN_PATIENCE_MS) 9223372036854775807 is not from 0 to 1099511627776");
+  config = right();
+  config.between_steps = std::chrono::milliseconds(-1);
+  EXPECT_EQ(refusal(config), "--between-steps-ms (REJOIN_BETWEEN_STEPS_MS) -1 is not from 0 to 1099511627776");
+}
+
+// So many of them in flight are one allocation.
+TEST(SessionConfig, AChunkWhoseBuffersWouldOverflowIsRefused) {
+  SessionConfig config = right();
+  config.chunk_bytes = 1 * GiB;
+  EXPECT_EQ(refusal(config), "");
+  config.chunk_bytes = std::uint64_t{1} << 62;
+  EXPECT_NE(refusal(config).find("chunks of 4611686018427387904 bytes; there must be 64 or a multiple of that, and at "
+                                 "most 1073741824"),
+            std::string::npos)
+      << refusal(config);
+}
+
+TEST(TrainingState, ANameThatIsNotUtf8IsRefused) {
+  TrainingState state(4096);
+  EXPECT_TRUE(state.add({.name = "café", .count = 1}));
+  const auto added = state.add({.name = "caf\xe9", .count = 1});
+  ASSERT_FALSE(added);
+  EXPECT_EQ(added.error().message, "tensor 'caf?': its name is not UTF-8");
+}
+
+}  // namespace
+}  // namespace rejoin
