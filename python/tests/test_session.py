@@ -263,15 +263,6 @@ def test_rejoin_run_says_what_is_missing(capsys):
     assert version.stdout == f"rejoin {rejoin.__version__}\n"
 
 
-def test_a_replica_that_is_to_be_started_again_is_not_where_the_job_ends(tmp_path):
-    job = run.Job(None, tmp_path)
-    started = tmp_path / "started"
-    job._replicas = [run._Process("replica 0", ["touch", str(started)], {}, None, again_at=1.0)]
-    job._end()
-    assert job._look_after(job._replicas[0])
-    assert job._replicas[0].ended and job._replicas[0].process is None
-
-
 LOGGING = """
 import logging, sys, threading
 import rejoin.log
