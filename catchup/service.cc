@@ -325,10 +325,7 @@ std::vector<int> Service::doorbells() const {
 }
 
 void Service::arm_doorbells() {
-  for (auto* view : views_in_use()) {
-    drain_eventfd(view->doorbell());
-    view->wait_for_change();
-  }
+  for (auto* view : views_in_use()) view->wait_for_change();
 }
 
 }  // namespace rejoin::catchup

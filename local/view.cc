@@ -1,5 +1,8 @@
 #include "local/view.h"
 
+#include <fcntl.h>
+#include <unistd.h>
+
 #include <algorithm>
 
 #include "base/digest.h"
@@ -32,6 +35,9 @@ Result<View> View::make(std::vector<Fd> descriptors, std::shared_ptr<device::Dev
                 layout, view.page().slices, kOldestLayout, kLayoutVersion, slices,
                 layout > kLayoutVersion ? "the daemon" : "the trainer's library");
   view.doorbell_ = std::move(offer->doorbell);
+  if (const int flags = ::fcntl(view.doorbell_.get(), F_GETFL);
+      flags < 0 || ::fcntl(view.doorbell_.get(), F_SETFL, flags | O_NONBLOCK) != 0)
+    return fail_errno("the trainer's doorbell");
   // Pins of a daemon before us are nobody's now.
   for (auto& pin : view.page().pins) pin.state.store(PinState::free);
   return view;
@@ -82,6 +88,16 @@ std::uint32_t View::free_pins() const {
   std::uint32_t free = 0;
   for (std::uint32_t i = 0; i < kMaxPins; ++i) free += ((taken_ | withdrawing_) >> i & 1) == 0;
   return free;
+}
+
+void View::wait_for_change() {
+  std::uint64_t rung = 0;
+  const auto got = ::read(doorbell_.get(), &rung, sizeof rung);
+  const bool empty = got < 0 && (errno == EAGAIN || errno == EINTR);
+  if (got != sizeof rung && !empty)
+    check(fail(ErrorCode::corrupt, "what its trainer offers as a doorbell is none: reading {} bytes of it returned {}",
+               sizeof rung, got));
+  page().daemon_waits.store(1);
 }
 
 std::optional<std::pair<std::uint64_t, std::vector<View::Pinned>>> View::pin(const std::vector<std::uint32_t>& parts) {

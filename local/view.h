@@ -51,9 +51,9 @@ class View {
   const Fd& doorbell() const { return doorbell_; }
   // Maps the next range of the state for real, so that the stream does not stop at every page; false when all is done.
   bool populate_some();
-  // Asks the trainer to ring the doorbell at the next change of clock or pin. The caller looks at both once more after
-  // it, before it sleeps.
-  void wait_for_change() { page().daemon_waits.store(1); }
+  // Silences the doorbell and asks the trainer to ring it at the next change of clock or pin. The caller looks at both
+  // once more after it, before it sleeps. What can't be silenced is a failure().
+  void wait_for_change();
 
   Clock clock() const { return Clock::unpack(page().clock.load()); }
   Phase phase() const { return static_cast<Phase>(page().phase.load(std::memory_order_relaxed)); }

@@ -1,4 +1,6 @@
+#include <fcntl.h>
 #include <gtest/gtest.h>
+#include <sys/eventfd.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -189,6 +191,28 @@ TEST(Offer, WhatIsNotAsItSaysIsRefused) {
   ASSERT_FALSE(refused);
   EXPECT_NE(refused.error().message.find("the trainer's state: it has 4096 bytes"), std::string::npos)
       << refused.error().message;
+}
+
+// It is the trainer's, so its daemon neither waits for it nor believes that it is one.
+TEST(Offer, ADoorbellThatIsNoneIsAFailureAndHoldsNobodyUp) {
+  auto owner = *Owner::make(sample());
+  const auto with_doorbell = [&](Fd doorbell) {
+    auto offer = *owner.offer();
+    offer[2] = std::move(doorbell);
+    auto view = *View::make(std::move(offer));
+    view.wait_for_change();
+    return view;
+  };
+  int ends[2];
+  ASSERT_EQ(::pipe(ends), 0);
+  Fd out(ends[1]);
+  EXPECT_FALSE(with_doorbell(Fd(::dup(ends[0]))).failure()) << "nobody has rung";
+  out = {};
+  const auto closed = with_doorbell(Fd(ends[0]));
+  ASSERT_TRUE(closed.failure());
+  EXPECT_NE(closed.failure()->message.find("offers as a doorbell"), std::string::npos) << closed.failure()->message;
+  EXPECT_TRUE(with_doorbell(Fd(::open("/dev/null", O_RDWR))).failure());
+  EXPECT_FALSE(with_doorbell(Fd(::eventfd(1, 0))).failure());  // blocks where it is read twice
 }
 
 TEST(Offer, GarbageIsRefusedAtEveryLength) {
