@@ -94,7 +94,7 @@ struct Shared {
   struct Count {
     char name[48];
     std::uint64_t count;
-  } counts[64][2048];  // each job's own
+  } counts[64][4096];  // each job's own
   char what[256];
 };
 

@@ -55,6 +55,7 @@ Shape Shape::of(std::uint64_t seed) {
           .slow_streams = often("slow streams", 3),
           .checkpoint_steps = one_of(kCheckpointSteps, seed, "checkpoints"),
           .evaluates = often("evaluations", 3),
+          .long_updates = often("long updates", 3),
           .coordinators = often("coordinators", 3) ? 3u : 1u,
           .constant_batch = often("constant batch", 3),
           .upgrade = often("upgrade", 3),
@@ -89,6 +90,7 @@ std::map<std::string, std::string> Shape::values() const {
           {"slow streams", slow_streams ? "y" : "n"},
           {"checkpoints", fmt::format("{}", checkpoint_steps)},
           {"evaluates", evaluates ? "y" : "n"},
+          {"long updates", long_updates ? "y" : "n"},
           {"coordinators", fmt::format("{}", coordinators)},
           {"constant batch", constant_batch ? "y" : "n"},
           {"upgrade", upgrade ? "y" : "n"},
@@ -104,7 +106,7 @@ std::map<std::string, std::string> Shape::values() const {
 std::uint64_t direct_bytes(const Shape& shape) { return !shape.direct ? 0 : shape.coded() ? 1024 : 32768; }
 
 std::size_t pairs_of_values() {
-  constexpr std::array<std::size_t, 25> sizes{kReplicas.size(),
+  constexpr std::array<std::size_t, 26> sizes{kReplicas.size(),
                                               kRanks.size(),
                                               2,
                                               2,
@@ -120,6 +122,7 @@ std::size_t pairs_of_values() {
                                               kSpares.size(),
                                               kCheckpointSteps.size(),
                                               kCodings,
+                                              2,
                                               2,
                                               2,
                                               2,

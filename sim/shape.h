@@ -32,6 +32,7 @@ struct Shape {
 
   std::uint64_t checkpoint_steps = 0;  // from one checkpoint of a replica to the next; 0: it writes none
   bool evaluates = false;              // its trainers do other things between steps, for longer than the silence
+  bool long_updates = false;           // some updates of its trainers last up to a second
   std::uint32_t coordinators = 1;      // more than one: they share a store
   bool constant_batch = false;         // contributors share the samples of all replicas
   bool upgrade = false;                // its processes are of two releases, and each start may be of either

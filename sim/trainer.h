@@ -57,6 +57,7 @@ class Trainer final : public Process {
   void touch();  // a planted bug
   void damage_at_rest();
   void begin_update();
+  Duration update_lasts();
   void end_update();
   void tell_factor();
   void evaluate();

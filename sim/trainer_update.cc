@@ -14,7 +14,16 @@ void Trainer::begin_update() {
     checker.on_trained(replica, rank, step_.step, step_.batch, *gradients_, digest(state_->gradients()));
   if (!contributed_) damage_at_rest();
   updates_ = *state_->begin_update(Step(step_.step), contributed_, driver_->committed_contributors());
-  in(random.between(20us, 900us), &Trainer::end_update);
+  in(update_lasts(), &Trainer::end_update);
+}
+
+// What the daemons do meanwhile, they do beside an optimizer at work.
+Duration Trainer::update_lasts() {
+  if (!world_.shape.long_updates || !random.one_in(30)) return random.between(20us, 900us);
+  const Duration lasting = random.of_any_size(1ms, 5 * world_.job.silence);
+  world_.count("long update");
+  world_.on_long_work(lasting);
+  return lasting;
 }
 
 // One bit of a slice that arrived older than the rest and has not been brought up to date: its verification, which is
@@ -92,7 +101,7 @@ void Trainer::evaluate() {
   world_.note("replica {} rank {} evaluates for {:.1f} ms", replica, rank, milliseconds(lasting));
   world_.count("evaluation");
   if (lasting > world_.job.silence) world_.count("evaluation of more than a silence");
-  world_.on_evaluation(lasting);
+  world_.on_long_work(lasting);
   evaluates_until_ = world_.now_at(machine) + lasting;
   world_.after_of(*this, lasting, [this] { world_.wake(*this); });
 }

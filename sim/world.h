@@ -103,8 +103,8 @@ class World {
   // A protocol has come this far, at this replica (if at any): faults may wait for that.
   void on_moment(Moment moment, std::uint32_t replica);
   void went_wrong(const Trainer& trainer, std::uint64_t version);
-  void on_evaluation(Duration lasting) { disturb(lasting); }  // a trainer does something else between two steps
-  void felt_for(Duration lasting) {                           // what an earlier fault was for begins now
+  void on_long_work(Duration lasting) { disturb(lasting); }  // of a trainer, between a commit and its next step
+  void felt_for(Duration lasting) {                          // what an earlier fault was for begins now
     disturb(lasting);
     faults_end_ = std::max(faults_end_, now() + lasting);
   }

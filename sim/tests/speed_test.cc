@@ -14,7 +14,7 @@ struct Throughput {
 };
 Throughput of_four(bool balance, double times) {
   std::uint64_t seed = 1;  // whose trainers do nothing but train
-  while (Shape::of(seed).evaluates || Shape::of(seed).constant_batch) ++seed;
+  while (Shape::of(seed).evaluates || Shape::of(seed).long_updates || Shape::of(seed).constant_batch) ++seed;
   constexpr Duration changes = std::chrono::seconds(60);
   const Outcome outcome = play({.seed = seed,
                                 .replicas = 4,
