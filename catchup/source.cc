@@ -155,7 +155,9 @@ std::optional<Source::SliceJob> Source::begin(const Request& request) {
   const auto status = view.slice(request.slice);
   const bool joining = !memory_.proofs->is_all();
   const auto pins = std::min<std::size_t>(local::kMaxPins, kPinsOfJoiner + parts.size());
-  if (joining && (status.version() != view.clock().version || view.free_pins() < pins)) return std::nullopt;
+  const auto version = view.clock().version;
+  if (ahead({request.slice}, version)) return std::nullopt;
+  if (joining && (status.version() != version || view.free_pins() < pins)) return std::nullopt;
   auto pinned = view.pin(parts);
   if (!pinned) return std::nullopt;
   SliceJob job{.number = next_job_, .request = request, .version = pinned->first, .proof = *proof, .parts = {}};
@@ -372,6 +374,7 @@ bool Source::advance(Question& question) {
   if (question.pinned.empty()) {
     if (view.clock().version > question.version) return answer(true);
     if (view.clock().version < question.version) return false;  // not there yet
+    if (ahead(question.slices, question.version)) return answer(true);
     std::vector<std::uint32_t> parts;
     for (auto slice : question.slices)
       for (auto part : parts_of(slice)) parts.push_back(part);

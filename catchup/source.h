@@ -6,6 +6,7 @@
 // digests is answered before all is.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <deque>
 #include <map>
@@ -111,6 +112,11 @@ class Source {
   bool may_start(TimePoint now);
   std::uint64_t bytes_of(std::uint32_t slice) const;
   std::optional<SliceJob> begin(const Request& request);
+  // Some of these have arrived from a source that had made an update which is still to come here. A joiner that was
+  // made a contributor within the step has such slices, too.
+  bool ahead(const std::vector<std::uint32_t>& slices, std::uint64_t version) const {
+    return std::ranges::any_of(slices, [&](auto slice) { return memory_.view->slice(slice).version() > version; });
+  }
   bool still_proven(const SliceJob& job);
   void offer();
   void write_parts(std::span<SliceJob* const> jobs);

@@ -204,6 +204,47 @@ TEST(CatchUpService, ASourceThatCanNotBeReachedIsNotWaitedForForever) {
   EXPECT_TRUE(cluster.same_bits(joiner, *cluster.replicas[0]));
 }
 
+// A joiner that was made a contributor within a step has slices whose source had made an update that is still to come
+// here. Another joiner fetches them, or has its own compared with them.
+TEST(CatchUpService, WhoBecomesAContributorServesNoSliceThatIsAheadOfItsState) {
+  for (const bool fetches : {true, false}) {
+    SCOPED_TRACE(fetches);
+    Cluster cluster(12);
+    cluster.model = model_of(40);
+    const Replica& source = cluster.add(true);
+    cluster.train(1);
+    Replica &first = cluster.add(false), &second = cluster.add(false);
+    const RankKey of_first{first.id, RankId(0)}, of_second{second.id, RankId(0)};
+    const SourceAddress at_source{source.id, Incarnation(1), source.address},
+        at_first{first.id, Incarnation(1), first.address};
+    const auto pump_until = [&](auto is) {
+      for (int i = 0; i < 5000 && !is(); ++i) cluster.pump(1);
+      return is();
+    };
+    const auto slices = [&] { return second.service->progress(of_second, cluster.clock.now())->slices; };
+    source.service->serve({source.id, RankId(0)}, Incarnation(1));
+    const std::set<SourceAddress> all = fetches ? std::set{at_first} : std::set{at_source, at_first};
+    second.service->catch_up(of_second, all, Step(1), cluster.clock.now());
+    if (!fetches) ASSERT_TRUE(pump_until([&] { return slices() == 40; }));
+    cluster.catch_up(first);
+    ASSERT_TRUE(pump_until([&] { return first.status(0).state == local::SliceState::arrived; }));
+    cluster.replicas[source.id.value]->update(Step(++cluster.step));
+    ASSERT_TRUE(pump_until([&] { return first.caught_up; }));
+    ASSERT_EQ(first.status(0).version(), 1u);
+    ASSERT_EQ(first.status(39).version(), 2u);
+    first.service->finish(of_first);
+    first.service->serve(of_first, Incarnation(1));
+    cluster.clock.advance(std::chrono::seconds(1));  // it is asked again
+    cluster.pump(2000);
+    for (auto* one : {&first, &second}) one->update(Step(cluster.step));
+    first.contributes = true;
+    cluster.train_until_caught_up(second, 200, 20);
+    ASSERT_TRUE(second.caught_up);
+    EXPECT_TRUE(cluster.same_bits(second, source));
+    EXPECT_EQ(second.service->progress(of_second, cluster.clock.now())->refetched, 0u);
+  }
+}
+
 // Found by the simulator: a trainer that was just started again was taken for the contributor that it had been, and its
 // initial state was fetched and even verified.
 TEST(CatchUpService, OnlyTheIncarnationThatContributesIsServedFrom) {

@@ -21,10 +21,7 @@ struct Joiners : Cluster {
           std::uint32_t of_tensors = kTensors)
       : Cluster(seed), contributors(those_who_have_it) {
     limit = rate;
-    std::vector<local::Tensor> tensors;
-    for (std::uint32_t t = 0; t < of_tensors; ++t)
-      tensors.push_back({.name = fmt::format("t{}", t), .count = 1000 + t % 7, .columns = 3});
-    model = *local::Manifest::make(std::move(tensors));
+    model = model_of(of_tensors);
     for (std::size_t i = 0; i < contributors; ++i) add(true);
     train(1);
     for (std::size_t i = 0; i < k; ++i) joiners.push_back(&add(false));

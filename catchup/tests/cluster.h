@@ -33,6 +33,14 @@ inline local::Manifest small_model(bool elementwise, bool on_gpu) {
                                  {.name = "c", .count = 5, .columns = 1}});
 }
 
+// Each tensor is a slice.
+inline local::Manifest model_of(std::uint32_t tensors) {
+  std::vector<local::Tensor> all;
+  for (std::uint32_t t = 0; t < tensors; ++t)
+    all.push_back({.name = fmt::format("t{}", t), .count = 1000 + t % 7, .columns = 3});
+  return *local::Manifest::make(std::move(all));
+}
+
 // Where states are: of a GPU or the host, allocated for them or by somebody else, scattered over several allocations.
 struct Memory {
   bool on_gpu = false, scattered = false;
@@ -119,10 +127,21 @@ struct Replica {
     return values;
   }
   void update(Step step) {
-    std::vector<std::vector<float>> gradients;
+    begin_update(step);
+    end_update();
+  }
+  // What its optimizer is given, until the update ends.
+  Step updates_to;
+  std::vector<std::vector<float>> gradients;
+  std::vector<device::Memory> of_device;
+  std::vector<Update> updates;
+
+  void begin_update(Step step) {
+    updates_to = step;
+    gradients.clear();
+    of_device.clear();
     for (std::uint32_t t = 0; t < owner->manifest().tensors().size(); ++t)
       gradients.push_back(gradient(t, owner->manifest().tensors()[t].count, step.value));
-    std::vector<device::Memory> of_device;
     const auto gradient_of = [&](std::uint32_t t, std::uint64_t first, std::uint64_t count) {
       const std::uint64_t size = size_of(owner->manifest().tensors()[t].type_of_gradient());  // at most a float's
       const BytesView here = std::as_bytes(std::span(gradients[t])).subspan(first * size, count * size);
@@ -131,9 +150,12 @@ struct Replica {
       EXPECT_TRUE(access->write(of_device.back().bytes.data(), here));
       return BytesView(of_device.back().bytes);
     };
-    const auto updates = gradient_log->begin(step, contributes, 1, gradient_of);
-    ASSERT_TRUE(updates);
-    for (const auto& update : *updates) {
+    auto begun = gradient_log->begin(step, contributes, 1, gradient_of);
+    ASSERT_TRUE(begun);
+    updates = std::move(*begun);
+  }
+  void end_update() {
+    for (const auto& update : updates) {
       ++trained_updates;
       const auto& tensor = owner->manifest().tensors()[update.tensor];
       Bytes copied;
@@ -162,7 +184,10 @@ struct Replica {
         });
       }
     }
-    gradient_log->end(step, contributes);
+    gradient_log->end(updates_to, contributes);
+  }
+  local::SliceStatus status(std::uint32_t slice) const {
+    return local::SliceStatus::unpack(owner->page().slice_statuses()[slice].load());
   }
   bool on_host() const { return owner->device()->kind() == device::MemoryKind::host; }
   // Lets the CPU change floats of the state, wherever they are.
