@@ -34,6 +34,7 @@ Joiner::Joiner(transport::Engine& engine, local::View& view, std::vector<transpo
   // The daemon before this one may have got far: what has arrived or is kept current is only verified again; if it had
   // called all of it complete, it is. The clock is read first: a status that is behind it then is behind for good.
   bool complete = view.complete();
+  if (at_first_.updating) update_of_void_ = at_first_;  // what is void may have been voided under that update
   proofs_.begin(verified_.size());
   for (std::uint32_t i = 0; i < view.manifest().slices().size(); ++i)
     for (bool settled = false; !settled;) {
@@ -236,8 +237,12 @@ bool Joiner::decode(Arrival& arrival) {
 
 void Joiner::fetch_again(std::uint32_t slice) {
   events::record(events::Kind::slice_again, {.a = slice});
-  while (!view_.set_slice(slice, view_.slice(slice), {})) {
-  }
+  auto before = view_.slice(slice);
+  while (!view_.set_slice(slice, before, {})) before = view_.slice(slice);
+  // First made void, then the clock is read: an update that begins later leaves the slice alone. One that runs may have
+  // been given it.
+  const bool was_there = before.state == local::SliceState::arrived || before.state == local::SliceState::current;
+  if (const auto clock = view_.clock(); was_there && clock.updating) update_of_void_ = clock;
   doubt(slice);
   set_verified(slice, false);
   arrived_.forget(slice);

@@ -234,6 +234,9 @@ class Joiner {
   Coder coder_;
   std::map<ReplicaId, std::uint64_t> from_;
   local::Clock seen_;
+  // An update that may have been given slices which are void now: it writes to them, so nothing is asked for before it
+  // is over.
+  std::optional<local::Clock> update_of_void_;
   const TimePoint started_;
   TimePoint finished_{};
   bool done_ = false;

@@ -84,6 +84,7 @@ void Joiner::choose_reach(const std::vector<std::size_t>& distances) {
 }
 
 void Joiner::ask_for_slices() {
+  if (update_of_void_ == view_.clock()) return;
   rank_sources();
   const auto distances = sources_soon();
   choose_reach(distances);

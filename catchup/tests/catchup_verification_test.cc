@@ -4,26 +4,33 @@
 namespace rejoin::catchup {
 namespace {
 
-// Flips a bit of one of the joiner's slices that has arrived and has yet to be brought up to date, a high one, since a
-// low one may vanish in the rounding of the updates that do so; false: there was none.
-bool flip_when_arrived(Cluster& cluster, Replica& joiner) {
-  bool flipped = false;
-  const auto& slices = joiner.owner->manifest().slices();
+// Lets events happen until this is so, within a bound.
+template <typename Is>
+bool pump_until(Cluster& cluster, Is is) {
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(60);
-  for (int i = 0; (cluster.on_gpu ? std::chrono::steady_clock::now() < deadline : i < 5000) && !joiner.caught_up; ++i) {
+  for (int i = 0; cluster.on_gpu ? std::chrono::steady_clock::now() < deadline : i < 5000; ++i) {
+    if (is()) return true;
     cluster.pump(1);
-    if (i % 20 == 19) cluster.train(0);
-    for (std::uint32_t s = 0; s < slices.size() && !flipped; ++s) {
-      const auto status = local::SliceStatus::unpack(joiner.owner->page().slice_statuses()[s].load());
-      if (status.state != local::SliceState::arrived || status.version() >= joiner.owner->clock().version) continue;
-      const auto there = joiner.owner->column(slices[s].range, 0).subspan(3, 1);
-      std::byte byte{};
-      EXPECT_TRUE(joiner.access->read(there, &byte));
-      byte ^= std::byte{0x40};
-      EXPECT_TRUE(joiner.access->write(there.data(), {&byte, 1}));
-      flipped = true;
-    }
   }
+  return is();
+}
+
+// Trains until one of the joiner's slices has arrived and has yet to be brought up to date, and flips a bit of it, a
+// high one, since a low one may vanish in the rounding of the updates that do so. Nothing: there was none.
+std::optional<std::uint32_t> flip_when_arrived(Cluster& cluster, Replica& joiner) {
+  const auto& slices = joiner.owner->manifest().slices();
+  std::optional<std::uint32_t> flipped;
+  pump_until(cluster, [&, i = 0]() mutable {
+    if (++i % 20 == 0) cluster.train(0);
+    for (std::uint32_t s = 0; s < slices.size() && !flipped; ++s)
+      if (const auto status = joiner.status(s);
+          status.state == local::SliceState::arrived && status.version() < joiner.owner->clock().version)
+        flipped = s;
+    return flipped || joiner.caught_up;
+  });
+  if (flipped)
+    joiner.change_bytes(joiner.owner->column(slices[*flipped].range, 0).subspan(3, 1),
+                        [](std::span<std::byte> byte) { byte[0] ^= std::byte{0x40}; });
   return flipped;
 }
 
@@ -37,11 +44,63 @@ TEST_P(CatchUp, AFlippedBitIsFoundByVerificationAndFetchedAgain) {
     cluster.train(1);
     Replica& joiner = cluster.add(false);
     cluster.catch_up(joiner);
-    flipped = flip_when_arrived(cluster, joiner);
+    flipped = flip_when_arrived(cluster, joiner).has_value();
+    cluster.train_until_caught_up(joiner, 250, 20);
     ASSERT_TRUE(joiner.caught_up);
     EXPECT_TRUE(cluster.same_bits(joiner, *cluster.replicas[0]));
     if (flipped) EXPECT_GE(joiner.service->progress({joiner.id, RankId(0)}, cluster.clock.now())->refetched, 1u);
   }
+}
+
+// Sources say that it is wrong when the trainer's next update has been given it already.
+TEST_P(CatchUp, WhatIsFoundWrongWhileAnUpdateWritesToItIsFetchedAfterIt) {
+  Cluster cluster(4, true, memory);
+  cluster.smaller = true;
+  Replica& source = cluster.add(true);
+  cluster.train(1);
+  Replica& joiner = cluster.add(false);
+  cluster.catch_up(joiner);
+  const auto wrong = flip_when_arrived(cluster, joiner);
+  ASSERT_TRUE(wrong);
+  cluster.train(0);
+  ASSERT_EQ(joiner.status(*wrong).state, local::SliceState::current);
+  const auto asked_about = [&](const local::Pin& pin) {
+    const local::Slice& slice = joiner.owner->manifest().slices()[*wrong];
+    return pin.state == local::PinState::pending && pin.part >= slice.first_part &&
+           pin.part < slice.first_part + slice.parts;
+  };
+  ASSERT_TRUE(pump_until(cluster, [&] { return std::ranges::any_of(joiner.owner->page().pins, asked_about); }));
+  joiner.daemon_stopped = true;
+  cluster.pump(200);  // the source answers
+  joiner.begin_update(Step(++cluster.step));
+  source.update(Step(cluster.step));
+  joiner.daemon_stopped = false;
+  ASSERT_TRUE(pump_until(cluster, [&] { return joiner.status(*wrong).state != local::SliceState::current; }));
+  cluster.pump(1000);
+  EXPECT_EQ(joiner.status(*wrong).state, local::SliceState::absent);
+  joiner.end_update();
+  cluster.train_until_caught_up(joiner, 200, 20);
+  ASSERT_TRUE(joiner.caught_up);
+  EXPECT_TRUE(cluster.same_bits(joiner, source));
+}
+
+// A daemon that is started anew finds the slice void, and doesn't know under which update it has become so.
+TEST_P(CatchUp, ADaemonThatIsStartedWithinAnUpdateAsksForNothingBeforeItIsOver) {
+  Cluster cluster(5, true, memory);
+  cluster.smaller = true;
+  Replica& source = cluster.add(true);
+  cluster.train(1);
+  Replica& joiner = cluster.add(false);
+  cluster.train(1);
+  joiner.begin_update(Step(++cluster.step));
+  source.update(Step(cluster.step));
+  cluster.catch_up(joiner);
+  cluster.pump(1000);
+  EXPECT_EQ(joiner.status(0).state, local::SliceState::absent);
+  joiner.end_update();
+  cluster.train_until_caught_up(joiner, 200, 20);
+  ASSERT_TRUE(joiner.caught_up);
+  EXPECT_TRUE(cluster.same_bits(joiner, source));
 }
 
 TEST_P(CatchUp, AReplicaThatStartsFromNothingHasCaughtUpBeforeItsFirstUpdate) {
@@ -52,10 +111,7 @@ TEST_P(CatchUp, AReplicaThatStartsFromNothingHasCaughtUpBeforeItsFirstUpdate) {
   Replica& joiner = cluster.add(false);
   joiner.owner->set_version(0);
   cluster.catch_up(joiner);
-  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(60);
-  for (int i = 0; !joiner.caught_up && (on_gpu ? std::chrono::steady_clock::now() < deadline : i < 5000); ++i)
-    cluster.pump(1);
-  ASSERT_TRUE(joiner.caught_up);
+  ASSERT_TRUE(pump_until(cluster, [&] { return joiner.caught_up; }));
   EXPECT_EQ(joiner.owner->clock().version, 0u);
   EXPECT_TRUE(cluster.same_bits(joiner, *cluster.replicas[0]));
   cluster.train(1);
@@ -72,13 +128,7 @@ TEST_P(CatchUp, WhatNobodyElseHasAnyMoreIsVerifiedWhenTheReplicaHasMadeItsUpdate
   Replica& joiner = cluster.add(false);
   joiner.owner->set_version(0);
   cluster.catch_up(joiner);
-  const auto& statuses = joiner.owner->page().slice_statuses();
-  const auto arrived = [&] {
-    return local::SliceStatus::unpack(statuses[0].load()).state == local::SliceState::arrived;
-  };
-  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(60);
-  for (int i = 0; !arrived() && (on_gpu ? std::chrono::steady_clock::now() < deadline : i < 5000); ++i) cluster.pump(1);
-  ASSERT_TRUE(arrived());
+  ASSERT_TRUE(pump_until(cluster, [&] { return joiner.status(0).state == local::SliceState::arrived; }));
   ++cluster.step;
   for (const std::size_t source : {0, 1}) cluster.replicas[source]->update(Step(cluster.step));
   cluster.pump(200);
