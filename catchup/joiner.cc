@@ -256,6 +256,7 @@ void Joiner::fetch_again(std::uint32_t slice) {
 
 void Joiner::work(TimePoint now, bool busy) {
   if (done_) return;
+  make_up_for_pause(now);
   for (auto& [source, known] : expected_) {
     const bool before = waited_for(known);
     if (known.missing_since && sources_.contains(source) && now - known.connected_at > silence_) heard(known);

@@ -160,6 +160,7 @@ class Joiner {
   Result<> on_verify_reply(ReplicaId source, const proto::VerifyReply& reply);
   Result<> on_offers(ReplicaId fellow, const proto::Offers& offers);
   void heard_of(ReplicaId source);
+  void make_up_for_pause(TimePoint now);
   void mind_fellows(TimePoint now);
   Duration usual() const;  // between two slices that came
   void give_up(ReplicaId fellow, std::string why, bool wrong);

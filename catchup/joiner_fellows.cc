@@ -35,13 +35,24 @@ Duration Joiner::usual() const {
   return planner_.arrived() == 0 ? Duration{} : (came_at_ - started_) / planner_.arrived();
 }
 
-// Nobody is waited for that owes something and sends nothing. What this process itself was paused for counts for
-// nobody: what they sent meanwhile may not have been looked at.
-void Joiner::mind_fellows(TimePoint now) {
-  if (const Duration paused = now - now_; paused > deadlines::kIdleStream.of(silence_)) {
-    came_at_ += paused;
-    for (auto& [id, fellow] : fellows_) fellow.moved_at += paused;
+// What this process itself was paused for counts for nobody: what they sent meanwhile may not have been looked at, and
+// whose connection broke meanwhile could not be connected with again.
+void Joiner::make_up_for_pause(TimePoint now) {
+  const Duration paused = now - now_;
+  const auto later = [&](TimePoint& at) { at = std::min(at + paused, now); };
+  if (paused > deadlines::kIdleStream.of(silence_)) {
+    later(came_at_);
+    for (auto& [id, fellow] : fellows_) later(fellow.moved_at);
   }
+  if (paused <= silence_) return;  // a source is waited for much longer, and meanwhile there may be little to look at
+  for (auto& [id, source] : expected_) {
+    later(source.connected_at);
+    if (source.missing_since) later(*source.missing_since);
+  }
+}
+
+// Nobody is waited for that owes something and sends nothing.
+void Joiner::mind_fellows(TimePoint now) {
   // Over a slow link slices come seldom, and in turn from all.
   const auto all = static_cast<std::int64_t>(sources_.size() + fellows_.size());
   const Duration patience = std::max(deadlines::kStillFellow.of(silence_), kUsual * all * usual());

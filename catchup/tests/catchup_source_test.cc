@@ -204,6 +204,39 @@ TEST(CatchUpService, ASourceThatCanNotBeReachedIsNotWaitedForForever) {
   EXPECT_TRUE(cluster.same_bits(joiner, *cluster.replicas[0]));
 }
 
+// Nor does a pause of the joiner's count, in which its connections have broken.
+TEST(CatchUpService, ThatAJoinerStoodStillMakesNoSourceUnreachable) {
+  Cluster cluster(13);
+  cluster.model = model_of(40);
+  cluster.add(true), cluster.add(true);
+  cluster.train(1);
+  Replica& joiner = cluster.add(false);
+  cluster.catch_up(joiner);
+  const auto progress = [&] { return *joiner.service->progress({joiner.id, RankId(0)}, cluster.clock.now()); };
+  for (int i = 0; i < 5000 && progress().slices < 40; ++i) cluster.pump(1);
+  ASSERT_EQ(progress().slices, 40u);
+  ASSERT_FALSE(joiner.caught_up) << "it has not been compared with both";
+  for (const std::size_t source : {0, 1}) {
+    cluster.fabric.kill(*cluster.replicas[source]->on_fabric);
+    cluster.replicas[source]->service.reset();
+    cluster.replicas[source].reset();
+  }
+  joiner.daemon_stopped = true;
+  cluster.clock.advance(10 * deadlines::kSilence);
+  cluster.pump(100);
+  joiner.daemon_stopped = false;
+  cluster.pump(100);
+  EXPECT_EQ(progress().sources, 0u);
+  EXPECT_FALSE(joiner.caught_up);
+  const TimePoint resumed = cluster.clock.now();
+  while (!joiner.caught_up && cluster.clock.now() - resumed < 10 * deadlines::kSilence) {
+    cluster.clock.advance(std::chrono::milliseconds(100));
+    cluster.pump(1);
+  }
+  EXPECT_GE(cluster.clock.now() - resumed, 5 * deadlines::kSilence);
+  EXPECT_TRUE(joiner.caught_up);
+}
+
 // A joiner that was made a contributor within a step has slices whose source had made an update that is still to come
 // here. Another joiner fetches them, or has its own compared with them.
 TEST(CatchUpService, WhoBecomesAContributorServesNoSliceThatIsAheadOfItsState) {
