@@ -31,6 +31,7 @@
 
 #include "base/clock.h"
 #include "base/round_trip.h"
+#include "base/seldom.h"
 #include "catchup/coder.h"
 #include "catchup/landed.h"
 #include "catchup/planner.h"
@@ -152,6 +153,7 @@ class Joiner {
   };
 
   static constexpr int kUsual = 4;  // a wait is long when it is so many times the usual one
+  static constexpr Duration kDisputed = std::chrono::seconds(1);  // until sources that differed are asked again
 
   Result<> on_sent(ReplicaId source, const proto::Sent& sent);
   void take_in_arrivals();
@@ -228,6 +230,7 @@ class Joiner {
   std::uint32_t asked_up_to_ = 0, proving_up_to_ = 0;  // up to which slice of these two sets sources were asked
   std::map<std::uint32_t, Suspect> suspects_;
   std::vector<Drift> drifts_;
+  Seldom drifts_told_{kDisputed};
   TimePoint now_{};
   std::vector<Question> questions_;
   std::uint64_t next_question_ = 1;

@@ -16,7 +16,6 @@ constexpr std::uint32_t kPartsAsked = local::kMaxPins / 4;  // of one query, so 
 
 constexpr std::size_t kLookedAt = 256;  // slices, for one question
 
-constexpr Duration kDisputed = std::chrono::seconds(1);  // until sources that differed are asked again
 constexpr int kSuspected = 4;  // differences from one source, until it is believed without the others' digests
 
 }  // namespace
@@ -149,13 +148,16 @@ void Joiner::settle_slice(std::uint32_t slice, std::uint64_t version, std::uint6
   fetch_again(slice);
 }
 
-// Fetched again from one, it would fit that one. So it waits until it is known who is wrong.
+// Fetched again from one, it would fit that one. So it waits until it is known who is wrong. One slice at a time is
+// enough to find that out, however many differ.
 void Joiner::report_drift(std::uint32_t slice, std::uint64_t version,
                           const std::map<ReplicaId, std::uint64_t>& theirs) {
-  const auto& manifest = view_.manifest();
-  const local::Slice& what = manifest.slices()[slice];
   doubt(slice);
   suspects_[slice].again_at = now_ + kDisputed;
+  const auto left_out = drifts_told_.may_say(now_);
+  if (!left_out) return;
+  const auto& manifest = view_.manifest();
+  const local::Slice& what = manifest.slices()[slice];
   Drift drift{.tensor = manifest.tensors()[what.range.tensor].name,
               .first = what.range.first,
               .count = what.range.count,
@@ -165,8 +167,9 @@ void Joiner::report_drift(std::uint32_t slice, std::uint64_t version,
     if (i < what.first_part) drift.offset += manifest.length(manifest.parts()[i], 0);
     drift.total += manifest.length(manifest.parts()[i], 0);
   }
-  spdlog::error("the sources of this state differ at version {} in tensor '{}', elements {} to {}", version,
-                drift.tensor, drift.first, drift.first + drift.count);
+  spdlog::error("the sources of this state differ at version {} in tensor '{}', elements {} to {}{}", version,
+                drift.tensor, drift.first, drift.first + drift.count,
+                *left_out > 0 ? fmt::format(" (and {} times more since it was logged last)", *left_out) : "");
   drifts_.push_back(std::move(drift));
 }
 

@@ -178,6 +178,25 @@ TEST_P(CatchUp, SourcesThatDifferAreReportedAndNotTrustedBeforeTheOneThatIsWrong
   }
 }
 
+// As far as they say so: however many slices differ, each costs a line and an audit.
+TEST(CatchUpService, OfSourcesThatDifferEverywhereOneSliceASecondIsReported) {
+  Cluster cluster(12);
+  cluster.model = model_of(40);
+  cluster.add(true);
+  const Replica& drifted = cluster.add(true);
+  cluster.train(1);
+  drifted.for_columns([](auto, auto, std::span<std::byte> column) { column[3] ^= std::byte{0x40}; });
+  Replica& joiner = cluster.add(false);
+  cluster.catch_up(joiner);
+  const auto reported = [&] {
+    for (int i = 0; i < 100; ++i) cluster.train(6);
+    return joiner.service->take_drifts().size();
+  };
+  EXPECT_EQ(reported(), 1u);
+  cluster.clock.advance(std::chrono::milliseconds(1001));
+  EXPECT_EQ(reported(), 1u);
+}
+
 // Found by the simulator: the joiner may be the last that has the state by then, and nobody is there to verify it with.
 TEST(CatchUpService, ThatAStateIsCompleteOutlivesTheDaemonThatVerifiedIt) {
   Cluster cluster(7);
