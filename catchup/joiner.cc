@@ -135,6 +135,8 @@ Result<> Joiner::on_sent(ReplicaId source, const proto::Sent& sent) {
       static_cast<std::uint32_t>(sent.digests().size()) != manifest.slices()[sent.slice()].parts ||
       sent.generations().size() != sent.digests().size())
     return fail(ErrorCode::corrupt, "a source sent slice {} with {} digests", sent.slice(), sent.digests().size());
+  if (sent.version() >= local::SliceStatus::kVersions)
+    return fail(ErrorCode::corrupt, "a source sent slice {} at version {}", sent.slice(), sent.version());
   arrivals_.push_back({source, sent});
   if (arrivals_.size() >= view_.digests_at_once()) take_in_arrivals();
   return {};
@@ -201,10 +203,12 @@ void Joiner::settle(const Arrival& arrival) {
   // verified when its kept gradients have been applied.
   unverified_.insert(slice);
   unproven_.insert(slice);
+  const auto clock = view_.clock();
+  const std::uint64_t version = arrival.sent.version();
+  if (version > newest(clock)) return;  // see newest()
   if (auto known = expected_.find(arrival.source); known != expected_.end())
-    known->second.at_least = std::max(known->second.at_least, arrival.sent.version());
-  if (const auto clock = view_.clock(); !clock.updating && arrival.sent.version() >= std::max(clock.version, oldest_))
-    agree(arrival.source, slice);
+    known->second.at_least = std::max(known->second.at_least, version);
+  if (!clock.updating && version >= std::max(clock.version, oldest_)) agree(arrival.source, slice);
 }
 
 // In place; false where the bytes can't be decoded.
@@ -273,9 +277,15 @@ void Joiner::work(TimePoint now, bool busy) {
   std::erase_if(questions_, [&](Question& question) { return settle(question); });
   if (view_.clock() != seen_) {
     seen_ = view_.clock();
-    // Given up by the trainer after they had arrived: their kept gradients had a gap.
-    for (std::uint32_t i = 0; i < verified_.size(); ++i)
-      if (planner_.has(i) && view_.slice(i).state == local::SliceState::abandoned) fetch_again(i);
+    foreign_ = foreign_ && seen_.version == at_first_.version;
+    for (std::uint32_t i = 0; i < verified_.size(); ++i) {
+      if (!planner_.has(i)) continue;
+      const auto status = view_.slice(i);
+      const bool impossible = status.version() > newest(seen_);
+      if (impossible) sent_wrong(i, std::nullopt);
+      // Given up by the trainer after they had arrived: their kept gradients had a gap.
+      if (impossible || status.state == local::SliceState::abandoned) fetch_again(i);
+    }
   }
   ask_for_slices();
   // What fellows have sent is proven as it comes, so that it can be passed on in turn.

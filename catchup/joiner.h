@@ -182,6 +182,8 @@ class Joiner {
   void prove(std::uint32_t slice);
   void doubt(std::uint32_t slice);
   bool asks(const Expected& source, std::uint32_t slice) const;
+  std::uint64_t reached(const local::Clock& clock) const;
+  std::uint64_t newest(const local::Clock& clock) const;
   std::optional<std::uint64_t> comparable_at(std::uint32_t slice, const local::Clock& clock) const;
   bool waited_for(const Expected& source) const;
   void heard(Expected& source);

@@ -25,6 +25,16 @@ bool Joiner::asks(const Expected& source, std::uint32_t slice) const {
   return !source.agrees[slice] || suspects_.contains(slice);  // suspects are compared among all at one version
 }
 
+// Up to which version this replica has come.
+std::uint64_t Joiner::reached(const local::Clock& clock) const {
+  return std::max(foreign_ ? 0 : clock.version, oldest_);
+}
+
+// The latest version that a source can have while this trainer makes its steps: the others wait for it in the next one.
+// One is added for good measure. What is said to be newer waits for the trainer: it may stand, and the others go on
+// without it. Where it makes a step and a slice is still too new, that was not true.
+std::uint64_t Joiner::newest(const local::Clock& clock) const { return reached(clock) + 2; }
+
 // At which version the slice's bytes are now, if that will do: the state's, or the one that it has arrived in and from
 // which the next update goes on. One that is behind the state has kept gradients, and is compared with them.
 std::optional<std::uint64_t> Joiner::comparable_at(std::uint32_t slice, const local::Clock& clock) const {
@@ -32,7 +42,8 @@ std::optional<std::uint64_t> Joiner::comparable_at(std::uint32_t slice, const lo
   const bool is_there = status.state == local::SliceState::current   ? status.version() == clock.version
                         : status.state == local::SliceState::arrived ? status.version() >= clock.version
                                                                      : false;
-  return is_there && status.version() >= oldest_ ? std::optional(status.version()) : std::nullopt;
+  const bool will_do = is_there && status.version() >= oldest_ && status.version() <= newest(clock);
+  return will_do ? std::optional(status.version()) : std::nullopt;
 }
 
 // About some of these slices, from `up_to` on.

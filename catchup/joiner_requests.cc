@@ -132,7 +132,7 @@ bool Joiner::ask(ReplicaId source, transport::EndpointId endpoint, std::size_t n
   }
   const local::Clock clock = view_.clock();
   foreign_ = foreign_ && clock.version == at_first_.version;
-  fetch.set_at_least(std::max(foreign_ ? 0 : clock.version, oldest_) + (clock.updating ? 1 : 0));
+  fetch.set_at_least(reached(clock) + (clock.updating ? 1 : 0));
   events::record(events::Kind::slices_asked, {.replica = source.value,
                                               .number = static_cast<std::uint32_t>(slices.size()),
                                               .a = slices.front(),

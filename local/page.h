@@ -49,6 +49,7 @@ struct SliceStatus {
   std::uint64_t version() const {  // 0: it has none yet
     return state == SliceState::arrived || state == SliceState::current ? value : 0;
   }
+  static constexpr std::uint64_t kVersions = std::uint64_t{1} << 56;  // that there is room for
   static SliceStatus requested(std::uint32_t source) { return {SliceState::requested, source + 1ull}; }
   bool requested_from(std::uint32_t source) const { return state == SliceState::requested && value == source + 1ull; }
   std::uint64_t packed() const { return value << 8 | static_cast<std::uint8_t>(state); }

@@ -197,6 +197,63 @@ TEST(CatchUpService, OfSourcesThatDifferEverywhereOneSliceASecondIsReported) {
   EXPECT_EQ(reported(), 1u);
 }
 
+// A joiner and one source, which says whatever it is told to.
+struct Told : testing::Test {
+  Cluster cluster{14};
+  Replica& trainer = cluster.add(false);
+  local::View view = *local::View::of(*trainer.owner);
+  std::unique_ptr<transport::Engine> engine = cluster.fabric.make_engine(), source = cluster.fabric.make_engine();
+  transport::EndpointId endpoint = *engine->connect(*source->listen({}), {});
+  Proofs proofs;
+  std::optional<Joiner> joiner;
+  const ReplicaId id{7};
+
+  void SetUp() override {
+    std::vector<transport::RegionId> state;
+    for (const auto range : view.memory_ranges())
+      state.push_back(*engine->register_region(range, device::MemoryKind::host, transport::Access::remote_write));
+    joiner.emplace(*engine, view, state, proofs, Step(0), deadlines::kSilence, cluster.clock.now());
+    joiner->expect({{id, Incarnation(1)}}, cluster.clock.now());
+    while (cluster.fabric.step()) engine->poll();
+    joiner->on_source_up(id, endpoint);
+    joiner->work(cluster.clock.now(), false);
+    ASSERT_TRUE(trainer.status(0).requested_from(id.value));
+  }
+  // The first slice is there, as it lies there.
+  Result<> tell(std::uint64_t version) {
+    const auto& manifest = view.manifest();
+    proto::Stream message;
+    auto& sent = *message.mutable_sent();
+    sent.set_version(version);
+    for (std::uint32_t i = 0; i < manifest.slices()[0].parts; ++i) {
+      const local::Columns columns[] = {view.columns(manifest.part(0, i))};
+      sent.add_digests(view.digests(columns)[0]);
+      sent.add_generations(0);
+    }
+    return joiner->on_message(id, message);
+  }
+};
+
+TEST_F(Told, AVersionThatNoSourceCanHaveIsNotBelievedOnceTheTrainerGoesOn) {
+  ASSERT_TRUE(tell(1000));
+  joiner->work(cluster.clock.now(), false);
+  EXPECT_EQ(trainer.status(0).version(), 1000u) << "the trainer may have stood for long";
+  while (cluster.fabric.step())
+    for (const auto& event : source->poll())
+      if (proto::Stream message; event.kind == transport::EventKind::message &&
+                                 message.ParseFromArray(event.message.data(), static_cast<int>(event.message.size())))
+        EXPECT_FALSE(message.has_verify()) << "nobody could answer";
+  trainer.update(Step(1));
+  joiner->work(cluster.clock.now(), false);
+  EXPECT_EQ(trainer.status(0).state, local::SliceState::absent) << "it waits to be fetched again";
+  EXPECT_EQ(joiner->progress(cluster.clock.now()).verified, 0u);
+}
+
+TEST_F(Told, AVersionThatHasNoRoomIsNonsense) {
+  EXPECT_FALSE(tell(local::SliceStatus::kVersions));
+  EXPECT_TRUE(tell(1));
+}
+
 // Found by the simulator: the joiner may be the last that has the state by then, and nobody is there to verify it with.
 TEST(CatchUpService, ThatAStateIsCompleteOutlivesTheDaemonThatVerifiedIt) {
   Cluster cluster(7);
