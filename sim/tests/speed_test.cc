@@ -13,8 +13,9 @@ struct Throughput {
   double before = 0, after = 0;
 };
 Throughput of_four(bool balance, double times) {
-  std::uint64_t seed = 1;  // whose trainers do nothing but train
-  while (Shape::of(seed).evaluates || Shape::of(seed).long_updates || Shape::of(seed).constant_batch) ++seed;
+  std::uint64_t seed = 1;  // whose trainers do nothing but train, and all can be given shares
+  for (Shape shape = Shape::of(seed); shape.evaluates || shape.long_updates || shape.constant_batch || shape.upgrade;)
+    shape = Shape::of(++seed);
   constexpr Duration changes = std::chrono::seconds(60);
   const Outcome outcome = play({.seed = seed,
                                 .replicas = 4,
