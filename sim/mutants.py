@@ -97,6 +97,8 @@ MUTANTS = [
     ("what arrived is not checked", "catchup/joiner.cc", "arrival.intact = *ours == theirs;", "arrival.intact = true;"),
     ("a wait that is under way is taken for a usual one", "catchup/joiner_fellows.cc",
      "(came_at_ - started_) / planner_.arrived()", "(now_ - started_) / planner_.arrived()"),
+    ("a slice is fetched under an update that writes to it", "catchup/joiner_requests.cc",
+     "if (update_of_void_ == view_.clock()) return;", ""),
     ("any digest will do", "catchup/joiner_proofs.cc", "if (theirs.begin()->second == ours) {", "if (theirs.begin()->second == ours || true) {"),
     ("differing results are committed [B7]", "membership/drift_audit.cc", "if (differ(results)) {", "if (false) {"),
     ("differing states are committed", "membership/drift_audit.cc", "if (!states_reported_alike_ || !differ(states)) continue;", "continue;"),
