@@ -33,7 +33,7 @@ std::uint64_t Joiner::reached(const local::Clock& clock) const {
 // The latest version that a source can have while this trainer makes its steps: the others wait for it in the next one.
 // One is added for good measure. What is said to be newer waits for the trainer: it may stand, and the others go on
 // without it. Where it makes a step and a slice is still too new, that was not true.
-std::uint64_t Joiner::newest(const local::Clock& clock) const { return reached(clock) + 2; }
+std::uint64_t Joiner::newest(const local::Clock& clock) const { return std::max(clock.version, oldest_) + 2; }
 
 // At which version the slice's bytes are now, if that will do: the state's, or the one that it has arrived in and from
 // which the next update goes on. One that is behind the state has kept gradients, and is compared with them.

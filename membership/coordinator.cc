@@ -78,6 +78,7 @@ void Coordinator::lose_node(NodeId node, TimePoint now) {
                             ? fmt::format("its node {} is not connected", own)
                             : fmt::format("relay {}, through which its node {} reports, is not connected", name, own);
       }
+  if (!gone.empty()) ask_the_other_nodes(node, gone.mapped());
 }
 
 Actions Coordinator::on_tick(TimePoint now) {

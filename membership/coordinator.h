@@ -188,6 +188,7 @@ class Coordinator {
   // coordinator_claims.cc
   using Claim = PlaceClaim;
   RankState* holder_against(const proto::RankUp& up, TimePoint now);
+  void ask_the_other_nodes(NodeId lost, const ConnectedNode& was);
   bool former_may_come_back(const proto::RankUp& up, TimePoint now) const;
   bool claims_place(NodeId node, const proto::RankUp& up, TimePoint now);
   void inquire(Claim& claim, const RankState& holder);

@@ -213,6 +213,11 @@ Coordinator::RankState& Coordinator::keep(ReplicaState& replica, NodeId node, co
   if (auto refused = refused_.find(ReplicaId(up.replica()));
       refused != refused_.end() && refused->second.first == up.rank())
     refused_.erase(refused);
+  const ConnectedNode::Process process{up.replica(), up.rank(), up.instance()};
+  if (const auto before = nodes_.find(rank.node);
+      rank.connected_node && rank.instance == up.instance() && rank.node != node && before != nodes_.end())
+    before->second.moved.push_back(process);
+  std::erase(nodes_[node].moved, process);
   rank.node = node;
   rank.instance = up.instance();
   rank.version = up.version();
@@ -242,6 +247,27 @@ Coordinator::RankState& Coordinator::keep(ReplicaState& replica, NodeId node, co
   if (auto line = strange_stream(ReplicaId(up.replica()), up.rank()); !line.empty()) warn_once(std::move(line));
   nodes_[node].hosts.add(up.rank(), std::uint64_t{up.rank()} + 1);
   return rank;
+}
+
+// Where this process was stopped, what a daemon sent over a connection that it has left since may be heard behind what
+// it sent over the next one. So whoever was heard over both when the first of them is lost says once more where it
+// stands.
+void Coordinator::ask_the_other_nodes(NodeId lost, const ConnectedNode& was) {
+  std::set<NodeId> asked;
+  for (const auto& one : was.moved)
+    if (const RankState* rank = rank_of(one.replica, one.rank, one.instance); rank != nullptr && rank->connected_node)
+      asked.insert(rank->node);
+  for (auto& [node, state] : nodes_)
+    std::erase_if(state.moved, [&, node = node](const auto& one) {
+      const RankState* rank = rank_of(one.replica, one.rank, one.instance);
+      if (rank != nullptr && !rank->connected_node && rank->node == lost) asked.insert(node);
+      return rank == nullptr;
+    });
+  for (const auto node : asked) {
+    proto::ToNode message;
+    message.mutable_introduce();
+    send(node, std::move(message));
+  }
 }
 
 // Who are peers now. Whoever is not named is fenced by the others; so after a restart nothing is announced before all

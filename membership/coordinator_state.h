@@ -30,6 +30,12 @@ struct ConnectedNode {
   RankSet hosts;  // the ranks, of any replica, that have registered through it
   Spoken spoken = Spoken();
   std::string release{};
+  struct Process {
+    std::uint32_t replica = 0, rank = 0;
+    std::uint64_t instance = 0;
+    bool operator==(const Process&) const = default;
+  };
+  std::vector<Process> moved{};  // that have registered through it, and then through another connection
 };
 
 // A replica that the job runs without.

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 #include "base/fail.h"
 
@@ -132,10 +133,14 @@ DriftAudit::Verdict DriftAudit::judge(std::span<const Voter> voters, Epoch epoch
     const int times = again ? inspection_->times + 1 : 1;
     const bool alike = again && inspection_->rank == rank && inspection_->digests == states;
     if (!alike && times > kStateRepeats) {  // one that is another each time ends nothing by being so
-      inspection_->rank = rank;
+      if (std::exchange(inspection_->rank, rank) != rank) inspection_->details.clear();
       inspection_->digests = states;
     }
-    if (alike || times > kStateRepeats) return judge_state();
+    if (alike || times > kStateRepeats) {
+      const Verdict verdict = judge_state();
+      inspection_.reset();  // those that are left are judged by what they differ in from now on
+      return verdict;
+    }
     ++counted_.state_differences;
     return repeat({epoch, committed, rank, true, std::move(states), {}, times});
   }

@@ -21,15 +21,17 @@ Relay::Actions Relay::on_coordinator_up(TimePoint now, std::uint64_t introductio
   hello = hello_of(name_);
   hello.set_introduction(introduction);
   std::vector<NodeId> all;
+  for (const auto& [node, state] : nodes_) all.push_back(node);
+  ask_to_introduce(std::move(all));
+  return take();
+}
+
+void Relay::ask_to_introduce(std::vector<NodeId> nodes) {
   ++introductions_;
-  for (auto& [node, state] : nodes_) {
-    state.asked = introductions_;
-    all.push_back(node);
-  }
+  for (const auto node : nodes) nodes_.at(node).asked = introductions_;
   proto::ToNode introduce;
   introduce.mutable_introduce()->set_number(introductions_);
-  send(std::move(all), std::move(introduce));
-  return take();
+  send(std::move(nodes), std::move(introduce));
 }
 
 Relay::Actions Relay::on_coordinator_down(TimePoint now) {
@@ -228,16 +230,28 @@ bool Relay::passes_on(const proto::Accusation& accusation, TimePoint now) {
   return true;
 }
 
-// Its ranks may still run: they have `silence` to come back through another connection.
+// Its ranks may still run: they have `silence` to come back through another connection. Where this process was stopped,
+// what was sent over this one may have been heard behind what was sent over that other one.
 Relay::Actions Relay::on_node_lost(NodeId node, TimePoint now) {
-  nodes_.erase(node);
+  const auto gone = nodes_.extract(node);
+  std::set<NodeId> asked;
   const auto lose = [&](const RankKey& key, RankState& rank) {
     if (!rank.connected || rank.node != node) return;
     leave(key, rank);
     rank.lost_at = now;
+    for (const auto& [other, state] : nodes_)
+      if (const auto place = state.places.find(key); place != state.places.end() && place->second == rank.instance)
+        asked.insert(other);
   };
   for (auto& [key, claim] : claims_) lose(key.first, claim);
   for (auto& [key, rank] : ranks_) lose(key, rank);
+  for (auto& [key, group] : groups_) group.statuses.erase(node);
+  if (!gone.empty())
+    for (const auto& [key, instance] : gone.mapped().places)
+      if (const auto rank = ranks_.find(key);
+          rank != ranks_.end() && rank->second.connected && rank->second.instance == instance)
+        asked.insert(rank->second.node);
+  if (!asked.empty()) ask_to_introduce({asked.begin(), asked.end()});
   return take();
 }
 

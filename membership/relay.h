@@ -94,6 +94,7 @@ class Relay {
   using Accusing = std::tuple<std::uint32_t, std::uint32_t, bool>;  // replica, suspect, only waiting
 
   static void note_places(NodeState& of, const proto::FromNode& message);
+  void ask_to_introduce(std::vector<NodeId> nodes);
   bool passes_on(const proto::Accusation& accusation, TimePoint now);
   void on_rank_up(NodeId node, const proto::RankUp& up);
   RankState& take_place(const RankKey& key, NodeId node, std::uint64_t instance);

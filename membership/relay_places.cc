@@ -24,7 +24,11 @@ void Relay::on_rank_up(NodeId node, const proto::RankUp& up) {
 // Its daemon may have gone meanwhile: then it has its time to come back, as any other.
 void Relay::take_place(const RankKey& key, const RankState& claim) {
   RankState& rank = ranks_[key];
+  const RankState before = rank;
   if (rank.connected) leave(key, rank);
+  // Who has yet to hear whether it gets the place is not forgotten: it has to hear that, and its end has to be told.
+  if (before.instance != 0 && before.instance != claim.instance && before.incarnation == 0 && before.node != claim.node)
+    claims_[{key, before.instance}] = before;
   rank = claim;
   if (claim.connected) nodes_[claim.node].hosts.add(RankSet(key.second));
 }

@@ -208,11 +208,12 @@ struct Told : testing::Test {
   std::optional<Joiner> joiner;
   const ReplicaId id{7};
 
-  void SetUp() override {
+  void SetUp() override { begin(Step(0)); }
+  void begin(Step committed) {
     std::vector<transport::RegionId> state;
     for (const auto range : view.memory_ranges())
       state.push_back(*engine->register_region(range, device::MemoryKind::host, transport::Access::remote_write));
-    joiner.emplace(*engine, view, state, proofs, Step(0), deadlines::kSilence, cluster.clock.now());
+    joiner.emplace(*engine, view, state, proofs, committed, deadlines::kSilence, cluster.clock.now());
     joiner->expect({{id, Incarnation(1)}}, cluster.clock.now());
     while (cluster.fabric.step()) engine->poll();
     joiner->on_source_up(id, endpoint);
@@ -252,6 +253,25 @@ TEST_F(Told, AVersionThatNoSourceCanHaveIsNotBelievedOnceTheTrainerGoesOn) {
 TEST_F(Told, AVersionThatHasNoRoomIsNonsense) {
   EXPECT_FALSE(tell(local::SliceStatus::kVersions));
   EXPECT_TRUE(tell(1));
+}
+
+// Its trainer has made steps while the daemon registered the state, which takes seconds where it is large.
+struct ToldBehind : Told {
+  void SetUp() override {
+    trainer.owner->set_version(10);
+    begin(Step(5));
+  }
+};
+
+TEST_F(ToldBehind, WhatIsNewerThanTheCommitThatTheJoinerBeganWithIsNoNonsense) {
+  ASSERT_TRUE(tell(10));
+  joiner->work(cluster.clock.now(), false);
+  trainer.begin_update(Step(11));
+  joiner->work(cluster.clock.now(), false);
+  EXPECT_EQ(trainer.status(0).state, local::SliceState::arrived);
+  trainer.end_update();
+  joiner->work(cluster.clock.now(), false);
+  EXPECT_NE(trainer.status(0).state, local::SliceState::absent);
 }
 
 // Found by the simulator: the joiner may be the last that has the state by then, and nobody is there to verify it with.

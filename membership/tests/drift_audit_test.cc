@@ -199,6 +199,9 @@ TEST(DriftAudit, AReplicaWhoseStateIsAnotherOneEachTimeIsOutAllTheSame) {
   }
   EXPECT_EQ(verdict.kind, Kind::remove);
   EXPECT_EQ(verdict.replica, ReplicaId(2));
+  a.voters.pop_back();
+  a.reports(0, 1, 5), a.reports(1, 1, 7);
+  EXPECT_EQ(a.judge().kind, Kind::repeat) << "it may have been a bit on its way";
 }
 
 TEST(DriftAudit, TwoWhoseStatesAreOthersEachTimeStopTheJob) {

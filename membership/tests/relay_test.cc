@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <optional>
 
 namespace rejoin::membership {
 namespace {
@@ -109,6 +110,12 @@ struct Place {
     comes(kLive, kInstance, 0);
     registered(kInstance, kIncarnation);
   }
+  void introduces(NodeId node, std::uint64_t introduction) {
+    proto::FromNode hello;
+    hello.mutable_hello()->set_node("daemon");
+    hello.mutable_hello()->set_introduction(introduction);
+    relay.on_node_message(node, hello, now);
+  }
   void comes(NodeId node, std::uint64_t instance, std::uint64_t incarnation, std::uint64_t job = 0,
              std::uint64_t reduced = 0) {
     proto::FromNode message;
@@ -208,6 +215,47 @@ TEST(Relay, WhoComesBackFromAnotherJobTakesNothingFromWhoHasItsPlace) {
   EXPECT_EQ(place.evicted(Place::kIncarnation, Place::kJob + 1), std::vector{Place::kStale});
   EXPECT_TRUE(place.reduces(Place::kLive, Place::kIncarnation, 2));
   EXPECT_EQ(place.instances_lost_with(Place::kLive), std::vector{Place::kInstance});
+}
+
+// The coordinator has been restarted: a newcomer asks for the place first, and waits there; then the former comes back.
+TEST(Relay, WhoWaitsForAPlaceHearsTheAnswerAlsoWhereTheFormerComesBackAfterIt) {
+  for (const bool lost : {false, true}) {
+    Place place;
+    place.relay.on_coordinator_down(place.now);
+    place.relay.on_coordinator_up(place.now);
+    for (const auto node : {Place::kLive, Place::kStale}) place.introduces(node, 2);
+    place.comes(Place::kStale, Place::kFormer, 0);
+    place.comes(Place::kLive, Place::kInstance, Place::kIncarnation);
+    EXPECT_EQ(place.registered(Place::kInstance, Place::kIncarnation), std::vector{Place::kLive});
+    EXPECT_TRUE(place.reduces(Place::kLive, Place::kIncarnation, 1));
+    if (lost) {
+      EXPECT_EQ(place.instances_lost_with(Place::kStale), std::vector{Place::kFormer});
+    } else {
+      proto::ToNode refused;
+      refused.mutable_refused()->set_replica(1);
+      refused.mutable_refused()->set_instance(Place::kFormer);
+      EXPECT_EQ(place.told(refused), std::vector{Place::kStale});
+    }
+  }
+}
+
+// The relay was stopped: it hears what the daemon sent over its former connection behind what it sent over the next
+// one.
+TEST(Relay, WhoWasHeardOverTwoConnectionsIntroducesItselfAgainWhenOneIsLost) {
+  Place place;
+  const auto before = Place::kLive, next = Place::kStale;
+  place.comes(next, Place::kInstance, Place::kIncarnation);
+  place.comes(before, Place::kInstance, Place::kIncarnation);
+  std::optional<std::uint64_t> number;
+  for (const auto& [nodes, message] : place.relay.on_node_lost(before, place.now).to_nodes)
+    if (message.has_introduce()) {
+      EXPECT_EQ(nodes, std::vector{next});
+      number = message.introduce().number();
+    }
+  ASSERT_TRUE(number);
+  place.introduces(next, *number);
+  place.comes(next, Place::kInstance, Place::kIncarnation);
+  EXPECT_TRUE(place.reduces(next, Place::kIncarnation, 1));
 }
 
 TEST(Relay, WhoComesBackAndIsLostBeforeItIsJudgedIsReportedDown) {
