@@ -20,45 +20,47 @@ class Terminated(SystemExit):
     """SIGTERM, while this replica waited for something that it does not need any more, or that did not come."""
 
 
+_asked_at: float | None = None  # of this process: SIGTERM is for all its sessions, those to come, too
+
+
+def _on_sigterm(number: int, frame: FrameType | None) -> None:
+    global _asked_at
+    if _asked_at is None:  # launchers may send a second one
+        _asked_at = time.monotonic()
+
+
+# A forked process has no part in the job, and nobody in it would look: whoever asks it to end would wait for ever.
+def _let_children_end() -> None:
+    global _asked_at
+    _asked_at = None
+    if signal.getsignal(signal.SIGTERM) == _on_sigterm:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+os.register_at_fork(after_in_child=_let_children_end)
+
+
 class Leaving:
-    """Whether this process has been asked to leave, and what it may still wait for.
+    """Whether this process has been asked to leave, and what a session may still wait for.
 
     The handler only notes it: whoever waits asks look() now and then, so that nothing is broken off halfway.
     """
 
     def __init__(self) -> None:
-        self._asked_at: float | None = None
         self._waits_since: float | None = None
         self._at_once = self._ending = False
-        self._before: Leaving | None = None  # of a session before this one
 
-    def listen(self) -> None:
+    @staticmethod
+    def listen() -> None:
         """Take SIGTERM from now on, unless the program has a handler of its own."""
         if threading.current_thread() is not threading.main_thread():
             return
-        handler = signal.getsignal(signal.SIGTERM)
-        listens = getattr(handler, "__self__", None)
-        if isinstance(listens, Leaving) and listens is not self:
-            self._before = listens
-        elif handler != signal.SIG_DFL:
-            return
-        signal.signal(signal.SIGTERM, self._on_sigterm)
-        os.register_at_fork(after_in_child=self._let_children_end)
-
-    # A forked process has no part in the job, and nobody in it would look: whoever asks it to end would wait for ever.
-    def _let_children_end(self) -> None:
-        if signal.getsignal(signal.SIGTERM) == self._on_sigterm:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-    def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
-        if self._asked_at is None:  # launchers may send a second one
-            self._asked_at = time.monotonic()
-        if self._before is not None:
-            self._before._on_sigterm(number, frame)
+        if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, _on_sigterm)
 
     def is_set(self) -> bool:
         """Whether this replica is to leave."""
-        return self._asked_at is not None
+        return _asked_at is not None
 
     @contextmanager
     def waiting(self, at_once: bool) -> Iterator[None]:
@@ -71,9 +73,9 @@ class Leaving:
 
     def look(self) -> None:
         """Raise `Terminated`, once, where this is no time to go on waiting."""
-        if self._asked_at is None or self._waits_since is None or self._ending:
+        if _asked_at is None or self._waits_since is None or self._ending:
             return
-        waited = time.monotonic() - max(self._asked_at, self._waits_since)
+        waited = time.monotonic() - max(_asked_at, self._waits_since)
         if self._at_once or waited > LONGEST_WAIT_SECONDS:
             self._ending = True
             if not self._at_once:
