@@ -248,6 +248,22 @@ def test_attached_parameters_keep_their_values_and_identity(tmp_path):
     assert torch.isfinite(held).all()
 
 
+def test_the_others_do_not_wait_for_the_workers_of_a_replica_that_leaves(tmp_path):
+    class Said(list):
+        def leave(self) -> None:
+            self.append("leaves")
+            raise rejoin.Unavailable("the daemon has gone")
+
+        def stop(self) -> None:
+            self.append("workers end")
+
+    one, said = session(tmp_path), Said()
+    one._native, one._fetchers, one._joined = said, {0: said}, True
+    with pytest.raises(rejoin.Unavailable):
+        one.leave()
+    assert said == ["leaves", "workers end"]
+
+
 def test_rejoin_run_says_what_is_missing(capsys):
     for arguments, told in (
         ([], "the command to run is missing"),

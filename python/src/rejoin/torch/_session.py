@@ -152,19 +152,13 @@ class Session:
         self._model, self._optimizer, self._sharded = model, optimizer, groups_of(model)
         self._metrics = Metrics(metrics, self.device)
         tensors = [*parameters, *buffers_of(model, self.device)]
+        double = torch.float64
         if self._metrics.names:
-            double = torch.float64
             tensors.append(Tensor("rejoin.metrics", self._metrics.values, dtype=double, gradient_dtype=double))
         scale = None
         if loss_scale is not None:
-            self._loss_scale = torch.tensor([math.log2(loss_scale), 0.0], dtype=torch.float64, device=self.device)
-            scale = Tensor(
-                "rejoin.loss_scale",
-                self._loss_scale,
-                elementwise=False,
-                dtype=torch.float64,
-                gradient_dtype=torch.float64,
-            )
+            self._loss_scale = torch.tensor([math.log2(loss_scale), 0.0], dtype=double, device=self.device)
+            scale = Tensor("rejoin.loss_scale", self._loss_scale, False, dtype=double, gradient_dtype=double)
             tensors.append(scale)
         _attach.declare(self, tensors, bucket_bytes)
         self._updates = Update(self._native, optimizer, tensors, self._rules, self.device, self._ranks, scale)
@@ -221,12 +215,14 @@ class Session:
 
     def leave(self) -> None:
         """End this replica's part in the job; the others go on at once."""
-        for fetcher in self._fetchers.values():
-            fetcher.stop()
         if self._group is not None:
             self._group.shutdown()
-        if self._joined:
-            self._native.leave()
+        try:
+            if self._joined:
+                self._native.leave()
+        finally:  # torch gives each worker 5 s to end, for which the others are not to wait
+            for fetcher in self._fetchers.values():
+                fetcher.stop()
 
     def __enter__(self) -> Session:
         """Give the session, which leaves the job at the end of the block."""
