@@ -12,10 +12,13 @@ import pytest
 pytest.importorskip("torch")
 
 from test_job import RUNNING  # noqa: E402
+from test_waits import is_there  # noqa: E402
+
+from rejoin import run  # noqa: E402
 
 # A job of these programs in the place of replicas, without a coordinator and daemons.
 JOB = """
-import argparse, sys
+import argparse, os, signal, sys
 from pathlib import Path
 from rejoin import run
 
@@ -47,20 +50,21 @@ def until(condition, limit: float = 60) -> None:
 
 
 def test_nothing_is_started_again_once_the_job_ends(tmp_path):
-    starts, told = tmp_path / "starts", tmp_path / "told"
+    starts, ready = tmp_path / "starts", tmp_path / "ready"
     # The first one leaves when the second one's pause would long be over, which is 1.6 s after its fifth death.
-    leaves = f"trap 'touch {told}; for i in {{1..40}}; do sleep 0.1; done; exit 0' TERM; while :; do sleep 0.05; done"
-    job = job_of(tmp_path, leaves, f"echo >> {starts}; exit 3")
-    assert job.stderr is not None
-    deaths = 0
-    while deaths < 5:
-        line = job.stderr.readline()
-        assert line, "it has ended"
-        deaths += "replica 1 ended" in line
-    job.terminate()
-    until(told.exists)
-    job.communicate(timeout=60)
-    assert job.returncode == 0
+    leaves = f"trap 'for i in {{1..40}}; do sleep 0.1; done; exit 0' TERM; touch {ready}; while :; do sleep 0.05; done"
+    dies = f"until [[ -e {ready} ]]; do sleep 0.05; done; echo >> {starts}; exit 3"
+    more = """
+    def _again(self, process, what):
+        goes_on = super()._again(process, what)
+        if len(process.died) == 5:
+            os.kill(os.getpid(), signal.SIGTERM)  # is heard before the pause is over, however slow this machine is
+        return goes_on
+"""
+    job = job_of(tmp_path, leaves, dies, more=more)
+    _, told = job.communicate(timeout=60)
+    assert job.returncode == 0, told
+    assert told.count("replica 1 ended with status 3, and is started again") == 5, told
     assert starts.read_text().count("\n") == 5
 
 
@@ -108,7 +112,21 @@ def test_workers_end_with_the_torchrun_that_started_them(tmp_path):
     before = workers()
     (torchrun,) = {parent for parent, _ in before}
     os.kill(torchrun, signal.SIGKILL)
-    until(lambda: not any(Path(f"/proc/{pid}").exists() for _, pid in before), 10)
+    until(lambda: not any(is_there(pid) for _, pid in before), 10)
     until(lambda: len(workers()) == 4)  # of another torchrun
     job.terminate()
     job.communicate(timeout=60)
+
+
+def test_a_worker_whose_torchrun_was_killed_before_it_had_begun_does_not_begin(tmp_path):
+    began, worker = tmp_path / "began", Path(run.__file__).with_name("_torchrun_worker.py")
+    # The worker's time begins when the shell is gone, which stands for torchrun, and begins it.
+    begins = 'export _TORCHRUN=$$; (while kill -0 $$; do sleep 0.02; done; exec "$@") & '
+    command = ["bash", "-c", begins, "bash", sys.executable, str(worker), "touch", str(began)]
+    torchrun = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert torchrun.wait(60) == 0
+    assert torchrun.stdout is not None and torchrun.stdout.read() == b""  # the worker has ended
+    assert not began.exists()
+    alive = [sys.executable, str(worker), "touch", str(began)]
+    assert subprocess.run(alive, env={**os.environ, "_TORCHRUN": str(os.getpid())}, timeout=60).returncode == 0
+    assert began.exists()

@@ -9,4 +9,6 @@ _PR_SET_PDEATHSIG = 1
 
 if __name__ == "__main__":
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(os.environ.pop("_TORCHRUN")):  # killed before that
+        sys.exit(1)
     os.execvp(sys.argv[1], sys.argv[1:])

@@ -54,8 +54,9 @@ def _by_torchrun(ranks: int, command: list[str]) -> list[str]:
     if "python" in Path(command[0]).name:
         command = [sys.executable, "-u", *command[1:]]
     worker = str(Path(__file__).with_name("_torchrun_worker.py"))
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks),
-            worker, *command]  # fmt: skip
+    # The shell becomes torchrun: its workers are told which process they are to end with.
+    return ["sh", "-c", '_TORCHRUN=$$ exec "$@"', "sh", sys.executable, "-m", "torch.distributed.run", "--standalone",
+            "--nproc-per-node", str(ranks), worker, *command]  # fmt: skip
 
 
 @dataclass
