@@ -1,5 +1,6 @@
 """The replica's script for Slurm ends with its trainers, whatever becomes of its daemon. srun is a program of this test."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -41,20 +42,34 @@ def script(directory: Path, srun: str) -> subprocess.Popen:
     return subprocess.Popen(["bash", str(SCRIPT), "trainer"], cwd=directory, env=environment, start_new_session=True)
 
 
+def left(group: int) -> list[str]:
+    """Name the processes of the group that have not ended; nobody may have waited for one that has."""
+    names = []
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            name, _, rest = status.read_text().rpartition(") ")
+        except OSError:
+            continue
+        state, _, its_group = rest.split()[:3]
+        if int(its_group) == group and state != "Z":
+            names.append(f"{name})")
+    return names
+
+
 def ends(process: subprocess.Popen, what: str) -> None:
     try:
         status = process.wait(30)
+        deadline = time.monotonic() + 10  # one that was told to end may take a moment
+        while left(process.pid) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        remain = left(process.pid)
     except subprocess.TimeoutExpired:
         sys.exit(f"{what}: the script does not end")
     finally:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-        else:
-            print(f"{what}: processes of the script were left", file=sys.stderr)
-    if status != 0:
-        sys.exit(f"{what}: status {status}")
+    if status != 0 or remain:
+        sys.exit(f"{what}: status {status}, and processes that are left: {', '.join(remain) or 'none'}")
 
 
 def main() -> None:
