@@ -148,6 +148,20 @@ def test_several_have_ended_when_all_have(pair):
     works[1].wait()
 
 
+def test_results_are_in_tensors_that_are_copied_when_the_operation_is_complete(pair):
+    strided, small = ([torch.ones(2, 6)[:, ::2] for _ in pair], [torch.ones(3, dtype=torch.uint8) for _ in pair])
+    for tensors in (strided, small):
+        works = [group.allreduce([mine]) for group, mine in zip(pair, tensors, strict=True)]
+        until(works[0].is_completed)
+        assert tensors[0].eq(2).all()
+        tensors[0].zero_()  # it is the caller's again
+        works[1].wait()
+        for group in pair:
+            group.let_go_of_ended()
+        works[0].wait()
+        assert tensors[0].eq(0).all()
+
+
 class Breaks(Staged):
     """Its copies are interrupted once."""
 

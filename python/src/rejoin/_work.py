@@ -157,8 +157,11 @@ class Work(_Work):  # type: ignore[misc]
         return self._future
 
     def is_completed(self) -> bool:
-        """Whether it has ended, well or not."""
-        return all(native.done() for native in self.begun) and all(other.is_completed() for other in self._others)
+        """Whether it has ended, well or not; then its results are where they belong."""
+        done = all(native.done() for native in self.begun) and all(other.is_completed() for other in self._others)
+        if done:
+            self.settle()
+        return done
 
     def is_success(self) -> bool:
         """Whether it has ended well."""
@@ -166,8 +169,7 @@ class Work(_Work):  # type: ignore[misc]
 
     def exception(self) -> Exception | None:
         """Give what it has failed with, if it has ended."""
-        if self.is_completed():
-            self.settle()
+        self.is_completed()
         return self._error
 
     def result(self) -> list[torch.Tensor]:

@@ -230,8 +230,8 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
                 if oldest is None:
                     return
                 self._pending.move_to_end(id(oldest))  # one that takes long keeps none of the others
-            if oldest.begun and oldest.is_completed():
-                oldest.settle()
+            if oldest.begun:
+                oldest.is_completed()  # settles it
 
     def let_go_of(self, work: Work) -> None:
         """Keep nothing of a work that has been settled, or has not begun."""
