@@ -3,16 +3,19 @@
 import re
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 
 from test_job import Job, check_equal  # noqa: E402
 
 from rejoin.distributed import Options  # noqa: E402
 from rejoin.torch._group import SessionGroup  # noqa: E402
+
+LIMIT = timedelta(seconds=30)
 
 
 def test_a_replica_that_dies_or_stands_still_in_a_collective_ends_it_for_the_others(tmp_path):
@@ -34,24 +37,59 @@ def test_a_replica_that_dies_or_stands_still_in_a_collective_ends_it_for_the_oth
     assert all(float(seconds) < 20 for _, seconds, _ in broken), broken
 
 
+class Members:
+    """In the place of a session: all are there."""
+
+    def __init__(self) -> None:
+        self.looked_at = threading.Event()
+
+    def set_card(self, card: str) -> None:
+        self.card = card
+
+    def intact(self, milliseconds: int) -> bool:
+        self.looked_at.set()
+        time.sleep(milliseconds / 1000)
+        return True
+
+
+def group_of(replica: int) -> tuple[SessionGroup, str]:
+    members = Members()
+    return SessionGroup(members, replica, LIMIT, Options(listen="127.0.0.1:0", device="host")), members.card
+
+
 # One that is in C++ when the interpreter ends would end the process by a signal.
 def test_the_thread_that_looks_at_the_members_has_ended_when_the_group_is_shut_down():
-    class Members:
-        def __init__(self) -> None:
-            self.looked_at = threading.Event()
-
-        def set_card(self, card: str) -> None:
-            self.card = card
-
-        def intact(self, milliseconds: int) -> bool:
-            self.looked_at.set()
-            time.sleep(milliseconds / 1000)
-            return True
-
-    members = Members()
-    options = Options(listen="127.0.0.1:0", device="host")
-    group = SessionGroup(members, 0, timedelta(seconds=10), options)
-    group.begin(1, 1, True, [(0, members.card)])
-    assert members.looked_at.wait(30)
+    group, card = group_of(0)
+    group.begin(1, 1, True, [(0, card)])
+    assert group._session.looked_at.wait(30)
     group.shutdown()
     assert "rejoin-members" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_an_operation_of_a_step_that_was_given_up_fails_no_later_step():
+    """Others have begun nothing that has failed, and would wait for this one."""
+    groups, cards = zip(*(group_of(replica) for replica in range(2)), strict=True)
+
+    def sums() -> list[float]:
+        tensors = [torch.ones(2) for _ in groups]
+        with ThreadPoolExecutor(2) as pool:
+            works = pool.map(lambda group, mine: group.allreduce([mine]).wait(), groups, tensors)
+            assert all(works)
+        return [float(mine[0]) for mine in tensors]
+
+    def begin(step: int, epoch: int) -> None:
+        for group in groups:
+            group.begin(step, epoch, True, list(enumerate(cards)))
+
+    begin(1, 1)
+    assert sums() == [2.0, 2.0]
+    begin(2, 1)
+    left = [groups[0].allreduce([torch.ones(2)]) for _ in range(6)]  # nobody waits for them
+    for group in groups:
+        group._refuse(2, "a replica was lost")
+    begin(3, 2)
+    for _ in range(4):
+        assert sums() == [2.0, 2.0]
+    assert all(work.exception() for work in left)
+    for group in groups:
+        group.shutdown()

@@ -33,6 +33,7 @@ class SessionGroup(ProcessGroup):
         self._changed = threading.Condition(threading.RLock())  # guards all below
         self._number, self._epoch, self._configured = 0, 0, 0
         self._members: list[tuple[int, str]] = []
+        self._of_before: set[int] = set()  # works that were begun among other members; others need not have any
         self._refused: str | None = "the first step has not begun"
         self._over = False
         self._watcher = threading.Thread(target=self._watch, name="rejoin-members", daemon=True)
@@ -85,6 +86,8 @@ class SessionGroup(ProcessGroup):
             with self._changed:
                 self._check()
                 self._configured = epoch
+                with self._lock:
+                    self._of_before = set(self._pending)
         return super()._start(*operation, **more)
 
     def _check(self) -> None:
@@ -102,8 +105,10 @@ class SessionGroup(ProcessGroup):
 
     def let_go_of(self, work: Any) -> None:
         """Keep nothing of a work that has been settled; where it has failed, others of its step do, too."""
+        of_before = id(work) in self._of_before
+        self._of_before.discard(id(work))
         super().let_go_of(work)
-        if work._error is not None:
+        if work._error is not None and not of_before:
             with self._changed:
                 self._refused = self._refused or f"an operation has failed: {work._error}"
 
