@@ -130,6 +130,24 @@ def test_the_number_of_threads_is_no_matter(kind):
         assert all(torch.equal(one, other) for one, other in zip(columns, results[0], strict=True))
 
 
+def attach(tmp_path, model, optimizer):
+    Session(replica=0, rank=0, socket=tmp_path / "nobody").attach(model, optimizer)
+
+
+def test_an_optimizer_that_begins_with_other_state_than_zeros_is_refused_unless_it_has_it_already(tmp_path):
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.Rprop(model.parameters(), lr=0.01)
+    with pytest.raises(InvalidArgument, match="Rprop begins with other state than zeros for 'weight'"):
+        attach(tmp_path, model, optimizer)
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    sizes = optimizer.state[model.weight]["step_size"].clone()
+    attach(tmp_path, model, optimizer)
+    assert torch.equal(optimizer.state[model.weight]["step_size"], sizes)
+    model = torch.nn.Linear(4, 4)
+    attach(tmp_path, model, torch.optim.Adagrad(model.parameters(), initial_accumulator_value=0.1))  # made with it
+
+
 class Prodigious(torch.optim.SGD):
     """Keeps an estimate in its group, as Prodigy and D-Adaptation do."""
 

@@ -228,6 +228,61 @@ def test_a_gradient_that_is_changed_after_backward_is_refused(tmp_path, monkeypa
     one._buckets.bring_rest()
 
 
+class Counts(torch.nn.Linear):
+    """Keeps numbers of half width in buffers."""
+
+    def __init__(self):
+        super().__init__(2, 2)
+        self.register_buffer("narrow", torch.tensor([2000.0, torch.finfo(torch.float16).min], dtype=torch.float16))
+        self.register_buffer("brain", torch.tensor([1.3671875], dtype=torch.bfloat16))
+        self.register_buffer("large", torch.tensor([2_000_000_000], dtype=torch.int32))
+
+
+def test_sums_of_buffers_over_all_samples_fit_in_the_type_that_they_are_added_up_in(tmp_path, monkeypatch):
+    model = Counts()
+    one = session(tmp_path)
+    one.attach(model, torch.optim.AdamW(model.parameters()))
+    monkeypatch.setattr(one._buckets, "_hand_over", lambda bucket: None)  # there is no job
+    one._buckets.begin(48)
+    one._buckets.bring_rest()
+    for name in ("narrow", "brain", "large"):
+        (tensor,) = (tensor for tensor in one._tensors if tensor.name == name)
+        assert torch.equal((tensor.gradient / 48).to(tensor.dtype), getattr(model, name)), name
+
+
+def test_a_buffer_that_is_assigned_anew_is_refused(tmp_path, monkeypatch):
+    model = Counts()
+    one = session(tmp_path)
+    one.attach(model, torch.optim.AdamW(model.parameters()))
+    monkeypatch.setattr(one, "_in_step", True)
+    model.narrow.mul_(0.5)
+    for tensor in one._tensors:
+        tensor.check_place()
+    model.narrow = 0.5 * model.narrow
+    with pytest.raises(rejoin.InvalidArgument, match="buffer 'narrow' is another tensor .*self.narrow.copy"):
+        for tensor in one._tensors:
+            tensor.check_place()
+    model.register_buffer("narrow", torch.zeros(1).expand(3))
+    with pytest.raises(rejoin.InvalidArgument, match="buffer 'narrow' is expanded"):
+        session(tmp_path).attach(model, torch.optim.AdamW(model.parameters()))
+
+
+@pytest.mark.parametrize("unscaled", [False, True])
+def test_a_gradient_scaler_of_torch_is_refused(tmp_path, unscaled):
+    """It changes gradients without a trace, and by a factor of this replica's own."""
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session(tmp_path).attach(model, optimizer)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+    if unscaled:
+        scaler.unscale_(optimizer)
+    with pytest.raises(rejoin.InvalidArgument, match="GradScaler.*loss_scale="):
+        scaler.step(optimizer)
+    with pytest.raises(rejoin.InvalidArgument, match="due once in each step"):
+        torch.amp.GradScaler("cpu", enabled=False).step(optimizer)
+
+
 def test_attached_parameters_keep_their_values_and_identity(tmp_path):
     model = torch.nn.Sequential(torch.nn.Embedding(7, 5), torch.nn.Linear(5, 7, bias=False), torch.nn.BatchNorm1d(7))
     model[1].weight = model[0].weight  # tied

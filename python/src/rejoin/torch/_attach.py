@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rejoin.errors import InvalidArgument
+from rejoin.torch import _optimizer
 from rejoin.torch._memory import tensor_at, type_of
 from rejoin.torch._sharding import gather_again
 from rejoin.torch._tensors import Tensor, buckets_of
@@ -96,7 +97,13 @@ def place(session: Session, tensor: Tensor) -> None:
 # What the optimizer has kept already, say from a checkpoint of plain PyTorch, goes on here.
 def _take_over_state(session: Session, tensor: Tensor) -> None:
     assert session._optimizer is not None and session._updates is not None
-    counted = tensor.take_state(session._optimizer.state.get(tensor.value, {}))
+    state = session._optimizer.state.get(tensor.value, {})
+    if not tensor.kept.from_zeros and not set(tensor.kept.moments) <= set(state):
+        raise InvalidArgument(
+            f"{type(session._optimizer).__name__} begins with other state than zeros for '{tensor.name}', which is not "
+            f"known before its first step. {_optimizer.USE}"
+        )
+    counted = tensor.take_state(state)
     if tensor.kept.step is not None:
         if session._updates.offset not in (0, counted):
             raise InvalidArgument(
@@ -115,6 +122,20 @@ def lay(session: Session, column: int) -> None:
             if tensor.averaged:
                 tensor.lay(tensor.columns[column])
     gather_again(session._sharded)
+
+
+def let_scaler_be_seen(optimizer: torch.optim.Optimizer) -> None:
+    """Have torch's GradScaler call step() as that of an optimizer which takes the scale itself, and is given it."""
+    optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+
+
+def refuse_scaler(optimizer: torch.optim.Optimizer) -> None:
+    """Raise `InvalidArgument` where it is a GradScaler that calls step()."""
+    if vars(optimizer).pop("found_inf", None) is not None:
+        raise InvalidArgument(
+            "torch's GradScaler: its scale is each replica's own, and gradients would count as often as it says. Give "
+            "attach() loss_scale=, and call step.scale(loss).backward() and optimizer.step()"
+        )
 
 
 def refuse_load(state: Mapping[str, Any]) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from rejoin.errors import InvalidArgument
 from rejoin.torch._memory import type_of
 
 MOST_MOMENTS = 7
-_USE = "Use AdamW, Adam, RAdam, Adamax, RMSprop, Adagrad or SGD"
+USE = "Use AdamW, Adam, RAdam, Adamax, RMSprop, Adagrad or SGD"
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,7 @@ class Kept:
     moments: tuple[str, ...]
     step: str | None
     types: tuple[torch.dtype, ...] = ()  # of the moments
+    from_zeros: bool = True  # the first step is what it is with moments of zeros
 
     def state(self, step: int, moments: Sequence[torch.Tensor], like: Mapping[str, Any]) -> dict[str, Any]:
         """Make the entry of `optimizer.state` before the update of step `step` + 1."""
@@ -83,12 +84,12 @@ def _stepped(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], value: 
     except Exception as error:  # whatever an optimizer says that needs a closure, sparse gradients, or the like
         raise InvalidArgument(
             f"{name} can't update a tensor of shape {tuple(value.shape)} with a dense gradient: "
-            f"{type(error).__name__}: {error}. {_USE}"
+            f"{type(error).__name__}: {error}. {USE}"
         ) from error
     if repr(settings(tried)) != before or any(key is not parameter for key in copy.state):
         raise InvalidArgument(
             f"{name} keeps state of its own in the group, and not for each parameter: a replica that catches up could "
-            f"not be given it. {_USE}"
+            f"not be given it. {USE}"
         )
     return dict(copy.state[parameter])
 
@@ -119,7 +120,7 @@ def kept_by(
         else:
             raise InvalidArgument(
                 f"{name} keeps '{key}' for each parameter, which has neither the parameter's shape nor counts steps: "
-                f"a replica that catches up could not be given it. {_USE}"
+                f"a replica that catches up could not be given it. {USE}"
             )
     if isinstance(optimizer, torch.optim.SGD) and group.get("fused") and not _fused_sgd_updates(like):
         raise InvalidArgument(
@@ -136,7 +137,22 @@ def kept_by(
             f"{name} with dampening {group['dampening']} treats the first step of a parameter unlike the others: "
             "set it to 0"
         )
-    return Kept(tuple(moments), step, tuple(types)), state
+    kept = Kept(tuple(moments), step, tuple(types))
+    return replace(kept, from_zeros=_begins_with_zeros(optimizer, group, like, kept, state)), state
+
+
+def _begins_with_zeros(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], like: torch.Tensor, kept: Kept, scratch: dict[str, Any]
+) -> bool:
+    random = torch.Generator().manual_seed(1)
+    value, gradient = (torch.randn((3, 5), generator=random).to(like.dtype).to(like.device) for _ in range(2))
+    parameter = torch.nn.Parameter(value.clone())
+    parameter.grad = gradient.clone()
+    copy = bare_copy(optimizer, [{**settings(group), "params": [parameter]}])
+    copy.step()
+    columns = [value] + [torch.zeros_like(value, dtype=dtype) for dtype in kept.types]
+    apply(optimizer, [(group, kept, scratch, columns, gradient)], 1)
+    return _same([parameter.detach(), *(copy.state[parameter][name] for name in kept.moments)], columns)
 
 
 def _fused_sgd_updates(like: torch.Tensor) -> bool:
@@ -169,7 +185,7 @@ def self_check(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], like:
         except Exception as error:
             raise InvalidArgument(
                 f"{name} can't update a part of a tensor, which has one dimension: {type(error).__name__}: {error}. "
-                f"{_USE}"
+                f"{USE}"
             ) from error
 
     def made() -> list[torch.Tensor]:
@@ -193,7 +209,7 @@ def self_check(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], like:
     if not (_same(whole, together) and _same(other, beside)):
         raise InvalidArgument(
             f"{name} updates a tensor otherwise where another one is updated with it: a replica that catches up "
-            f"updates them apart. {_USE}"
+            f"updates them apart. {USE}"
         )
     return _same(whole, parts)
 

@@ -164,6 +164,7 @@ class Session:
         self._updates = Update(self._native, optimizer, tensors, self._rules, self.device, self._ranks, scale)
         for tensor in tensors:
             _attach.place(self, tensor)
+        _attach.let_scaler_be_seen(optimizer)
         optimizer.step = self._commit  # type: ignore[assignment, method-assign]
         optimizer.zero_grad = self._zero_grad  # type: ignore[method-assign]
         optimizer.load_state_dict = _attach.refuse_load  # type: ignore[assignment, method-assign]
@@ -326,6 +327,8 @@ class Session:
     def _commit(self, closure: Callable[[], float] | None = None) -> float | None:
         if closure is not None:
             raise InvalidArgument("optimizer.step() with a closure: a step is computed once")
+        assert self._optimizer is not None
+        _attach.refuse_scaler(self._optimizer)
         if not self._in_step or self._updated or self._step is None or self._updates is None:
             raise InvalidArgument("optimizer.step() is due once in each step that session.steps() gives")
         for tensor in self._tensors:

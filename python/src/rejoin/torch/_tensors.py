@@ -15,6 +15,9 @@ from rejoin.torch._sharding import Shard, local, shards_of
 
 log = logging.getLogger("rejoin")
 
+# Types of buffers that a sum over all samples may not fit in, or be exact in, and those in which they are added up.
+_SUMMED = {torch.int32: torch.int64, torch.float16: torch.float32, torch.bfloat16: torch.float32}
+
 
 @dataclass
 class Tensor:
@@ -37,6 +40,7 @@ class Tensor:
     gradient: torch.Tensor = field(default_factory=lambda: torch.empty(0))  # flat, as all_reduce() takes it
     reduced: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     arrived: bool = False  # the gradient, in this step
+    owner: tuple[torch.nn.Module, str] | None = None  # of a buffer: the module, and what it calls it
     handed_over: tuple[int, int] | None = None  # where it was, and its version as autograd counts
 
     @property
@@ -117,7 +121,12 @@ class Tensor:
                 master.copy_(own)
 
     def check_place(self) -> None:
-        """Raise `InvalidArgument` where somebody has moved the parameter out of the session's memory."""
+        """Raise `InvalidArgument` where the model has another tensor by now, or the parameter another memory."""
+        if self.owner is not None and self.owner[0]._buffers.get(self.owner[1]) is not self.value:
+            raise InvalidArgument(
+                f"buffer '{self.name}' is another tensor than with attach(), and would be each replica's own: write "
+                f"into it (self.{self.owner[1]}.copy_(…)), instead of assigning to its name"
+            )
         if not self.is_parameter or self.has_master:
             return
         at = self.shard.address if self.shard is not None else self.value.data_ptr()
@@ -223,8 +232,11 @@ def buffers_of(model: torch.nn.Module, device: torch.device) -> Iterator[Tensor]
         if buffer.dtype in (torch.bool, torch.uint8, torch.int8, torch.int16) or buffer.numel() == 0:
             continue
         check_placed(name, buffer, device)
-        summed = torch.int64 if buffer.dtype == torch.int32 else buffer.dtype  # times the samples, it may not fit
-        yield Tensor(name, buffer, dtype=buffer.dtype, gradient_dtype=summed)
+        if any(size > 1 and stride == 0 for size, stride in zip(buffer.shape, buffer.stride(), strict=True)):
+            raise InvalidArgument(f"buffer '{name}' is expanded, and can't be written: register its clone()")
+        prefix, _, own = name.rpartition(".")
+        owner, summed = (model.get_submodule(prefix), own), _SUMMED.get(buffer.dtype, buffer.dtype)
+        yield Tensor(name, buffer, owner=owner, dtype=buffer.dtype, gradient_dtype=summed)
 
 
 def persistent_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
