@@ -17,14 +17,13 @@ Result<std::unique_ptr<LogCopy>> LogCopy::open(const std::string& directory, mem
   const auto& records = copy->log_.records();
   if (!records.empty()) {
     const auto& first = records.front();
-    const bool compacted = first.has_snapshot();
-    if (compacted && first.snapshot().position() == 0)
+    if (first.has_snapshot() && first.snapshot().position() == 0)
       return fail(ErrorCode::mismatch,
                   "{}/decisions.log was compacted by a coordinator that kept its decisions in a file alone, so that it "
                   "can't be the copy of those in a store. To take that job into the store, give it this log with "
                   "'rejoin log import', and start with another --log-directory",
                   directory);
-    copy->position_ = records.size() + (compacted ? first.snapshot().position() - 1 : 0);
+    copy->position_ = membership::records_of_job(records);
     copy->job_ = membership::job_of(first).id();
     copy->empty_ = false;
     copy->log_.forget_records();

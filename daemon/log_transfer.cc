@@ -60,8 +60,7 @@ Result<proto::LogRecord> snapshot_of(const WholeLog& whole, const std::string& p
       return fail(replayed.error().code, "{}: {}", path, replayed.error().message);
   proto::LogRecord snapshot = machine.snapshot();
   // A snapshot that a single coordinator has made says of how many records: any number does, for a new store.
-  const std::uint64_t before = first.snapshot().position();
-  snapshot.mutable_snapshot()->set_position(whole.records.size() + (before > 0 ? before - 1 : 0));
+  snapshot.mutable_snapshot()->set_position(membership::records_of_job(whole.records));
   return snapshot;
 }
 

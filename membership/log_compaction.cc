@@ -114,6 +114,17 @@ const proto::LogRecord::Job& job_of(const proto::LogRecord& first) {
   return first.has_snapshot() ? first.snapshot().job() : first.job();
 }
 
+bool has_needs_of_its_own(const std::vector<proto::LogRecord>& records) {
+  if (records.size() < 2 || !records[0].has_snapshot() || !records[1].has_needs()) return false;
+  return records.size() == 2 || !records[2].has_committed();
+}
+
+std::uint64_t records_of_job(const std::vector<proto::LogRecord>& records) {
+  if (records.empty()) return 0;
+  const std::uint64_t before = records.front().snapshot().position();
+  return records.size() + (before > 0 ? before - 1 : 0) - (has_needs_of_its_own(records) ? 1 : 0);
+}
+
 namespace {
 
 // The archives that this file, which was the log when it was opened, goes on from, in their order. Each begins with a
@@ -161,7 +172,7 @@ class Joined {
                     "{} begins after step {}, and the archive before it ends after step {}: it is another log's. Move "
                     "it away",
                     name, record->snapshot().committed(), committed_);
-      ++record;
+      record += has_needs_of_its_own(records) ? 2 : 1;
     }
     for (; record != records.end(); ++record) {
       if (record->has_committed()) committed_ = record->committed().step();

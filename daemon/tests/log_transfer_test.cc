@@ -6,6 +6,7 @@
 
 #include <filesystem>
 
+#include "daemon/log_copy.h"
 #include "daemon/tests/memory_store.h"
 #include "membership/coordinator.h"
 #include "membership/log.h"
@@ -116,6 +117,29 @@ TEST_F(Transfer, ALogWithoutPositionGetsOne) {
   const auto done = import(write("a", {machine.snapshot(), incarnated(5)}));
   ASSERT_TRUE(done) << done.error().message;
   EXPECT_EQ(data.snapshot_position, 2u);
+}
+
+// The copy of a store's decisions, compacted while replicas had shares: its own record for older releases is no
+// decision.
+TEST_F(Transfer, ACopyIsOfAsManyRecordsAsTheStoreHad) {
+  membership::Coordinator machine({.replicas = 2, .ranks = 1, .batch = 4});
+  ASSERT_TRUE(machine.replay(job_record(7)));
+  auto snapshot = machine.snapshot();
+  snapshot.mutable_snapshot()->set_position(40);
+  snapshot.mutable_snapshot()->mutable_ledger()->mutable_balance()->set_at_most(1500);
+  {
+    const auto copy = LogCopy::open(directory + "/a");
+    ASSERT_TRUE(copy) << copy.error().message;
+    (*copy)->add({job_record(7)});
+    (*copy)->begin_with(snapshot);
+    (*copy)->add({incarnated(5)});
+  }
+  const auto again = LogCopy::open(directory + "/a");
+  ASSERT_TRUE(again) << again.error().message;
+  EXPECT_EQ((*again)->position(), 41u);
+  const auto done = import(directory + "/a/decisions.log");
+  ASSERT_TRUE(done) << done.error().message;
+  EXPECT_EQ(data.snapshot_position, 41u);
 }
 
 TEST_F(Transfer, AnExportHasWhatTheArchivesHaveAndOverwritesNothing) {

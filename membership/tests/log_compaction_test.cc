@@ -75,6 +75,50 @@ TEST_F(CompactedLog, BeginsWithTheSnapshotAndTheAuditReadsWhatWasBefore) {
   EXPECT_TRUE(std::filesystem::exists(archive(1)) && std::filesystem::exists(archive(2)));
 }
 
+// What a compaction adds for older releases is nothing that was decided: neither a count nor the audit has it.
+TEST_F(CompactedLog, CountsAndReadsWhatWasDecidedAlone) {
+  const auto position = [&] { return records_of_job(Log::open(directory)->records()); };
+  const auto add = [&](const std::vector<proto::LogRecord>& records) {
+    ASSERT_TRUE(Log::open(directory)->append(records));
+  };
+  const auto balanced = [](std::uint64_t step, std::uint64_t position_there) {
+    auto snapshot = snapshot_after(step);
+    snapshot.mutable_snapshot()->set_position(position_there);
+    snapshot.mutable_snapshot()->mutable_ledger()->mutable_balance()->set_at_most(1500);
+    return snapshot;
+  };
+  proto::LogRecord needs, incarnated;
+  needs.mutable_needs()->set_protocol(16);
+  incarnated.mutable_incarnated()->set_incarnation(3);
+  add({commit(1), commit(2), commit(3)});
+  EXPECT_EQ(position(), 3u);
+  ASSERT_TRUE(Log::open(directory)->compact(snapshot_after(3)));
+  add({commit(4), commit(5)});
+  EXPECT_EQ(position(), 3u) << "nothing says of how many records the snapshot is";
+  ASSERT_TRUE(Log::open(directory)->compact(balanced(5, 40)));
+  ASSERT_TRUE(Log::open(directory)->records()[1].has_needs());
+  EXPECT_EQ(position(), 40u);
+  add({incarnated});
+  EXPECT_EQ(position(), 41u);
+  add({needs, commit(6)});
+  EXPECT_EQ(position(), 43u);
+  ASSERT_TRUE(Log::open(directory)->compact(balanced(6, 43)));
+  add({needs, commit(7)});
+  EXPECT_EQ(position(), 45u) << "of two in a row the first is the log's own";
+  std::filesystem::remove_all(directory);
+  add({balanced(6, 43)});
+  add({needs, commit(7)});
+  EXPECT_EQ(position(), 45u) << "one that begins with a store's snapshot has none of its own";
+
+  std::filesystem::remove_all(directory);
+  add({commit(1), commit(2), commit(3)});
+  ASSERT_TRUE(Log::open(directory)->compact(balanced(3, 0)));
+  add({needs, commit(4)});
+  const auto all = read_log(path);
+  ASSERT_TRUE(all) << all.error().message;
+  EXPECT_EQ(serialized(*all), serialized({commit(1), commit(2), commit(3), needs, commit(4)}));
+}
+
 // A process that ends before any call that compacting makes of the system, or whose disk fails from there on.
 TEST_F(CompactedLog, EndsAtAnyCallAndLosesNothing) {
   int calls = 0;
