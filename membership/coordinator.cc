@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "base/bytes.h"
+#include "base/text.h"
 
 namespace rejoin::membership {
 
@@ -113,15 +114,16 @@ void Coordinator::on_rank_down(const proto::RankDown& down, TimePoint now) {
   std::erase_if(misfits_, [&](const Differing& one) { return same_process(one.up, down); });
   RankState* rank = rank_of(down.replica(), down.rank(), down.instance());
   if (rank == nullptr) return;  // of an instance that is over already
+  const std::string why = shortened(down.reason(), kLongestReason);
   if (down.ended()) {
-    remove(ReplicaId(down.replica()),
-           fmt::format("rank {}{}: {}", down.rank(), down.left() ? " has left" : "", down.reason()), now, down.left());
+    remove(ReplicaId(down.replica()), fmt::format("rank {}{}: {}", down.rank(), down.left() ? " has left" : "", why),
+           now, down.left());
     return settle_claims(now);
   }
-  note("replica {} rank {}: {}", down.replica(), down.rank(), down.reason());
+  note("replica {} rank {}: {}", down.replica(), down.rank(), why);
   rank->connected_node = false;
   rank->lost_at = now - config_.silence;
-  rank->lost_why = down.reason();
+  rank->lost_why = why;
   if (!finished() && !recovering_until_ && !pause_detector_.settling(now) && pause_detector_.unseen(now) == Duration{})
     settle_absent(now);
 }
@@ -172,7 +174,7 @@ void Coordinator::on_accusation(const proto::Accusation& accusation, TimePoint n
       now - std::chrono::milliseconds(std::min<std::uint64_t>(accusation.waited_ms(), 1 << 30));
   edge->second.waits_since = fresh ? waits_since : std::min(edge->second.waits_since, waits_since);
   if (accusation.rank() < config_.ranks) edge->second.ranks.add(RankSet(accusation.rank()));
-  edge->second.what = accusation.what();
+  edge->second.what = shortened(accusation.what(), kLongestReason);
   edge->second.lost |= accusation.lost();
   edge->second.counts |= !accusation.only_waiting();
   if (accusation.excused() && accusation.suspect() == accusation.replica()) edge->second.excused = now;

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "base/text.h"
 #include "membership/coordinator.h"
 #include "membership/declaration.h"
 
@@ -14,6 +15,8 @@ namespace {
 
 constexpr std::size_t kMostDeclarations = 16;  // remembered that nobody here has declared
 
+std::string settings_of(const proto::RankUp& up) { return shortened(up.settings(), kLongestSettings); }
+
 std::string names(const std::vector<ReplicaId>& replicas) {
   return fmt::format("replica{} {}", replicas.size() == 1 ? "" : "s", fmt::join(replicas, ", "));
 }
@@ -21,7 +24,7 @@ std::string names(const std::vector<ReplicaId>& replicas) {
 }  // namespace
 
 Coordinator::Declaration& Coordinator::declaration_of(const proto::RankUp& up) {
-  const auto found = declarations_.try_emplace({up.plan_hash(), up.settings()}).first;
+  const auto found = declarations_.try_emplace({up.plan_hash(), settings_of(up)}).first;
   found->second.key = &found->first;
   return found->second;
 }
@@ -72,7 +75,7 @@ bool Coordinator::differs(NodeId node, const proto::RankUp& up, TimePoint now) {
   // In a log from before this was written down: that a member, who comes back, is right, and not somebody new.
   if (!first_ && !members_.empty()) {
     if (up.incarnation() == 0) return false;
-    first_ = {ReplicaId(up.replica()), up.plan_hash(), up.settings()};
+    first_ = {ReplicaId(up.replica()), up.plan_hash(), settings_of(up)};
   }
   const auto binding = decided();
   if (!binding || fits(declaration, *binding)) return false;

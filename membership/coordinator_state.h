@@ -15,7 +15,9 @@
 
 namespace rejoin::membership {
 
-constexpr std::size_t kLongestRelease = 32;  // bytes; a longer name of a release is cut off
+constexpr std::size_t kLongestRelease = 32;     // bytes; a longer name of a release is cut off
+constexpr std::size_t kLongestReason = 400;     // bytes of what a peer says is the reason: it goes into the log
+constexpr std::size_t kLongestSettings = 4096;  // likewise; differences behind that are not seen
 
 // The protocol that a rank, its daemon and its relay all speak, and for people the releases of its trainer and daemon.
 struct RankVersions {

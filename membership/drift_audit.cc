@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "base/fail.h"
+#include "base/text.h"
 
 namespace rejoin::membership {
 
@@ -17,6 +18,9 @@ constexpr std::size_t kRemembered = 16;            // steps
 constexpr std::size_t kStrikes = 3;
 constexpr int kStateRepeats = 3;         // of one step, while the states before it differ
 constexpr std::uint64_t kInARow = 1000;  // steps that three differences may lie apart
+
+// Bytes of what a peer says of its state: what differs is told in records of the log.
+constexpr std::size_t kLongestName = 200, kLongestReport = 2000;
 
 // The digest that more than half of them reported.
 std::optional<std::uint64_t> majority(const std::map<std::uint32_t, std::uint64_t>& digests) {
@@ -81,9 +85,11 @@ void DriftAudit::on_drift(const proto::Drift& drift) {
   std::vector<std::pair<std::uint32_t, std::uint64_t>> digests;
   for (int i = 0; i < std::min(drift.sources_size(), drift.digests_size()); ++i)
     digests.emplace_back(drift.sources(i), drift.digests(i));
-  note(fmt::format("the sources of replica {} rank {} differ at version {}: tensor '{}' elements {} to {}: {}",
-                   drift.replica(), drift.rank(), drift.version(), drift.tensor(), drift.first(),
-                   drift.first() + drift.count(), list(digests)));
+  const auto line =
+      fmt::format("the sources of replica {} rank {} differ at version {}: tensor '{}' elements {} to {}: {}",
+                  drift.replica(), drift.rank(), drift.version(), shortened(drift.tensor(), kLongestName),
+                  drift.first(), drift.first() + drift.count(), list(digests));
+  note(shortened(line, kLongestReport));
 }
 
 void DriftAudit::on_committed(TimePoint now) {
@@ -248,8 +254,8 @@ std::string DriftAudit::place_of(std::uint32_t right, std::uint32_t wrong) const
       const auto &ours = a->second.state(i), &theirs = b->second.state(i);
       if (ours.digest() == theirs.digest()) continue;
       return fmt::format("tensor '{}' elements {} to {} of rank {}: {:016x} at replica {}, {:016x} at replica {}",
-                         ours.tensor(), ours.first(), ours.first() + ours.count(), inspection_->rank, ours.digest(),
-                         right, theirs.digest(), wrong);
+                         shortened(ours.tensor(), kLongestName), ours.first(), ours.first() + ours.count(),
+                         inspection_->rank, ours.digest(), right, theirs.digest(), wrong);
     }
   return fmt::format("part {} of {} of the state of rank {}: {:016x} at replica {}, {:016x} at replica {}", phase_ + 1,
                      period_, inspection_->rank, inspection_->digests.at(right), right, inspection_->digests.at(wrong),

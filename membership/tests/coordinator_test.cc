@@ -1,4 +1,5 @@
 // How a job starts, commits, loses and takes back replicas, and who is judged for waiting.
+#include "base/text.h"
 #include "membership/tests/coordinator_bench.h"
 
 namespace rejoin::membership {
@@ -167,6 +168,41 @@ TEST(Coordinator, AnotherPlanOrAPlaceOutsideTheJobIsRefusedWithTheReason) {
   EXPECT_NE(bench.refusal(1).find("tensors or buckets differ from those of replicas 0, 2"), std::string::npos);
   bench.up(7);
   EXPECT_TRUE(bench.inbox[7].back().has_refused());
+}
+
+// A record that is too large for the log would end the coordinator.
+TEST(Coordinator, WhatAPeerSaysIsTheReasonIsCutBeforeItGoesIntoTheLog) {
+  std::string endless = "x";  // so that the limits are within a character
+  while (endless.size() < 1 * MiB) endless += "ä";
+  Bench bench;
+  for (std::uint32_t replica = 0; replica < 3; ++replica)
+    for (std::uint32_t rank = 0; rank < 2; ++rank) {
+      auto up = Bench::introduction(replica, rank, 1);
+      up.mutable_rank_up()->set_settings(endless);
+      bench.send(replica, up);
+    }
+  bench.link_all();
+  ASSERT_EQ(bench.contributors(), 3u);
+  proto::FromNode accusation, gone;
+  auto& a = *accusation.mutable_accusation();
+  a.set_epoch(bench.coordinator.epoch().value);
+  a.set_suspect(2);
+  a.set_what(endless);
+  bench.send(0, accusation);
+  bench.pass(300ms);
+  ASSERT_EQ(bench.contributors(), 2u);
+  auto& down = *gone.mutable_rank_down();
+  down.set_replica(1);
+  down.set_instance(100);
+  down.set_reason(endless);
+  down.set_ended(true);
+  bench.send(1, gone);
+  ASSERT_EQ(bench.contributors(), 1u);
+  for (const auto& record : bench.log) {
+    EXPECT_LT(record.ByteSizeLong(), 5 * KiB);
+    EXPECT_TRUE(is_utf8(record.epoch().reason()) && is_utf8(record.declared().settings()));
+  }
+  EXPECT_NE(bench.log.back().epoch().reason().find("without replica 1: rank 0: xää"), std::string::npos);
 }
 
 TEST(Coordinator, OfAWaitForGraphTheOneThatWaitsForNobodyIsOut) {
