@@ -111,11 +111,9 @@ std::string IncidentStory::who_came_again() const {
 
 std::string IncidentStory::what_it_cost() const {
   const auto* next = commit_after(incident_.at);
-  const auto median = median_step(began_);
+  const auto median = median_step(began_), took = next == nullptr ? std::nullopt : time_of(*next);
   std::string text;
-  if (next != nullptr && next != commits_.data() && median)
-    text =
-        fmt::format("about {} for everybody", lasting(std::max<std::int64_t>(next->at - (next - 1)->at - *median, 0)));
+  if (took && median) text = fmt::format("about {} for everybody", lasting(std::max<std::int64_t>(*took - *median, 0)));
   else text = "how much time everybody lost is unknown";
   if (incident_.lost.empty()) return capital(text) + "; no step was lost, and nobody was taken out.";
   for (auto replica : incident_.lost) {

@@ -11,17 +11,8 @@ namespace rejoin::daemon {
 
 IncidentStory::IncidentStory(const Recordings& recordings, const Incidents& incidents, const Incident& incident)
     : recordings_(recordings), incidents_(incidents), incident_(incident), began_(incident.at), until_(incident.at) {
-  std::map<std::uint64_t, std::int64_t> commits;  // the first word of each
-  for (const auto& one : recordings.all) {
-    until_ = std::max(until_, last_event(one));
-    for (const auto& event : one.events) {
-      if (event.kind != events::Kind::commit && event.kind != events::Kind::committed) continue;
-      auto& at = commits.try_emplace(event.numbers.step, event.at).first->second;
-      at = std::min(at, event.at);
-    }
-  }
-  for (const auto& [step, at] : commits) commits_.push_back({at, step});
-  std::ranges::stable_sort(commits_, {}, &Step::at);
+  for (const auto& one : recordings.all) until_ = std::max(until_, last_event(one));
+  find_commits();
 
   const std::int64_t since = std::max(incident.at - kMostToDecide, incident.decision && *incident.decision > 0
                                                                        ? incidents.decisions[*incident.decision - 1].at
@@ -51,6 +42,26 @@ IncidentStory::IncidentStory(const Recordings& recordings, const Incidents& inci
   if (sign == nullptr) return;
   began_ = sign->at;
   sign_known_ = true;
+}
+
+// The first word of each. Where an epoch begins with a step that was committed before, the job was rolled back, and
+// what is told from there on is of steps that are trained again.
+void IncidentStory::find_commits() {
+  std::vector<Step> words;
+  for (const auto& one : recordings_.all)
+    for (const auto& event : one.events)
+      if (event.kind == events::Kind::commit || event.kind == events::Kind::committed)
+        words.push_back({event.at, event.numbers.step});
+  std::ranges::stable_sort(words, {}, &Step::at);
+  std::map<std::uint64_t, std::int64_t> known;
+  auto epoch = incidents_.decisions.begin();
+  for (const auto& word : words) {
+    for (; epoch != incidents_.decisions.end() && epoch->at <= word.at; ++epoch)
+      if (const auto before = known.lower_bound(epoch->step);
+          before != known.end() && before->second < epoch->at - 2 * recordings_.clock_error)
+        known.clear();
+    if (known.try_emplace(word.step, word.at).second) commits_.push_back(word);
+  }
 }
 
 const EpochDecision* IncidentStory::decision() const {
@@ -265,11 +276,18 @@ const IncidentStory::Step* IncidentStory::commit_after(std::int64_t at) const {
   return found == commits_.end() ? nullptr : &*found;
 }
 
+// Since the one before it. Nothing where none is known, or the job was rolled back in between.
+std::optional<std::int64_t> IncidentStory::time_of(const Step& commit) const {
+  const Step* before = &commit == commits_.data() ? nullptr : &commit - 1;
+  if (before == nullptr || before->step >= commit.step) return std::nullopt;
+  return commit.at - before->at;
+}
+
 // Of the last steps before.
 std::optional<std::int64_t> IncidentStory::median_step(std::int64_t before) const {
   std::vector<std::int64_t> times;
   for (std::size_t i = 1; i < commits_.size() && commits_[i].at < before; ++i)
-    times.push_back(commits_[i].at - commits_[i - 1].at);
+    if (const auto took = time_of(commits_[i])) times.push_back(*took);
   if (times.size() > 16) times.erase(times.begin(), times.end() - 16);
   if (times.size() < 3) return std::nullopt;
   std::ranges::nth_element(times, times.begin() + static_cast<std::ptrdiff_t>(times.size() / 2));
@@ -283,11 +301,15 @@ std::string IncidentStory::which_step() const {
     return fmt::format(
         "The steps around it are not recorded any more: the first one that is is step {}, committed {} UTC.",
         next->step, clock(next->at));
-  const std::int64_t took = next->at - (next - 1)->at;
-  std::string text = fmt::format("Step {} was committed {} after the one before it", next->step, lasting(took));
+  const auto took = time_of(*next);
+  if (!took)
+    return fmt::format(
+        "The job was rolled back after it: the next step that was committed is step {}, once more, at {} UTC.",
+        next->step, clock(next->at));
+  std::string text = fmt::format("Step {} was committed {} after the one before it", next->step, lasting(*took));
   if (const auto median = median_step(began_))
     text += fmt::format(" (median of the steps before: {}), so about {} were lost", lasting(*median),
-                        lasting(std::max<std::int64_t>(took - *median, 0)));
+                        lasting(std::max<std::int64_t>(*took - *median, 0)));
   else text += "; how long a step takes otherwise is not recorded";
   return text + ".";
 }

@@ -43,14 +43,16 @@ class IncidentStory {
   std::string what_was_caught_up(std::uint32_t replica, std::int64_t from, std::int64_t to) const;
   std::string who_came_again() const;
   std::string what_it_cost() const;
+  void find_commits();
   const Step* commit_after(std::int64_t at) const;
+  std::optional<std::int64_t> time_of(const Step& commit) const;  // one of commits_
   std::optional<std::int64_t> median_step(std::int64_t before) const;
 
   const Recordings& recordings_;
   const Incidents& incidents_;
   const Incident& incident_;
-  std::vector<Step> commits_;
-  std::int64_t began_ = 0;  // the last sign of life of who ended or stood still; where none is known the decision
+  std::vector<Step> commits_;  // in the order of time; a step that was trained again is there for each time
+  std::int64_t began_ = 0;     // the last sign of life of who ended or stood still; where none is known the decision
   bool sign_known_ = false;
   const Recording* culprit_ = nullptr;   // whose sign that was
   const RecordedEvent* down_ = nullptr;  // the daemon's word for it

@@ -84,12 +84,16 @@ Incident* cause_of(const Recording& ended, const Recordings& recordings, std::ve
   return nullptr;
 }
 
-std::optional<std::int64_t> finished_at(const Recordings& recordings) {
-  std::optional<std::int64_t> at;
+// From when on the job was finished, or was not: one that is given more steps goes on.
+std::map<std::int64_t, bool> when_finished(const Recordings& recordings) {
+  std::map<std::int64_t, bool> finished;
   for (const auto& one : recordings.all)
-    for (const auto& event : one.events)
-      if (event.kind == events::Kind::finished && (!at || event.at < *at)) at = event.at;
-  return at;
+    for (const auto& event : one.events) {
+      if (event.kind == events::Kind::finished) finished[event.at] = true;
+      if (event.kind == events::Kind::commit || event.kind == events::Kind::epoch)
+        finished.try_emplace(event.at, false);
+    }
+  return finished;
 }
 
 // Whether somebody was there afterwards: otherwise this is the end of all recordings.
@@ -159,10 +163,14 @@ Incidents find_incidents(const Recordings& recordings) {
         {.at = decision.at, .decision = i, .lost = std::move(lost), .ended = {}, .epoch = decision.epoch});
   }
   std::vector<const Recording*> ended;
-  const auto finished = finished_at(recordings);
+  const auto finished = when_finished(recordings);
+  const auto was_finished = [&](std::int64_t at) {
+    const auto later = finished.upper_bound(at);
+    return later != finished.begin() && std::prev(later)->second;
+  };
   for (const auto& one : recordings.all)
     if (!one.lives && one.missing == 0 && !said_that_it_ends(one) && outlived(one, recordings) &&
-        (!finished || last_event(one) < *finished))
+        !was_finished(last_event(one)))
       ended.push_back(&one);
   std::ranges::sort(ended, {}, [](const Recording* one) { return last_event(*one); });
   std::vector<Incident> others;

@@ -228,6 +228,60 @@ TEST(Explain, WhereNoContributorIsLeftItDoesNotSayThatNothingIsLost) {
   EXPECT_THAT(lines, Not(Contains(HasSubstr("No committed step was lost"))));
 }
 
+// The steps after the one that the job goes back to are committed for another time.
+TEST(Explain, AfterARollBackItTellsOfTheStepThatIsTrainedAgain) {
+  Job job;
+  job.comes_back();
+  job.ends();
+  MadeUp again("coordinator", 1, 4), r2("r2.0", 1, 13);
+  again.add(5000 * ms, Kind::opened);
+  again.add(5010 * ms, Kind::rolled_back, {.a = 20, .b = 5});
+  again.add(5010 * ms, Kind::epoch, {.epoch = 5, .step = 6}, "0,1,2\nstart");
+  for (std::uint64_t step = 6; step <= 30; ++step)
+    again.add(5000 * ms + static_cast<std::int64_t>(step) * 100 * ms + (step > 12 ? 70 * ms : 0), Kind::commit,
+              {.epoch = step > 12 ? 6u : 5u, .step = step});
+  again.add(6230 * ms, Kind::epoch, {.epoch = 6, .step = 13}, "0,1\nwithout replica 2: its process 13 ended");
+  r2.add(6225 * ms, Kind::bucket_begun, {.epoch = 5, .step = 13});
+  again.add(8000 * ms, Kind::ended, {}, "in order");
+  job.all.insert(job.all.end(), {&again, &r2});
+  const auto second = told(job.recordings(), 1);
+  ASSERT_FALSE(second.empty());
+  EXPECT_THAT(second[0], HasSubstr("epoch 6, without replica 2"));
+  EXPECT_THAT(second, Contains(HasSubstr("Step 13 was committed 170.0 ms after the one before it (median of the steps "
+                                         "before: 100.0 ms), so about 70.0 ms were lost")));
+  EXPECT_THAT(second, Contains(HasSubstr("Cost: About 70.0 ms for everybody")));
+  // The first one is what it was, and one that no step followed before the roll-back has no cost in time.
+  EXPECT_THAT(told(job.recordings()), Contains(HasSubstr("Step 11 was committed 150.0 ms after")));
+  std::erase_if(job.coordinator.made.events, [](const auto& event) { return event.at > 1010 * ms; });
+  const auto first = told(job.recordings());
+  EXPECT_THAT(first,
+              Contains(HasSubstr("The job was rolled back after it: the next step that was committed is step 6")));
+  EXPECT_THAT(first, Contains(HasSubstr("Cost: How much time everybody lost is unknown")));
+}
+
+TEST(Explain, WhoEndsAfterTheJobIsFinishedIsNoIncidentUnlessItWasGivenMoreSteps) {
+  const auto titles = [](bool more) {
+    Job job;
+    job.coordinator.add(2100 * ms, Kind::finished);
+    MadeUp again("coordinator", 1, 4), late("node2", 1, 5);
+    late.add(2200 * ms, Kind::beat);
+    again.add(3000 * ms, Kind::opened);
+    for (std::int64_t step = 21; more && step < 30; ++step)
+      again.add(1000 * ms + step * 100 * ms, Kind::commit, {.epoch = 2, .step = static_cast<std::uint64_t>(step)});
+    MadeUp victim("node3", 1, 6);
+    victim.add(3500 * ms, Kind::beat);
+    job.all.insert(job.all.end(), {&again, &late, &victim});
+    for (auto* one : {&job.coordinator, &job.node, &job.r0, &again}) one->add(5000 * ms, Kind::ended, {}, "in order");
+    const auto joined = join(job.recordings());
+    std::vector<std::string> all;
+    for (const auto& one : find_incidents(joined).all) all.push_back(one.title());
+    return all;
+  };
+  EXPECT_THAT(titles(false), testing::ElementsAre("epoch 2, without replica 1"));
+  EXPECT_THAT(titles(true),
+              testing::ElementsAre("epoch 2, without replica 1", "the end of node3, without a new epoch"));
+}
+
 TEST(Explain, AnIncidentIsFoundByItsTimeItsEpochAndInTheList) {
   constexpr std::int64_t day = 86400'000 * ms, near = 20'000 * day + 23 * 3600'000 * ms;
   EXPECT_EQ(*parse_time("23:59:59.5", near), 20'000 * day + day - 500 * ms);
