@@ -87,13 +87,20 @@ class FileRow {
   StepPhases phases_;
 };
 
+// A line as JSON without what is nested too deeply: copying and writing what is there takes a call for each level.
+nlohmann::json parsed(const std::string& line) {
+  constexpr int deepest = 32;
+  const auto keep = [](int depth, auto, const auto&) { return depth <= deepest; };
+  return nlohmann::json::parse(line, keep, false);
+}
+
 // Whether there is an event in it.
 bool add_event_file(const std::string& path, int number, TraceFile& trace) {
   const auto row = std::make_unique<FileRow>(number, trace);  // GCC 12 takes it for uninitialized on the stack
   bool any = false;
   std::ifstream in(path);
   for (std::string line; std::getline(in, line);) {
-    auto event = nlohmann::json::parse(line, nullptr, false);
+    auto event = parsed(line);
     if (!is_event(event)) continue;  // the last line of a killed process
     if (!std::exchange(any, true)) trace.name_process(number, std::filesystem::path(path).stem().string());
     row->add(std::move(event));

@@ -49,6 +49,17 @@ TEST_F(Trace, StepsHaveTheirPhasesAndWhoSaidNothingHasNoRow) {
   EXPECT_EQ(instants, std::vector<std::string>{"entered"});
 }
 
+TEST_F(Trace, WhatIsNestedWithoutEndIsLeftOut) {
+  const std::size_t levels = 1'000'000;
+  file("deep.1.jsonl", R"({"t":1000,"kind":"entered","epoch":1,"more":)" + std::string(levels, '[') +
+                           std::string(levels, ']') + "}\n" + std::string(levels, '['));
+  const auto rows = merge();
+  ASSERT_TRUE(rows) << rows.error().message;
+  EXPECT_EQ(rows->processes, 1);
+  EXPECT_EQ(events().back().at("name"), "entered");
+  EXPECT_EQ(events().back().at("args").at("epoch"), 1);
+}
+
 TEST_F(Trace, WithoutEventsThereIsAnErrorThatNamesTheDirectory) {
   file("killed.2.jsonl", "");
   const auto none = merge();
