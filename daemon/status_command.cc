@@ -294,8 +294,9 @@ Result<int> top(const std::vector<std::string>& addresses, std::chrono::millisec
       if (!status->contains("coordinator_role")) continue;
       const auto committed = status->at("coordinator_role").at("committed").get<std::uint64_t>();
       if (auto before = committed_before.find(address); before != committed_before.end())
-        std::cout << fmt::format("  {:.1f} steps a second\n",
-                                 static_cast<double>(committed - before->second) / seconds(interval));
+        std::cout << fmt::format(
+            "  {:.1f} steps a second\n",
+            (static_cast<double>(committed) - static_cast<double>(before->second)) / seconds(interval));
       committed_before[address] = committed;
     }
     std::cout << std::flush;
