@@ -127,9 +127,17 @@ std::uint64_t records_of_job(const std::vector<proto::LogRecord>& records) {
 
 namespace {
 
+// Whether what follows on this file begins with `next`. A snapshot that names its position is that of a copy of what
+// several coordinators have in their store: it may have come from there, because what lies before it is not all here.
+Result<bool> ends_before(const proto::LogRecord& next, const Fd& file, const std::string& name) {
+  if (next.snapshot().position() == 0) return true;
+  return parse_file(file, name).map([&](const ParsedLog& log) {
+    return records_of_job(log.records) == next.snapshot().position();
+  });
+}
+
 // The archives that this file, which was the log when it was opened, goes on from, in their order. Each begins with a
-// snapshot, but for a job's first; none is missing in between, but the oldest may be. A snapshot that names its
-// position came out of the store of several coordinators, because what lies before it is not all here.
+// snapshot, but for a job's first; none is missing in between, but the oldest may be.
 Result<std::vector<std::string>> archives_before(const Fd& log, const std::string& path) {
   std::vector<std::string> archives;
   auto first = first_record(log);
@@ -140,12 +148,14 @@ Result<std::vector<std::string>> archives_before(const Fd& log, const std::strin
   // It has become one itself: it was compacted since it was opened, or a crash has cut a compaction short.
   for (auto each : numbers)
     if (const auto there = look_at(archive_of(path, each)); there && same_file(*there, current)) number = each - 1;
-  const auto goes_on = [&] { return first->has_snapshot() && first->snapshot().position() == 0; };
-  for (std::string later = path; goes_on() && numbers.contains(number); --number) {
+  for (std::string later = path; first->has_snapshot() && numbers.contains(number); --number) {
     const std::string name = archive_of(path, number);
     const Fd file(::open(name.c_str(), O_RDONLY | O_CLOEXEC));
     if (!file && errno == ENOENT) break;  // just removed, and so are those before it
     if (!file) return fail_errno(name);
+    const auto all_here = ends_before(*first, file, name);
+    if (!all_here) return tl::unexpected(all_here.error());
+    if (!*all_here) break;
     auto before = first_record(file);
     if (!before)
       return fail(ErrorCode::corrupt, "{} does not begin with an intact record; restore it from a copy", name);

@@ -142,6 +142,43 @@ TEST_F(Transfer, ACopyIsOfAsManyRecordsAsTheStoreHad) {
   EXPECT_EQ(data.snapshot_position, 41u);
 }
 
+// A snapshot that the copy got from the store stands for more than its archives have.
+TEST_F(Transfer, ACopyHasArchivesAsFarAsNothingIsMissing) {
+  membership::Coordinator machine({.replicas = 2, .ranks = 1, .batch = 4});
+  ASSERT_TRUE(machine.replay(job_record(7)));
+  const auto begin_with = [&](LogCopy& copy, std::uint64_t position) {
+    auto snapshot = machine.snapshot();
+    snapshot.mutable_snapshot()->set_position(position);
+    copy.begin_with(snapshot);
+  };
+  const auto records = [&] {
+    auto read = membership::read_log(directory + "/a/decisions.log");
+    EXPECT_TRUE(read) << read.error().message;
+    return *read;
+  };
+  {
+    const auto copy = LogCopy::open(directory + "/a");
+    (*copy)->add({job_record(7), incarnated(1)});
+    begin_with(**copy, 2);
+    (*copy)->add({incarnated(2)});
+    begin_with(**copy, 3);
+    (*copy)->add({incarnated(3)});
+  }
+  EXPECT_EQ(records().size(), 4u);
+  EXPECT_TRUE(records().front().has_job());
+  {
+    const auto copy = LogCopy::open(directory + "/a");
+    EXPECT_EQ((*copy)->position(), 4u);
+    begin_with(**copy, 40);
+    (*copy)->add({incarnated(4)});
+    begin_with(**copy, 41);
+    (*copy)->add({incarnated(5)});
+  }
+  ASSERT_EQ(records().size(), 3u);
+  EXPECT_EQ(records().front().snapshot().position(), 40u);
+  EXPECT_EQ(membership::records_of_job(records()), 42u);
+}
+
 TEST_F(Transfer, AnExportHasWhatTheArchivesHaveAndOverwritesNothing) {
   membership::Coordinator machine({.replicas = 2, .ranks = 1, .batch = 4});
   for (const auto& record : {job_record(7), incarnated(1)}) ASSERT_TRUE(machine.replay(record));
