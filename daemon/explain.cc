@@ -28,6 +28,13 @@ std::string recordings_counted(std::size_t count) {
   return fmt::format("{} recording{}", count, count == 1 ? "" : "s");
 }
 
+std::string unknown_ends(const Incidents& incidents) {
+  return fmt::format(
+      "of {} process{} it is unknown whether they lived when their recordings were copied, or all of a machine ended "
+      "together",
+      incidents.unknown, incidents.unknown == 1 ? "" : "es");
+}
+
 }  // namespace
 
 Result<std::int64_t> parse_time(const std::string& text, std::int64_t near) {
@@ -88,6 +95,7 @@ std::vector<std::string> explain(const Recordings& recordings, const Incidents& 
                          recordings.clocks, static_cast<double>(recordings.clock_error) * 1e-6);
   lines.push_back(std::move(basis));
   for (const auto& note : recordings.notes) lines.push_back("Note: " + note);
+  if (incidents.unknown > 0) lines.push_back(fmt::format("Note: {}.", unknown_ends(incidents)));
   return lines;
 }
 
@@ -129,8 +137,9 @@ Result<std::string> explain(const ExplainOptions& options) {
   const Incidents incidents = find_incidents(*recordings);
   if (incidents.all.empty())
     return fail(ErrorCode::not_found,
-                "nobody was taken out and no process ended without a word, as far as the {} in {} go",
-                recordings_counted(recordings->all.size()), where);
+                "nobody was taken out and no process ended without a word, as far as the {} in {} go{}",
+                recordings_counted(recordings->all.size()), where,
+                incidents.unknown == 0 ? "" : "; " + unknown_ends(incidents));
   if (options.list) return fmt::format("{}\n", fmt::join(list(*recordings, incidents), "\n"));
   const auto incident = chosen(*recordings, incidents, options);
   if (!incident) return tl::unexpected(incident.error());

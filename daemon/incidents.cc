@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <limits>
 
 #include "base/bytes.h"
 #include "base/number.h"
@@ -102,6 +103,48 @@ bool outlived(const Recording& one, const Recordings& recordings) {
       recordings.all, [&](const Recording& other) { return &other != &one && last_event(other) > last_event(one); });
 }
 
+// What tells an end from a copy. In a copied recording of a process that lives there is nothing after it was copied,
+// nor in the others of its machine.
+class Ends {
+ public:
+  explicit Ends(const Recordings& recordings) {
+    for (const auto& one : recordings.all) {
+      auto& last = machines_[one.clock];
+      last = std::max(last, last_event(one));
+      if (one.lives) in_place_.insert(one.clock);
+      const bool coordinator = decides(one);
+      for (const auto& event : one.events) take(one, event, coordinator);
+    }
+  }
+  // Whether it is known of this process, which has not said so: its daemon, its machine's others, or its coordinator
+  // has gone on without it, or the job is over.
+  bool known_of(const Recording& one) const {
+    const std::int64_t last = last_event(one);
+    if (in_place_.contains(one.clock)) return true;  // nobody has its file open any more
+    const auto daemon = served_.find({one.clock, one.pid});
+    if (place_of(one) && daemon != served_.end() && daemon->second > last) return false;
+    const auto lost = lost_.find(one.who);
+    return machines_.at(one.clock) > last + kTogether || over_ > last ||
+           (lost != lost_.end() && lost->second >= last) || (decides(one) && led_ > last);
+  }
+
+ private:
+  void take(const Recording& in, const RecordedEvent& event, bool coordinator) {
+    using events::Kind;
+    const std::pair process(in.clock, event.numbers.a);
+    if (event.kind == Kind::rank_up) served_[process] = last_event(in);
+    if (event.kind == Kind::rank_down || event.kind == Kind::rank_left) served_.erase(process);
+    if (event.kind == Kind::node_lost) lost_[event.first_text()] = event.at;
+    if (event.kind == Kind::leader) led_ = std::max(led_, event.at);
+    if (event.kind == Kind::ended && coordinator) over_ = std::max(over_, event.at);
+  }
+  std::map<std::uint64_t, std::int64_t> machines_;                          // the last event on each
+  std::set<std::uint64_t> in_place_;                                        // machines of which these are no copies
+  std::map<std::pair<std::uint64_t, std::uint64_t>, std::int64_t> served_;  // trainers: their daemon's last event
+  std::map<std::string, std::int64_t> lost_;                                // nodes that a coordinator has lost
+  std::int64_t over_ = std::numeric_limits<std::int64_t>::min(), led_ = over_;
+};
+
 // Two processes of one machine of which nobody is heard afterwards.
 bool lost_together(const Recording& one, const Recording& other, const Recordings& recordings) {
   const std::int64_t last = std::max(last_event(one), last_event(other));
@@ -174,8 +217,10 @@ Incidents find_incidents(const Recordings& recordings) {
       ended.push_back(&one);
   std::ranges::sort(ended, {}, [](const Recording* one) { return last_event(*one); });
   std::vector<Incident> others;
+  const Ends ends(recordings);
   for (const auto* one : ended) {
     if (Incident* of = cause_of(*one, recordings, found.all)) of->ended.push_back(one);
+    else if (!ends.known_of(*one)) ++found.unknown;
     else if (!others.empty() && lost_together(*others.back().ended.back(), *one, recordings))
       others.back().ended.push_back(one);
     else others.push_back({.at = last_event(*one), .decision = {}, .lost = {}, .ended = {one}});

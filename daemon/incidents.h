@@ -35,6 +35,7 @@ struct Incident {
 struct Incidents {
   std::vector<EpochDecision> decisions;  // ascending
   std::vector<Incident> all;             // in the order of time
+  std::size_t unknown = 0;               // processes that have ended without a word, or lived when they were copied
 };
 
 // `recordings` outlive what is returned.

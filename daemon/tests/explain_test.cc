@@ -282,6 +282,36 @@ TEST(Explain, WhoEndsAfterTheJobIsFinishedIsNoIncidentUnlessItWasGivenMoreSteps)
               testing::ElementsAre("epoch 2, without replica 1", "the end of node3, without a new epoch"));
 }
 
+// Copied from one machine after the other while all of them live.
+TEST(Explain, ProcessesThatLivedWhenTheirRecordingsWereCopiedHaveNotEnded) {
+  const auto titles = [](bool lost) {
+    Job job;
+    job.comes_back();
+    for (MadeUp* one : {&job.coordinator, &job.node, &job.r0, &job.r1_again}) one->add(9000 * ms, Kind::beat);
+    job.node.add(9500 * ms, Kind::beat);
+    MadeUp node2("node2", 2, 3), r2("r2.0", 2, 13), standby("coordinator c1", 2, 4);
+    node2.add(1 * ms, Kind::rank_up, {.replica = 2, .number = 0, .a = 13});
+    r2.add(2000 * ms, Kind::bucket_begun, {.epoch = 4, .step = 20});  // its steps are long
+    node2.add(5000 * ms, Kind::beat);
+    standby.add(4800 * ms, Kind::beat);
+    if (lost) job.coordinator.add(5900 * ms, Kind::node_lost, {}, "node2\nconnection reset");
+    job.all.insert(job.all.end(), {&node2, &r2, &standby});
+    for (std::int64_t t = 100; t < 2000; t += 100) {
+      node2.hear(job.coordinator, t * ms, t * ms + 100'000);
+      job.coordinator.hear(node2, t * ms, t * ms + 100'000);
+    }
+    const auto joined = join(job.recordings());
+    const auto found = find_incidents(joined);
+    std::vector<std::string> all;
+    for (const auto& one : found.all) all.push_back(one.title());
+    EXPECT_THAT(explain(joined, found, found.all[0]).back(), HasSubstr("processes it is unknown whether they lived"));
+    return all;
+  };
+  EXPECT_THAT(titles(false), testing::ElementsAre("epoch 2, without replica 1"));
+  EXPECT_THAT(titles(true),
+              testing::ElementsAre("epoch 2, without replica 1", "the end of node2, without a new epoch"));
+}
+
 TEST(Explain, AnIncidentIsFoundByItsTimeItsEpochAndInTheList) {
   constexpr std::int64_t day = 86400'000 * ms, near = 20'000 * day + 23 * 3600'000 * ms;
   EXPECT_EQ(*parse_time("23:59:59.5", near), 20'000 * day + day - 500 * ms);
