@@ -20,7 +20,7 @@ struct Auditing {
   std::vector<DriftAudit::Voter> voters{{ReplicaId(0), true}, {ReplicaId(1), true}, {ReplicaId(2), true}};
   Epoch epoch{1};
   Step committed{7};
-  std::string notes;
+  std::string notes, tensor = "w";  // that differs
 
   void reports(std::uint32_t replica, std::uint64_t reduced, std::uint64_t state, std::uint64_t other_rank = 5) {
     audit.on_reduced(ReplicaId(replica), report({other_rank, reduced}, {6, state}));
@@ -51,7 +51,7 @@ struct Auditing {
     }
     for (const std::uint64_t digest : {std::uint64_t{1}, state}) {
       auto& range_digest = *details.add_state();
-      range_digest.set_tensor(digest == 1 ? "same" : "w");
+      range_digest.set_tensor(digest == 1 ? "same" : tensor);
       range_digest.set_first(64);
       range_digest.set_count(32);
       range_digest.set_digest(digest);
@@ -244,6 +244,26 @@ TEST(DriftAudit, WhatAJoinersSourcesDifferInIsAuditedNext) {
   drift.set_offset(4000);  // nonsense
   a.audit.on_drift(drift);
   EXPECT_EQ(a.audit.counted().drift_reports, 2u);
+}
+
+// It is told in records of the log.
+TEST(DriftAudit, WhatIsSaidOfATensorIsCut) {
+  Auditing a;
+  a.voters.pop_back();
+  proto::Drift drift;
+  a.tensor = std::string(1 << 20, 'w');
+  drift.set_tensor(a.tensor);
+  drift.set_total(4000);
+  for (std::uint32_t source = 0; source < 100'000; ++source) drift.add_sources(source), drift.add_digests(source);
+  a.audit.on_drift(drift);
+  EXPECT_LT(a.audit.counted().last.size(), 4000u);
+  a.reports(0, 1, 2), a.reports(1, 1, 3);
+  a.judge();
+  a.sends_details(0, {}, 0xaa), a.sends_details(1, {}, 0xbb);
+  a.reports(0, 1, 2), a.reports(1, 1, 3);
+  const auto verdict = a.judge();
+  EXPECT_NE(verdict.reason.find("tensor 'www"), std::string::npos) << verdict.reason.size();
+  EXPECT_LT(verdict.reason.size(), 4000u);
 }
 
 TEST(DriftAudit, ThePeriodIsSuchThatDigestsTakeHalfAPercentOfTheTime) {
