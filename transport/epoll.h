@@ -19,8 +19,8 @@ inline Result<> add_to(const Fd& epoll, int fd) {
 }
 
 // Ends a connection that the epoll watches, for both its sides. A child of fork() may have its descriptor, too: closed
-// only here, the connection would stay up, and the epoll would go on reporting it. In such a child, which is not `owner`,
-// it stays up.
+// only here, the connection would stay up, and the epoll would go on reporting it. In such a child, which is not
+// `owner`, it stays up.
 inline void hang_up(const Fd& epoll, Fd& socket, pid_t owner) {
   if (::getpid() == owner) {
     (void)::epoll_ctl(epoll.get(), EPOLL_CTL_DEL, socket.get(), nullptr);
