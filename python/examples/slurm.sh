@@ -24,5 +24,6 @@ while [[ -z $leaves ]]; do
   [[ -z $leaves ]] || kill -TERM "$replica"  # the signal came before there was somebody to tell
   wait "$replica" && exit 0
   [[ -z $leaves ]] || wait "$replica"  # the signal has ended the first wait
+  replica=''
   sleep 1
 done
