@@ -38,6 +38,12 @@ struct Resolver::Question {
   std::mutex mutex;
   Resolver* asker;
   Answer answer;
+  // In the io_context's thread.
+  void end(Result<Endpoints> found) {
+    if (asker == nullptr) return;
+    asker->open_.reset();
+    answer(std::move(found));
+  }
 };
 
 Resolver::~Resolver() {
@@ -60,19 +66,11 @@ void Resolver::ask(const std::string& host, std::uint16_t port, Answer answer) {
     auto found = endpoints_of(host, port);
     const std::lock_guard lock(question->mutex);
     if (question->asker == nullptr) return;
-    asio::post(question->asker->io_, [question, found = std::move(found)] {
-      if (question->asker == nullptr) return;
-      question->asker->open_.reset();
-      question->answer(found);
-    });
+    asio::post(question->asker->io_, [question, found = std::move(found)] { question->end(found); });
   });
   if (started) return asking.detach();
   // Not within this call: who asks is not ready for an answer.
-  asio::post(io_, [question = open_, failed = started.error()] {
-    if (question->asker == nullptr) return;
-    question->asker->open_.reset();
-    question->answer(tl::unexpected(failed));
-  });
+  asio::post(io_, [question = open_, failed = started.error()] { question->end(tl::unexpected(failed)); });
 }
 
 }  // namespace rejoin::daemon

@@ -188,7 +188,6 @@ class Coordinator {
   // coordinator_claims.cc
   using Claim = PlaceClaim;
   RankState* holder_against(const proto::RankUp& up, TimePoint now);
-  void ask_the_other_nodes(NodeId lost, const ConnectedNode& was);
   bool former_may_come_back(const proto::RankUp& up, TimePoint now) const;
   bool claims_place(NodeId node, const proto::RankUp& up, TimePoint now);
   void inquire(Claim& claim, const RankState& holder);
@@ -316,6 +315,7 @@ class Coordinator {
   void tell_prospect_of_start(const std::vector<ReplicaId>& to_start);
   void tell_prospect();
   RankState& keep(ReplicaState& replica, NodeId node, const proto::RankUp& up);
+  void ask_the_other_nodes(NodeId lost, const ConnectedNode& was);
   MemberState* member(ReplicaId replica);
   Suspended* out_for_now(ReplicaId replica);
   const ReplicaState* registration(ReplicaId replica, Incarnation incarnation) const;

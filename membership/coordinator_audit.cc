@@ -46,15 +46,13 @@ Result<> Coordinator::drop_as_configured() {
       std::count_if(members_.begin(), members_.end(), [](const auto& m) { return !m.catching_up; });
   // One that has ended since may be named: it was wrong, and the others are right.
   if (!differing_.empty() && std::find(differing_.begin(), differing_.end(), replica) == differing_.end()) {
-    if (dropped == nullptr &&
-        replica.value < config_.replicas) {  // the word of a stop at the same step, among more of them
-      warn("--drop-replica {}@{} changes nothing: replica {} is none of those that differ, which are {}", replica, at,
-           replica, fmt::join(differing_, ", "));
-      return {};
-    }
-    return fail(ErrorCode::invalid_argument,
-                "--drop-replica {}@{}: replica {} is none of those that differ, which are {}", replica, at, replica,
-                fmt::join(differing_, ", "));
+    // It may be the word of a stop at the same step, among more of them.
+    const bool was_used = dropped == nullptr && replica.value < config_.replicas;
+    const auto why = fmt::format("--drop-replica {}@{}{}: replica {} is none of those that differ, which are {}",
+                                 replica, at, was_used ? " changes nothing" : "", replica, fmt::join(differing_, ", "));
+    if (!was_used) return fail(ErrorCode::invalid_argument, "{}", why);
+    warn("{}", why);
+    return {};
   }
   if (dropped != nullptr && !dropped->catching_up && contributors == 1)
     return fail(ErrorCode::invalid_argument, "--drop-replica {}@{}: no other replica has the state", replica, at);

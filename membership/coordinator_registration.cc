@@ -263,11 +263,10 @@ void Coordinator::ask_the_other_nodes(NodeId lost, const ConnectedNode& was) {
       if (rank != nullptr && !rank->connected_node && rank->node == lost) asked.insert(node);
       return rank == nullptr;
     });
-  for (const auto node : asked) {
-    proto::ToNode message;
-    message.mutable_introduce();
-    send(node, std::move(message));
-  }
+  if (asked.empty()) return;
+  proto::ToNode message;
+  message.mutable_introduce();
+  send_to({asked.begin(), asked.end()}, std::move(message));
 }
 
 // Who are peers now. Whoever is not named is fenced by the others; so after a restart nothing is announced before all

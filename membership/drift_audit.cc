@@ -138,11 +138,9 @@ DriftAudit::Verdict DriftAudit::judge(std::span<const Voter> voters, Epoch epoch
     const bool again = inspection_ && inspection_->of_state && inspection_->committed == committed;
     const int times = again ? inspection_->times + 1 : 1;
     const bool alike = again && inspection_->rank == rank && inspection_->digests == states;
-    if (!alike && times > kStateRepeats) {  // one that is another each time ends nothing by being so
+    if (alike || times > kStateRepeats) {  // one that is another each time ends nothing by being so
       if (std::exchange(inspection_->rank, rank) != rank) inspection_->details.clear();
-      inspection_->digests = states;
-    }
-    if (alike || times > kStateRepeats) {
+      inspection_->digests = std::move(states);
       const Verdict verdict = judge_state();
       inspection_.reset();  // those that are left are judged by what they differ in from now on
       return verdict;

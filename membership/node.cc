@@ -9,6 +9,7 @@
 #include "membership/digest_table.h"
 #include "membership/greeting.h"
 #include "membership/paces.h"
+#include "membership/process.h"
 
 namespace rejoin::membership {
 
@@ -66,14 +67,15 @@ Node::Actions Node::on_coordinator_message(const proto::ToNode& message, TimePoi
     case proto::ToNode::kEvicted:
       for (const auto& [connection, rank] : ranks_)
         if (rank.up.replica() == message.evicted().replica() &&
-            rank.up.incarnation() == message.evicted().incarnation() && !of_another_job(rank, message.evicted().job()))
+            rank.up.incarnation() == message.evicted().incarnation() &&
+            !of_another_job(rank.up.job(), message.evicted().job()))
           send(connection, message, actions);
       break;
     case proto::ToNode::kPeers: {
       if (concerns_nobody(message.peers().job())) break;
       const RankSet touched = peers_.apply(message.peers());
       for (auto& [connection, rank] : ranks_)
-        if (touched.contains(rank.up.rank()) && !of_another_job(rank, message.peers().job()))
+        if (touched.contains(rank.up.rank()) && !of_another_job(rank.up.job(), message.peers().job()))
           tell_of_peers(connection, rank, message.peers(), actions);
       break;
     }
@@ -81,7 +83,7 @@ Node::Actions Node::on_coordinator_message(const proto::ToNode& message, TimePoi
       if (concerns_nobody(message.plan().job())) break;
       plan_ = message.plan();
       for (const auto& [connection, rank] : ranks_)
-        if (!of_another_job(rank, message.plan().job())) send(connection, message, actions);
+        if (!of_another_job(rank.up.job(), message.plan().job())) send(connection, message, actions);
       break;
     case proto::ToNode::kInquiry:
       for (const auto& [connection, rank] : ranks_) {
@@ -105,7 +107,7 @@ Node::Actions Node::on_coordinator_message(const proto::ToNode& message, TimePoi
       break;
     case proto::ToNode::kProspect:
       for (const auto& [connection, rank] : ranks_)
-        if (!of_another_job(rank, message.prospect().job())) send(connection, message, actions);
+        if (!of_another_job(rank.up.job(), message.prospect().job())) send(connection, message, actions);
       break;
     case proto::ToNode::KIND_NOT_SET:
       actions.notes.push_back({"an empty message from the coordinator was ignored", true});
@@ -128,15 +130,10 @@ void write_hosts(const std::map<std::uint32_t, RankSet>& hosted, proto::LeaderVi
   }
 }
 
-// What a coordinator with the wrong log decides is nothing to it.
-bool Node::of_another_job(const RankInfo& rank, std::uint64_t job) {
-  return job != 0 && rank.up.job() != 0 && rank.up.job() != job;
-}
-
 // All ranks here are another job's: their streams go on as they are.
 bool Node::concerns_nobody(std::uint64_t job) const {
-  return !ranks_.empty() &&
-         std::all_of(ranks_.begin(), ranks_.end(), [&](const auto& one) { return of_another_job(one.second, job); });
+  return !ranks_.empty() && std::all_of(ranks_.begin(), ranks_.end(),
+                                        [&](const auto& one) { return of_another_job(one.second.up.job(), job); });
 }
 
 // A rank of a large job has many peers, and each of them comes once: what is said of one does not grow with all.

@@ -91,7 +91,6 @@ class Node {
   void gather(const RankInfo& rank, Actions& actions);
   void report_status(const RankInfo& rank, Actions& actions);
   bool concerns_nobody(std::uint64_t job) const;
-  static bool of_another_job(const RankInfo& rank, std::uint64_t job);
   void tell_of_peers(RankConnection rank, RankInfo& info, const proto::Peers& news, Actions& actions) const;
   void send(RankConnection rank, const proto::ToNode& message, Actions& actions) const;
 

@@ -94,10 +94,7 @@ Relay::Actions Relay::on_coordinator_message(const proto::ToNode& message, TimeP
     case proto::ToNode::kDeclare:
       answer(message.declare().replica(), message.declare().rank(), message.declare().instance());
       break;
-    case proto::ToNode::kEvicted: {
-      on_evicted(message);
-      break;
-    }
+    case proto::ToNode::kEvicted: on_evicted(message); break;
     case proto::ToNode::kPeers: on_peers(message.peers()); break;
     case proto::ToNode::kPlan: on_plan(message); break;
     case proto::ToNode::kProspect:

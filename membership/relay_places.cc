@@ -1,5 +1,6 @@
 // Who has a rank's place behind a relay, and who else asks for it.
 #include "membership/node.h"
+#include "membership/process.h"
 #include "membership/relay.h"
 
 namespace rejoin::membership {
@@ -76,8 +77,7 @@ void Relay::leave_group(const RankKey& key, const RankState& rank) {
 void Relay::on_evicted(const proto::ToNode& message) {
   const auto& evicted = message.evicted();
   const auto is_it = [&](const RankState& rank) {
-    return rank.incarnation == evicted.incarnation() &&
-           (evicted.job() == 0 || rank.job == 0 || rank.job == evicted.job());
+    return rank.incarnation == evicted.incarnation() && !of_another_job(rank.job, evicted.job());
   };
   std::set<NodeId> concerned;
   for (auto at = ranks_.lower_bound({evicted.replica(), 0}); at != ranks_.end() && at->first.first == evicted.replica();

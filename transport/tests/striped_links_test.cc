@@ -63,37 +63,33 @@ TEST(Striped, TheFirstRailToBeUpMayDieBeforeTheOthersAreUp) {
   }
 }
 
+void expect_the_end_after_two_stalls(Cluster& c, Side& end) {
+  const TimePoint before = c.clock.now();
+  while (!end.closed && c.clock.now() - before < 3 * kOptions.stall) {  // not to the slow rail's next event at once
+    while (c.fabric.next_event() <= c.clock.now()) c.fabric.step();
+    end.poll();
+    c.clock.advance(std::chrono::microseconds(50));
+  }
+  EXPECT_TRUE(end.closed);
+  EXPECT_GT(c.clock.now() - before, kOptions.stall);
+  EXPECT_LT(c.clock.now() - before, kOptions.stall * 5 / 2);
+}
+
 // But not for ever.
 TEST(Striped, ARailThatNeverComesUpIsWaitedForTwoStalls) {
   Cluster c(6, 2, std::chrono::seconds(3600));
   ASSERT_TRUE(c.until([&] { return c.a.up && c.b.up; }));
-  const TimePoint before = c.clock.now();
   c.fabric.kill(*c.a.rails[0]);
   c.fabric.kill(*c.a.rails[1]);
-  while (!c.b.closed && c.clock.now() - before < 3 * kOptions.stall) {  // not to the slow rail's next event at once
-    while (c.fabric.next_event() <= c.clock.now()) c.fabric.step();
-    c.b.poll();
-    c.clock.advance(std::chrono::microseconds(50));
-  }
-  EXPECT_TRUE(c.b.closed);
-  EXPECT_GT(c.clock.now() - before, kOptions.stall);
-  EXPECT_LT(c.clock.now() - before, kOptions.stall * 5 / 2);
+  expect_the_end_after_two_stalls(c, c.b);
 }
 
 // Nor does the connecting end wait for it longer, though it may be greeting for ever.
 TEST(Striped, ARailThatNeverAnswersIsWaitedForTwoStallsByWhoConnectsIt) {
   Cluster c(6, 2, std::chrono::seconds(3600));
   ASSERT_TRUE(c.until([&] { return c.a.up && c.b.up; }));
-  const TimePoint before = c.clock.now();
   c.fabric.kill(*c.b.rails[1]);
-  while (!c.a.closed && c.clock.now() - before < 3 * kOptions.stall) {
-    while (c.fabric.next_event() <= c.clock.now()) c.fabric.step();
-    c.a.poll();
-    c.clock.advance(std::chrono::microseconds(50));
-  }
-  EXPECT_TRUE(c.a.closed);
-  EXPECT_GT(c.clock.now() - before, kOptions.stall);
-  EXPECT_LT(c.clock.now() - before, kOptions.stall * 5 / 2);
+  expect_the_end_after_two_stalls(c, c.a);
 }
 
 // A peer that stood still answers over one rail before it does over the other.
