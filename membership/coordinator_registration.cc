@@ -27,19 +27,15 @@ void Coordinator::on_rank_up(NodeId node, const proto::RankUp& up, TimePoint now
   if (up.incarnation() != 0) {  // it was registered before and comes back (its daemon or the coordinator restarted)
     back_at_ = now;
     const MemberState* m = member(id);
-    // By its incarnation; by its instance, too, but for one that an earlier leader has given another incarnation, which
-    // it has heard first: it keeps to that, and nobody would reach it by the later one.
-    const bool same_instance = rank_of(up.replica(), up.rank(), up.instance()) != nullptr;
-    const bool keeps_to_other = same_instance && never_members_.contains(up.incarnation());
-    const bool known = found != replicas_.end() &&
-                       (found->second.incarnation.value == up.incarnation() || (same_instance && !keeps_to_other));
+    // By its incarnation; by its instance, too: what an earlier leader called it is over when it hears the later one.
+    const bool known = found != replicas_.end() && (found->second.incarnation.value == up.incarnation() ||
+                                                    rank_of(up.replica(), up.rank(), up.instance()) != nullptr);
     const Suspended* out = out_for_now(id);
     const bool from_log = (out != nullptr && out->incarnation.value == up.incarnation() && !out->ended) ||
                           (m != nullptr && m->incarnation.value == up.incarnation());
     // An earlier instance of this coordinator has given it out.
-    const bool only_registered =
-        never_members_.contains(up.incarnation()) &&
-        (found == replicas_.end() || found->second.incarnation.value < up.incarnation() || keeps_to_other);
+    const bool only_registered = never_members_.contains(up.incarnation()) &&
+                                 (found == replicas_.end() || found->second.incarnation.value < up.incarnation());
     if (!known && !from_log && !only_registered) {
       const auto reason = reason_for_being_out(id);
       warn("replica {} rank {}, which has come back, is sent away: {}", id, up.rank(), reason);

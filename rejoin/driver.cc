@@ -241,11 +241,15 @@ void Driver::submit_wanted(TimePoint now) {
 void Driver::on_control_message(const proto::ToNode& message, TimePoint now) {
   switch (message.kind_case()) {
     case proto::ToNode::kRegistered: {
+      const auto incarnation = message.registered().incarnation();
+      // Its first message had come to a later leader, too: nobody reaches it by what it heard from the one before.
+      if (machine_.incarnation() != Incarnation{} && incarnation > machine_.incarnation().value && !machine_.member())
+        return put_out("another leader has registered it anew", now);
       if (machine_.incarnation() != Incarnation{}) return;
-      if (message.registered().incarnation() == 0)
+      if (incarnation == 0)
         return fail({ErrorCode::corrupt,
                      "the daemon has registered this rank without an incarnation: run a daemon of this release"});
-      machine_.on_registered(Incarnation(message.registered().incarnation()));
+      machine_.on_registered(Incarnation(incarnation));
       job_ = message.registered().job();
       flight::set_job(job_);
       events::record(events::Kind::registered, {.a = machine_.incarnation().value});

@@ -185,26 +185,19 @@ TEST(Coordinator, AProcessThatIsStartedAgainBehindTheSameDaemonIsTakenAtOnce) {
   EXPECT_TRUE(std::any_of(job.inbox[1].begin(), job.inbox[1].end(), [](const auto& m) { return m.has_registered(); }));
 }
 
-// Found by the simulator: its first message came to the next leader after it had heard the one before. It keeps to the
-// incarnation that it heard first, by which it is then to be reached.
-TEST(Coordinator, WhoHasHeardAnEarlierLeaderFirstIsKnownByTheIncarnationOfThat) {
+// Its first message came to the next leader after it had heard the one before: what that called it is over when it
+// hears this.
+TEST(Coordinator, WhoHasHeardAnEarlierLeaderFirstHearsWhatTheLaterOneCallsIt) {
   Bench bench;
   bench.up(0);
-  bench.up(1);
-  const auto heard = bench.incarnations;
+  const auto heard = bench.incarnations.at(0);
   Bench again(bench.log);
   again.up(0);
-  ASSERT_NE(again.incarnations.at(0), heard.at(0));
-  again.incarnations = heard;
+  const auto later = again.incarnations.at(0);
+  ASSERT_GT(later, heard);
+  again.incarnations[0] = heard;
   again.back(0, 0);
-  again.back(1, 1);
-  again.up(2);
-  again.link_all();
-  ASSERT_EQ(again.contributors(), 3u);
-  for (const auto& member : again.coordinator.members()) {
-    const auto known = heard.find(member.replica.value);
-    if (known != heard.end()) EXPECT_EQ(member.incarnation.value, known->second) << "replica " << member.replica.value;
-  }
+  EXPECT_EQ(again.incarnations.at(0), later);
 }
 
 }  // namespace

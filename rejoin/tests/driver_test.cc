@@ -40,6 +40,33 @@ TEST(Driver, WhoWasNotStoppedDoesNotSayThatItWas) {
   EXPECT_EQ(rank.put_out(), "this replica is out of the job: it was silent; start it again to catch up");
 }
 
+// Found by the simulator: its first message had come to two leaders, and nobody reached it by what the first called it.
+TEST(Driver, WhomALaterLeaderHasRegisteredAnewStartsAgain) {
+  Alone rank;
+  rank.register_it();
+  const auto hear = [&](std::uint64_t incarnation) {
+    proto::ToNode message;
+    message.mutable_registered()->set_incarnation(incarnation);
+    rank.driver->on_control_message(message, rank.now);
+  };
+  for (auto former : {1000u, 999u}) hear(former);
+  EXPECT_FALSE(rank.driver->failure());
+  hear(1001);
+  ASSERT_TRUE(rank.driver->failure());
+  EXPECT_EQ(rank.driver->failure()->message,
+            "this replica is out of the job: another leader has registered it anew; start it again to catch up");
+}
+
+TEST(Driver, AMemberKeepsToItsIncarnation) {
+  Alone rank;
+  rank.register_it();
+  rank.plan_with_peers(2);
+  proto::ToNode message;
+  message.mutable_registered()->set_incarnation(1001);
+  rank.driver->on_control_message(message, rank.now);
+  EXPECT_FALSE(rank.driver->failure());
+}
+
 TEST(Driver, MemoryThatCanNotBeRegisteredIsSaidBeforeAnybodyKnowsOfTheRank) {
   Alone rank;
   rank.fabric.refuse_memory(*rank.engine, 1);
