@@ -7,12 +7,6 @@
 
 namespace rejoin::ftar {
 
-namespace {
-
-constexpr std::size_t kMostSegments = 1 << 15;  // of all buckets together: they go in one message
-
-}  // namespace
-
 Shape Communicator::shape_of(const Bucket& bucket) const {
   return {.bytes = bucket.bytes(),
           .element = size_of(bucket.spec.type),

@@ -10,6 +10,9 @@
 
 namespace rejoin::ftar {
 
+// Of all buckets together: they go in one message. Where there were more, a bucket is one segment.
+constexpr std::size_t kMostSegments = 1 << 14;
+
 // One segment of a bucket's result, with its digest and whom it came from, to find where members differ.
 struct Segment {
   std::uint64_t digest = 0;

@@ -189,7 +189,7 @@ bool DriftAudit::explain_by_hop(const Inspection& inspection, Strike& strike) {
         const auto& ours = details.buckets(b).segments(s);
         const auto sender = inspection.details.find(ours.from());
         if (ours.from() == replica || sender == inspection.details.end() || b >= sender->second.buckets_size() ||
-            s >= sender->second.buckets(b).segments_size())
+            details.buckets(b).segments_size() != sender->second.buckets(b).segments_size())
           continue;
         const auto theirs = sender->second.buckets(b).segments(s).digest();
         if (theirs == ours.digest()) continue;

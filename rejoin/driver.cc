@@ -229,8 +229,9 @@ void Driver::submit_wanted(TimePoint now) {
   // A joiner's outputs hold the gradients of the step before until the trainer is done with them.
   if (!machine_.contributes() && taken_ != machine_.step().value) return;
   ring_->notice(now);
+  const bool contributes = machine_.contributes();  // which looks for this replica among all members
   for (std::uint32_t b = 0; b < buckets_.size(); ++b) {
-    if ((machine_.contributes() && !wanted_[b]) || submitted_[b]) continue;
+    if (submitted_[b] || (contributes && !wanted_[b])) continue;
     submitted_[b] = true;
     owner_.set_phase(local::Phase::reduce);
     if (auto started = ring_->all_reduce(b, machine_.step(), ReduceOp::mean, machine_.weights()); !started)

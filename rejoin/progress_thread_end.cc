@@ -59,11 +59,13 @@ Result<> ProgressThread::leave() {
   std::unique_lock lock(mutex_);
   leaving_ = true;
   signal_eventfd(wake_);
-  if (!changed_.wait_for(lock, config_.patience, [&] { return left_.has_value(); }))
+  // The thread itself waits up to a silence for the daemon's word.
+  const auto longest = std::max<Duration>(config_.patience, 2 * silence_);
+  if (!changed_.wait_for(lock, longest, [&] { return left_.has_value(); }))
     return rejoin::fail(ErrorCode::timeout,
                         "this session's progress thread has stood still for {} ms: end the process, and the others go "
                         "on without it",
-                        config_.patience.count());
+                        longest / std::chrono::milliseconds(1));
   return *left_;
 }
 

@@ -11,7 +11,6 @@ namespace rejoin {
 namespace {
 
 constexpr std::uint64_t kGrain = 4 * KiB;  // ranges begin and end at multiples of this in a part
-constexpr std::size_t kMostRanges = 500;
 
 }  // namespace
 
@@ -86,7 +85,7 @@ Result<std::vector<StateAudit::RangeDigest>> StateAudit::range_digests(std::uint
     if (i % together == 0) range_digests.push_back({name, range.first, 0, 0});
     else if (range.tensor != last) range_digests.back().tensor += "', '" + name;
     RangeDigest& range_digest = range_digests.back();
-    range_digest.tensor = cut(std::move(range_digest.tensor), 400);
+    range_digest.tensor = cut(std::move(range_digest.tensor), kLongestName);
     range_digest.count += range.count;
     range_digest.digest = combine_digests(range_digest.digest, (*digests)[i]);
     last = range.tensor;

@@ -12,6 +12,8 @@ namespace rejoin {
 
 class StateAudit {
  public:
+  static constexpr std::size_t kMostRanges = 500, kLongestName = 200;  // of range_digests(): they go in one message
+
   // `owner` outlives this. Errors: of the device.
   static Result<std::unique_ptr<StateAudit>> make(const local::Owner& owner);
 

@@ -8,6 +8,9 @@
 #include <set>
 
 #include "base/text.h"
+#include "control.pb.h"
+#include "ftar/operation.h"
+#include "ftar/results.h"
 
 namespace rejoin {
 namespace {
@@ -80,7 +83,28 @@ TEST(StateAudit, TheNamesOfARangeAreCutBehindAWholeCharacter) {
     longest = std::max(longest, range.tensor.size());
     EXPECT_TRUE(is_utf8(range.tensor)) << range.tensor;
   }
-  EXPECT_GE(longest, 399u) << "none was cut";
+  EXPECT_GE(longest, StateAudit::kLongestName - 1) << "none was cut";
+}
+
+// What a local socket takes where net.core.wmem_max is the kernel's 212,992, and what a daemon reads at most is more.
+TEST(StateAudit, TheLongestReportOfAllThatDiffersGoesInOneMessage) {
+  constexpr std::uint32_t kMost = ~0u;
+  proto::FromNode report;
+  auto& details = *report.mutable_details();
+  details.set_replica(kMost), details.set_rank(kMost), details.set_epoch(~0ull);
+  for (std::size_t b = 0; b < ftar::Tag::kMaxBuckets; ++b) {
+    auto& bucket = *details.add_buckets();
+    for (std::size_t s = 0; s < ftar::kMostSegments / ftar::Tag::kMaxBuckets; ++s) {
+      auto& segment = *bucket.add_segments();
+      segment.set_digest(~0ull), segment.set_from(kMost);
+    }
+  }
+  for (std::size_t i = 0; i < StateAudit::kMostRanges; ++i) {
+    auto& range = *details.add_state();
+    range.set_tensor(std::string(StateAudit::kLongestName, 'n'));
+    range.set_first(1ull << 40), range.set_count(1ull << 40), range.set_digest(~0ull);
+  }
+  EXPECT_LT(report.ByteSizeLong(), 2 * 212'992u - 4 * KiB);
 }
 
 TEST(StateAudit, ADigestOfOnePartIsNotThatOfAnother) {
