@@ -122,6 +122,7 @@ struct Wait {
   std::optional<Member> on;  // nobody: on this rank's own trainer
   std::string what;          // "chunk 17 of 64 of the reduce-scatter"
   bool on_trainers = false;  // on an operation: some member's trainer may just be computing
+  bool to_land = false;      // on writes of this rank from before the epoch
   Duration since{};          // how long there has been no progress
 };
 

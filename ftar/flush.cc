@@ -137,6 +137,7 @@ std::vector<Wait> Communicator::flush_waits(Duration since) const {
       waits.push_back({.on = member,
                        .what = fmt::format("the end of {} writes to its memory from before epoch {}",
                                            peer->writes_in_flight, epoch_.value),
+                       .to_land = true,
                        .since = since});
   for (std::uint32_t i = 0; i < ring_.size(); ++i) {
     const Peer* peer = ring_peers_[i];

@@ -94,7 +94,8 @@ Duration Driver::notice(TimePoint now) {
   disturbed_ = true;
   computed_.paused = true;
   forgive_trainer(pause, now);
-  if (digests_since_ != TimePoint{}) digests_since_ += pause;
+  for (TimePoint* since : {&digests_since_, &landing_since_})
+    if (*since != TimePoint{}) *since += pause;
   if (ring_) ring_->forgive(pause, now);
   return pause;
 }

@@ -177,6 +177,7 @@ class Driver {
   void excuse_trainer(TimePoint now);
   void excuse_between_steps(TimePoint now);
   void tell_occupation(TimePoint now);
+  void excuse_flush(const std::vector<ftar::Wait>& waits, TimePoint now);
   void forgive_trainer(Duration pause, TimePoint now);
   proto::Accusation& excuse(std::string why, bool excused, TimePoint since, TimePoint now);
   proto::Accusation& accuse(const ftar::Member& suspect, const std::string& what);
@@ -243,6 +244,7 @@ class Driver {
   TimePoint stall_checked_{}, committed_at_{}, reach_at_{}, broken_reported_{}, measure_at_{};
   TimePoint offered_at_{}, begun_at_{};     // the step under way: to the trainer, and by it
   TimePoint excused_at_{}, released_at_{};  // last reported; when it was last busy with something
+  TimePoint landing_since_{};               // its writes from before the epoch
   std::optional<Occupation> occupied_;
   std::uint64_t offered_ = 0, begun_ = 0;
   std::uint64_t stall_reported_for_ = 0;

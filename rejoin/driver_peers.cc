@@ -230,6 +230,20 @@ void Driver::excuse_between_steps(TimePoint now) {
          true, now, now);
 }
 
+// Over a slow link what is on its way when an epoch begins lands for long. The others, who wait for this rank alone,
+// see nothing of that.
+void Driver::excuse_flush(const std::vector<ftar::Wait>& waits, TimePoint now) {
+  if (waits.empty() || !waits.front().to_land) {
+    landing_since_ = {};
+    return;
+  }
+  if (landing_since_ == TimePoint{}) landing_since_ = now;
+  const Duration taken = now - landing_since_;
+  const bool lands = waits.front().since <= silence_ / 4;
+  if (!lands || taken < silence_ / 4 || taken > config_.patience || now - excused_at_ < silence_ / 8) return;
+  excuse(fmt::format("{}, which land one by one", waits.front().what), true, landing_since_, now);
+}
+
 // To be changed, if at all, before the next report.
 proto::Accusation& Driver::excuse(std::string why, bool excused, TimePoint since, TimePoint now) {
   excused_at_ = now;
@@ -254,7 +268,9 @@ void Driver::look_for_stalls(TimePoint now) {
   excuse_digests(now);
   if (machine_.reduced()) return;
   excuse_trainer(now);
-  for (const auto& wait : ring_->waits(now)) {
+  const auto waits = ring_->waits(now);
+  excuse_flush(waits, now);
+  for (const auto& wait : waits) {
     if (wait.since > kStallWorthTelling && stall_reported_for_ != machine_.step().value) {
       stall_reported_for_ = machine_.step().value;
       events::record(events::Kind::waits,

@@ -198,6 +198,7 @@ TEST(FtarPlans, WhoseWritesEndOneByOneMakesProgress) {
   };
   for (cluster.pump(); !one_has_ended(); cluster.pump()) ASSERT_TRUE(cluster.fabric.step());
   EXPECT_LT(first.waits(cluster.clock.now()).at(0).since, 1ms) << before;
+  EXPECT_TRUE(first.waits(cluster.clock.now()).at(0).to_land) << before;
 }
 
 TEST(FtarPlans, WaitsNameTheMemberThatIsMissing) {

@@ -67,6 +67,60 @@ TEST(Driver, AMemberKeepsToItsIncarnation) {
   EXPECT_FALSE(rank.driver->failure());
 }
 
+// The others, who wait for it, hear nothing of that, and it waits for nobody.
+TEST(Driver, WhoseWritesFromBeforeAnEpochLandOneByOneSaysSo) {
+  constexpr std::size_t kElements = 1 << 16;
+  const ftar::Options ring{.chunk_bytes = 4 * KiB, .chunks_in_flight = 16, .direct_bytes = 0};
+  Alone rank(ring, {}, kElements);
+  rank.register_it();
+  const auto engine = rank.fabric.make_engine();
+  std::vector<float> input(kElements), output(kElements);
+  proto::ToNode peers;
+  peers.mutable_peers()->add_peers()->set_incarnation(1);
+  peers.mutable_peers()->mutable_peers(0)->set_address(engine->listen({})->text);
+  const ftar::Member self{ReplicaId(0), Incarnation(1)}, its{ReplicaId(100), Incarnation(1000)};
+  const auto peer = *ftar::Communicator::make(*engine, ring, self,
+                                              {{DataType::float32, kElements, std::as_writable_bytes(std::span(input)),
+                                                std::as_writable_bytes(std::span(output))}},
+                                              {});
+  std::vector<std::uint64_t> excused;  // milliseconds
+  const auto until = [&](const std::function<bool()>& done) {
+    for (const Duration begun = rank.now - rank.clock.now(); !done(); rank.now = begun + rank.clock.now()) {
+      peer->poll(rank.clock.now());
+      rank.driver->notice(rank.now);
+      rank.driver->poll(rank.now);
+      for (const auto& report : rank.driver->take_reports())
+        if (report.accusation().excused()) excused.push_back(report.accusation().waited_ms());
+      if (!rank.fabric.step()) rank.clock.advance(1ms);
+    }
+  };
+  const auto enter = [&](std::uint64_t epoch) {
+    rank.plan_with_peers(1, epoch);
+    peer->enter(Epoch(epoch), {{self}, {its}});
+  };
+  rank.driver->on_control_message(peers, rank.now);
+  until([&] { return peer->connected(its); });
+  enter(1);
+  until([&] { return peer->clean(); });
+  rank.driver->take(1, rank.now);
+  rank.driver->want({true}, rank.now);
+  ASSERT_TRUE(peer->all_reduce(0, Step(1), ReduceOp::mean));
+  until([&] { return peer->stats().peers[0].chunks_received > 0; });
+  until([&, begun = rank.clock.now(), takes = Duration{}]() mutable {  // each write lands later than the one before
+    rank.fabric.slow(*rank.engine, takes += 30ms, 0ms, rank.clock.now() + 1h);
+    return rank.clock.now() - begun > 20ms;
+  });
+  rank.fabric.slow(*rank.engine, 0ms, 0ms, {});
+  EXPECT_TRUE(excused.empty());
+  enter(2);
+  until([&] { return peer->clean(); });
+  ASSERT_GT(excused.size(), 1u);
+  EXPECT_GE(excused.front(), 250u);
+  const auto told = excused.size();
+  until([&, begun = rank.clock.now()] { return rank.clock.now() - begun > 1s; });
+  EXPECT_EQ(excused.size(), told);
+}
+
 TEST(Driver, MemoryThatCanNotBeRegisteredIsSaidBeforeAnybodyKnowsOfTheRank) {
   Alone rank;
   rank.fabric.refuse_memory(*rank.engine, 1);

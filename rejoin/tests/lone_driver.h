@@ -25,14 +25,14 @@ struct Alone {
   VirtualClock clock;
   transport::sim::Fabric fabric;
   std::unique_ptr<transport::Engine> engine = fabric.make_engine();
-  TrainingState state{1 << 20};
+  TrainingState state{1 << 22};
   std::optional<Driver> driver;
   TimePoint now{1h};
 
-  explicit Alone(const ftar::Options& ring = {}, Duration between_rooms = {})
+  explicit Alone(const ftar::Options& ring = {}, Duration between_rooms = {}, std::uint64_t elements = 64)
       : fabric({.between_rooms = between_rooms}, clock) {
     spdlog::set_level(spdlog::level::off);
-    const auto tensor = state.add({.name = "weights", .count = 64});
+    const auto tensor = state.add({.name = "weights", .count = elements});
     EXPECT_TRUE(tensor && state.bucket({*tensor}) && state.allocate() && state.start(0));
     EXPECT_TRUE(engine->listen({}));
     driver.emplace(
@@ -63,10 +63,10 @@ struct Alone {
     return peers;
   }
   // In a ring with so many peers, this rank between the first and the last of them.
-  void plan_with_peers(std::uint32_t count) {
+  void plan_with_peers(std::uint32_t count, std::uint64_t epoch = 1) {
     proto::ToNode message;
     auto& plan = *message.mutable_plan();
-    plan.set_epoch(1);
+    plan.set_epoch(epoch);
     plan.set_step(1);
     for (std::uint32_t replica = 0; replica < count; ++replica) {
       auto& member = *plan.add_members();
