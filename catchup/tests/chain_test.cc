@@ -79,7 +79,8 @@ Joined join(std::uint64_t seed, std::size_t contributors, std::size_t k) {
 TEST(Chain, ManyJoinersTakeHardlyLongerThanOneAndContributorsSendEachByteAboutOnce) {
   const Joined one = join(1, 1, 1);
   EXPECT_EQ(one.by_joiners, 0);
-  for (const std::size_t k : {2, 4, 6}) {
+  // How long it takes is virtual time, and the same under sanitizers.
+  for (const std::size_t k : kSanitized ? std::vector<std::size_t>{4} : std::vector<std::size_t>{2, 4, 6}) {
     SCOPED_TRACE(k);
     const Joined many = join(k, 1, k);
     EXPECT_LE(many.seconds, 1.2 * one.seconds);
