@@ -46,6 +46,7 @@ allowed = {
     (r"\bgetenv\(", "tests/process.h"),
     (r"\bgetenv\(", "transport/tests/backends.h"),
     (r"\bsleep_for\(|\busleep\(|\bsleep\(", "tests/process.h"),        # polls other processes
+    (r"\bsleep_for\(|\busleep\(|\bsleep\(", "device/tests/library.h"),  # polls a GPU, which may be made of threads
     (r"\bsleep_for\(|\busleep\(|\bsleep\(", "device/tests/fake_streams.h"),  # a GPU polls flags, and takes no CPU's time
     (r"\bsleep_for\(|\busleep\(|\bsleep\(", "examples/demo_run.cc"),  # reads files that other processes append to
     (r"\bsleep_for\(|\busleep\(|\bsleep\(", "examples/demo_job.cc"),

@@ -288,7 +288,7 @@ class Real : public Members {
     while (std::chrono::steady_clock::now() < limit) {
       poll();
       if (std::ranges::all_of(works, [](const auto& work) { return work->result.has_value(); })) return true;
-      std::this_thread::yield();
+      device::pause();
     }
     return false;
   }

@@ -63,7 +63,7 @@ struct Kernels : testing::Test {
     const auto deadline = std::chrono::steady_clock::now() + 60s;
     while (!is()) {
       ASSERT_LT(std::chrono::steady_clock::now(), deadline);
-      std::this_thread::yield();
+      pause();
     }
   }
   static void finish(Reducer& reducer) {
@@ -130,7 +130,7 @@ TEST_F(Kernels, WorkGoesOnThroughAnyNumberOfLaunches) {
     if (burst % 2 == 0) reducer->rest();
     // Longer than its patience.
     const auto until = std::chrono::steady_clock::now() + 3ms;
-    while (std::chrono::steady_clock::now() < until) std::this_thread::yield();
+    while (std::chrono::steady_clock::now() < until) pause();
   }
   const Bytes result = out(sums.bytes.data(), pieces * count * 4);
   for (std::size_t i = 0; i < pieces * count; ++i)
@@ -233,7 +233,7 @@ TEST_F(Kernels, AKernelThatIsHeldStaysAndNobodyLaunchesAnother) {
     if (i == 1) reducer->rest();
     if (i == 2) reducer->let_go();
     const auto until = std::chrono::steady_clock::now() + 5ms;  // longer than its patience
-    while (std::chrono::steady_clock::now() < until) std::this_thread::yield();
+    while (std::chrono::steady_clock::now() < until) pause();
   }
   EXPECT_EQ(reducer->launches(), first);
   reducer->let_go();

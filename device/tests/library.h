@@ -1,10 +1,12 @@
 // Which CUDA driver a test loads: the one made of software, or where REJOIN_CUDA names one (`./run gpu test`), that.
 #pragma once
 
+#include <chrono>
 #include <cstdlib>
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <thread>
 
 #include "device/device.h"
 
@@ -22,5 +24,9 @@ inline std::shared_ptr<Device> test_gpu() {
   if (!opened) throw std::runtime_error(opened.error().message);
   return *opened;
 }
+
+// Between two looks at what a GPU does: otherwise whoever waits takes the CPU from the threads of one that is made of
+// software.
+inline void pause() { std::this_thread::sleep_for(std::chrono::microseconds(20)); }
 
 }  // namespace rejoin::device

@@ -22,7 +22,7 @@ struct GpuCoder : testing::Test {
       const auto done = reducer->done();
       ASSERT_TRUE(done) << done.error().message;
       ASSERT_LT(std::chrono::steady_clock::now(), deadline);
-      std::this_thread::yield();
+      device::pause();
     }
   }
 

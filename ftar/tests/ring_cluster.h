@@ -124,6 +124,7 @@ struct Cluster {
       pump();
       if (fabric.step()) continue;
       if (device ? std::chrono::steady_clock::now() > deadline : ++idle > 3) return done();
+      if (device) device::pause();
     }
     return true;
   }
@@ -218,7 +219,7 @@ struct Cluster {
       for (std::size_t b = 0; b < sizes.size(); ++b) {
         ASSERT_EQ(std::memcmp(rank->output[b].data(), first->output[b].data(), sizes[b] * 4), 0)
             << "bucket " << b << " differs on replica " << rank->self.replica.value;
-        for (std::size_t i = 0; i < sizes[b]; ++i) {
+        for (std::size_t i = 0; i < sizes[b] && rank.get() == first; ++i) {
           double sum = 0;
           for (auto* c : contributors) sum += c->input[b][i];
           ASSERT_NEAR(rank->output[b][i], sum / divisor, most(b, i)) << "bucket " << b << " element " << i;
@@ -234,7 +235,7 @@ struct Cluster {
   }
 };
 
-inline const std::vector<std::size_t> kSizes{1, 5, 60, 200, 3000, kSanitized ? 8001 : 40001};
+inline const std::vector<std::size_t> kSizes{1, 5, 60, 200, kSanitized ? 1000 : 3000, kSanitized ? 4001 : 40001};
 
 struct FtarRing : testing::TestWithParam<Over> {
   const Over over = GetParam();

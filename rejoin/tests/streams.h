@@ -47,7 +47,7 @@ struct Streams : testing::Test {
         order->release();  // whoever stands in the driver for good goes on
         return {};
       }
-      std::this_thread::yield();
+      device::pause();
     }
   }
 };
@@ -77,7 +77,7 @@ struct Behind : Streams {
     const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);
     for (auto done = reducer->done(); done && *done < *given; done = reducer->done()) {
       ASSERT_LT(std::chrono::steady_clock::now(), deadline) << "the kernel is not there";
-      std::this_thread::yield();
+      device::pause();
     }
   }
   // Hands over `buckets` and then does this, while another thread reduces them.
