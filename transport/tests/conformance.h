@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "base/clock.h"
+#include "base/sanitized.h"
 #include "device/tests/library.h"
 #include "transport/factory.h"
 #include "transport/sim/fabric.h"
@@ -142,14 +143,15 @@ struct Conformance : testing::TestWithParam<std::string> {
     }
     return true;
   }
+  static constexpr int kLooks = kSanitized ? 500 : 2000;  // each takes several times as long there
   void settle() {
-    for (int i = 0; i < 2000; ++i) {
+    for (int i = 0; i < kLooks; ++i) {
       bench->progress();
       for (auto& n : nodes) n->poll();
     }
   }
   void settle(Node& alone) {  // as if the others' progress threads stood still
-    for (int i = 0; i < 2000; ++i) {
+    for (int i = 0; i < kLooks; ++i) {
       bench->progress();
       alone.poll();
     }
