@@ -98,6 +98,11 @@ struct Traits {
   bool in_event_files = false;
 };
 
+// Whether it says in words who is a member: "0,1,2c", c of one that catches up, and perhaps a line feed and more.
+constexpr bool names_members(Kind kind) {
+  return kind == Kind::epoch || kind == Kind::enter_epoch || kind == Kind::recovered;
+}
+
 // Of a kind that this version does not know: of Kind::none, without a name.
 const Traits& traits(Kind kind);
 

@@ -52,7 +52,7 @@ void Rings::store(std::size_t ring, std::uint64_t index, Slot slot) const {
 }
 
 void Rings::put(Kind kind, std::int64_t at_ns, const Numbers& numbers, std::string_view text) {
-  text = text.substr(0, kMostText);
+  text = text.substr(0, events::names_members(kind) ? kMostMembersText : kMostText);
   const std::size_t text_slots = (text.size() + kTextBytes - 1) / kTextBytes;
   const auto ring = static_cast<std::size_t>(events::traits(kind).ring);
   std::uint64_t index = Word(header_->heads[ring][0]).fetch_add(1 + text_slots, std::memory_order_relaxed);

@@ -2,8 +2,9 @@
 // perhaps when the process is dead. See "Flight recorder" in docs/design-notes.md.
 //
 // Any thread writes, without a lock, an allocation or a system call but the clock's. An event takes one slot of 64
-// bytes, and one more for each 48 bytes of what it says in words. A writer that stands still for so long that the
-// others have gone once around may leave a slot that is half its own: every slot has a checksum, and readers drop it.
+// bytes, and one more for each 48 bytes of what it says in words: six at most, or where it names an epoch's members,
+// who may be a thousand, as many as the slot can count. A writer that stands still for so long that the others have
+// gone once around may leave a slot that is half its own: every slot has a checksum, and readers drop it.
 #pragma once
 
 #include <array>
@@ -24,7 +25,7 @@ using events::Numbers;
 constexpr std::array<char, 8> kMagic{'R', 'J', 'F', 'L', 'I', 'G', 'H', 'T'};
 constexpr std::uint32_t kVersion = 1;
 constexpr std::size_t kHeaderBytes = 4096, kSlotBytes = 64, kSlotWords = kSlotBytes / 8;
-constexpr std::size_t kTextBytes = 48, kMostText = 6 * kTextBytes;
+constexpr std::size_t kTextBytes = 48, kMostText = 6 * kTextBytes, kMostMembersText = 255 * kTextBytes;
 
 // The beginning of a recording. Numbers are of the machine that wrote it.
 struct Header {

@@ -33,7 +33,7 @@ std::vector<EpochDecision> decisions_of(const Recordings& recordings) {
   for (const auto& one : recordings.all)
     for (const auto& event : one.events) {
       const bool decided = event.kind == events::Kind::epoch;
-      if (!decided && event.kind != events::Kind::enter_epoch) continue;
+      if ((!decided && event.kind != events::Kind::enter_epoch) || event.cut) continue;
       EpochDecision decision{.at = event.at,
                              .epoch = event.numbers.epoch,
                              .step = event.numbers.step,

@@ -51,7 +51,7 @@ class RingReader {
                                       .number = static_cast<std::uint32_t>(slot[3] >> 32),
                                       .a = slot[6],
                                       .b = slot[7]}};
-      event.text = text(index, (slot[2] >> 16) & 0xff);
+      read_text(index, (slot[2] >> 16) & 0xff, event);
       into.events.push_back(std::move(event));
     }
   }
@@ -69,18 +69,23 @@ class RingReader {
     return whole ? Found::whole : Found::damaged;
   }
 
-  std::string text(std::uint64_t index, std::size_t text_slots) const {
+  void read_text(std::uint64_t index, std::size_t text_slots, RecordedEvent& into) const {
     std::string all;
     flight::Slot slot;
     for (std::size_t i = 0; i < text_slots; ++i) {
-      if (at(++index, slot) != Found::whole || kind_of(slot) != events::Kind::text) break;
+      into.cut = at(++index, slot) != Found::whole || kind_of(slot) != events::Kind::text;
+      if (into.cut) break;
       const std::uint64_t words[] = {slot[1], slot[3], slot[4], slot[5], slot[6], slot[7]};
       const std::size_t length = std::min<std::size_t>((slot[2] >> 16) & 0xff, sizeof words);
       all.append(reinterpret_cast<const char*>(words), length);
     }
+    // Processes of earlier versions cut the members as they do any other text.
+    into.cut |= all.size() == flight::kMostText || all.size() == flight::kMostMembersText;
     const auto line = all.find('\n');  // between two texts
-    if (line == std::string::npos) return printable(all, all.size());
-    return printable(all.substr(0, line), line) + "\n" + printable(all.substr(line + 1), all.size());
+    into.text = printable(all.substr(0, line), all.size());
+    if (line == std::string::npos) return;
+    into.cut = false;
+    into.text += "\n" + printable(all.substr(line + 1), all.size());
   }
 
   BytesView bytes_;
@@ -193,6 +198,11 @@ void note_damage(Recordings& into) {
     if (one.damaged > 0)
       into.notes.push_back(fmt::format(
           "{} has {} damaged places, which are left out; a process that is writing has some.", one.file, one.damaged));
+    const auto unsure = std::ranges::count_if(
+        one.events, [](const RecordedEvent& event) { return event.cut && events::names_members(event.kind); });
+    if (unsure > 0)
+      into.notes.push_back(fmt::format(
+          "{} does not have all members of {} epochs, which are left out: their list is cut off.", one.file, unsure));
   }
 }
 

@@ -18,6 +18,7 @@ struct RecordedEvent {
   events::Kind kind{};
   events::Numbers numbers;
   std::string text;
+  bool cut = false;  // the end of its first text is missing
   std::string first_text() const { return text.substr(0, text.find('\n')); }
   std::string more_text() const {
     const auto end = text.find('\n');

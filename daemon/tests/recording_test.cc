@@ -16,6 +16,7 @@
 #include "base/flight.h"
 #include "base/flight_ring.h"
 #include "daemon/clock_stamp.h"
+#include "daemon/incidents.h"
 #include "daemon/tests/made_up_recording.h"
 #include "tests/process.h"
 
@@ -28,10 +29,12 @@ using testing::HasSubstr;
 constexpr flight::Sizes kSmall{{8, 4, 16}};
 
 struct RingMemory {
-  Bytes bytes = Bytes(kSmall.bytes() + 64);
+  explicit RingMemory(const flight::Sizes& its = kSmall) : sizes(its) {}
+  const flight::Sizes sizes;
+  Bytes bytes = Bytes(sizes.bytes() + 64);
   std::span<std::byte> aligned{bytes.data() + (64 - reinterpret_cast<std::uintptr_t>(bytes.data()) % 64),
-                               kSmall.bytes()};
-  flight::Rings rings{aligned, kSmall, [] {
+                               sizes.bytes()};
+  flight::Rings rings{aligned, sizes, [] {
                         flight::Header header{.pid = 4711, .opened_ns = 5, .opened_wall_ns = 6};
                         std::strcpy(header.who, "r1.0");
                         return header;
@@ -76,6 +79,47 @@ TEST(FlightRing, AllNumbersComeBackAndLongTextIsCut) {
   EXPECT_EQ(events[0].numbers.a, numbers.a);
   EXPECT_EQ(events[0].numbers.b, numbers.b);
   EXPECT_EQ(events[0].text, std::string(flight::kMostText, 'y'));
+}
+
+// As the coordinator names them, by the ring's order: from 0 or the other end, but for one.
+std::string members(std::uint32_t count, bool from_the_end, std::optional<std::uint32_t> without) {
+  std::string text;
+  for (std::uint32_t i = 0; i < count; ++i) {
+    const std::uint32_t replica = from_the_end ? count - 1 - i : i;
+    if (replica != without) text += fmt::format("{}{}", text.empty() ? "" : ",", replica);
+  }
+  return text;
+}
+
+TEST(FlightRing, OfTheLargestJobWhoWasLostIsKnownInWhateverOrderItsMembersAre) {
+  RingMemory memory(flight::kSizes);
+  memory.rings.put(events::Kind::epoch, 1, {.epoch = 1}, members(1024, false, {}) + "\nstart");
+  memory.rings.put(events::Kind::epoch, 2, {.epoch = 2}, members(1024, true, 700) + "\nwithout replica 700");
+  memory.rings.put(events::Kind::epoch, 3, {.epoch = 3}, members(1024, false, {}) + "\nreplica 700 is back");
+  memory.rings.put(events::Kind::enter_epoch, 4, {.epoch = 4}, members(1024, true, 3));
+  memory.rings.put(events::Kind::epoch, 5, {.epoch = 5}, members(1024, false, 3) + "\n0 and 1 connect again");
+  const auto incidents = find_incidents(join({memory.read()}));
+  std::vector<std::string> titles;
+  for (const auto& one : incidents.all) titles.push_back(one.title());
+  EXPECT_THAT(titles, testing::ElementsAre("epoch 2, without replica 700", "epoch 4, without replica 3",
+                                           "epoch 5, of the same members"));
+  EXPECT_EQ(incidents.decisions[1].reason, "without replica 700");
+}
+
+// A process of an earlier version has cut it; of one that was killed here the rest is not written.
+TEST(FlightRing, AListOfMembersThatIsCutOffSaysNothingOfWhoWasLost) {
+  RingMemory memory(flight::kSizes);
+  const auto former = [](const std::string& text) { return text.substr(0, flight::kMostText); };
+  memory.rings.put(events::Kind::epoch, 1, {.epoch = 1}, former(members(200, false, 5)));
+  memory.rings.put(events::Kind::epoch, 2, {.epoch = 2}, former(members(90, false, {}) + "\n" + std::string(80, 'x')));
+  memory.rings.put(events::Kind::enter_epoch, 3, {.epoch = 3}, members(100, false, {}));
+  memory.aligned[flight::kSizes.bytes() - flight::kSlotBytes * (flight::kSizes.slots[2] - 7 - 7 - 4)] ^= std::byte{1};
+  const auto joined = join({memory.read()});
+  ASSERT_EQ(joined.all[0].events.size(), 3u);
+  const auto decisions = find_incidents(joined).decisions;
+  ASSERT_EQ(decisions.size(), 1u);
+  EXPECT_EQ(decisions[0].members.size(), 90u);
+  EXPECT_THAT(joined.notes, testing::Contains(HasSubstr("does not have all members of 2 epochs")));
 }
 
 TEST(FlightRing, WritersThatOvertakeEachOtherLeaveNoWrongEvent) {
