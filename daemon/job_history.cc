@@ -51,19 +51,29 @@ void JobHistory::on_records(const std::vector<proto::LogRecord>& records, std::o
 // From here on the time counts: that before is nobody's.
 void JobHistory::on_lead(TimePoint now) {
   committed_at_.reset();
-  if (contributors() > 0) committed_at_ = now;
+  if (contributors() > 0) begin_step(now);
 }
+
+// Whoever has asked has heard of the step under way, too.
+void JobHistory::on_standby(TimePoint now, bool running) {
+  effective_ = effective(now, running);
+  committed_at_.reset();
+}
+
+void JobHistory::begin_step(TimePoint now) { committed_at_ = contributed_at_ = now; }
+
+double JobHistory::contributed_until(TimePoint now) const { return seconds(now - contributed_at_) * contributors(); }
 
 void JobHistory::on_committed(const proto::LogRecord::Committed& committed, std::optional<TimePoint> now) {
   StepRow row{.step = committed.step(), .took = {}, .broken = std::exchange(broken_, 0)};
   if (now && committed_at_) {
     row.took = *now - *committed_at_;
-    const Duration usual = median_step().value_or(*row.took);
+    const Duration usual = usual_step();
     const Duration beyond = std::max(Duration{}, *row.took - usual);
     step_seconds_.add(seconds(*row.took));
     effective_.total += *row.took;
     if (row.broken > 0 || stands_still(*row.took, usual)) effective_.lost += beyond;
-    effective_.replica_seconds += seconds(*row.took) * contributors();
+    effective_.replica_seconds += contributed_until(*now);
     if (lost_at_ && last_failure_) {
       last_failure_->recovery = *now - *lost_at_;
       last_failure_->cost = beyond;
@@ -71,7 +81,8 @@ void JobHistory::on_committed(const proto::LogRecord::Committed& committed, std:
     }
   }
   lost_at_.reset();
-  committed_at_ = now;
+  committed_at_.reset();
+  if (now) begin_step(*now);
   steps_.push_back(row);
   if (steps_.size() > kSteps) steps_.pop_front();
 }
@@ -129,7 +140,9 @@ void JobHistory::on_epoch(const proto::LogRecord::EpochBegun& begun, std::option
   if (now) {
     ++by_cause_[static_cast<std::size_t>(row.cause)];
     note_absences(next, *now);
-    if (row.cause == Cause::start && !committed_at_) committed_at_ = now;
+    if (committed_at_) effective_.replica_seconds += contributed_until(*now);
+    contributed_at_ = *now;
+    if (row.cause == Cause::start && !committed_at_) begin_step(*now);
   }
   states_ = std::move(next);
   epochs_.push_back(std::move(row));
@@ -193,10 +206,10 @@ JobHistory::Effective JobHistory::effective(TimePoint now, bool running) const {
   if (!running || !committed_at_) return all;
   // The step under way may be one that gets on; what it has taken beyond the usual is lost where it is broken or late.
   const Duration so_far = now - *committed_at_;
-  const Duration usual = median_step().value_or(so_far);
+  const Duration usual = usual_step();
   all.total += so_far;
   if (broken_ > 0 || stands_still(so_far, usual)) all.lost += std::max(Duration{}, so_far - usual);
-  all.replica_seconds += seconds(so_far) * contributors();
+  all.replica_seconds += contributed_until(now);
   return all;
 }
 

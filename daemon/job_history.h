@@ -38,6 +38,7 @@ class JobHistory {
   static constexpr std::size_t kSteps = 200, kEpochs = 64;  // that are kept; more epochs where the steps are of them
   static constexpr std::size_t kMostEpochs = 256, kMostNodes = 64;  // … of one replica, that tell of it
   static constexpr Duration kReportLasts = std::chrono::seconds(10);
+  static constexpr Duration kUsualIfUnknown = std::chrono::minutes(1);
   static constexpr Duration kGapIsReported = std::chrono::seconds(20);  // at most, after it was
 
   // Why an epoch was begun, by what it changes.
@@ -96,6 +97,8 @@ class JobHistory {
   void on_records(const std::vector<proto::LogRecord>& records, std::optional<TimePoint> now);
   // This coordinator decides from now on, where another one, or it before a restart, had stopped.
   void on_lead(TimePoint now);
+  // Another one does from now on. `running`: the job is not finished.
+  void on_standby(TimePoint now, bool running);
   void on_append(Duration took) { appends_.add(seconds(took)); }
   void on_report(proto::Report report, TimePoint now);
 
@@ -109,11 +112,13 @@ class JobHistory {
   const std::optional<Failure>& last_failure() const { return last_failure_; }
   std::optional<TimePoint> last_commit() const { return committed_at_; }
   std::optional<Duration> median_step() const;
+  // By which a step is long, or the job stands still: the median, or where none is known a minute.
+  Duration usual_step() const { return median_step().value_or(kUsualIfUnknown); }
   std::optional<double> steps_per_second() const;  // of the last steps that took ten seconds, or those that are kept
   std::optional<Duration> median_absence() const;  // of the last 16, until the replica contributed again
-  // Since this coordinator has decided: the time of the job; that in which it did not get on: what steps that were
+  // While this coordinator has decided: the time of the job; that in which it did not get on: what steps that were
   // repeated, or took a second and more than ten usual ones, took beyond the usual. And the seconds of all
-  // contributors.
+  // contributors. None of them falls.
   struct Effective {
     Duration total{}, lost{};
     double replica_seconds = 0;
@@ -134,6 +139,8 @@ class JobHistory {
   bool is_failure(Cause cause) const;
   void look_for_slow_hop(TimePoint now);
   std::uint32_t contributors() const;
+  void begin_step(TimePoint now);
+  double contributed_until(TimePoint now) const;  // seconds, since what is in `effective_`
 
   std::string states_;
   std::vector<std::optional<TimePoint>> out_since_;
@@ -144,6 +151,7 @@ class JobHistory {
   Histogram recovery_seconds_{{.001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 25, 50, 100}};
   Histogram appends_{{.0001, .00025, .0005, .001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5}};
   std::optional<TimePoint> committed_at_;  // or since when a step was under way that was the first of all
+  TimePoint contributed_at_{};             // until then contributors' seconds of the step under way are counted
   std::optional<TimePoint> lost_at_;       // until the next commit
   std::uint32_t broken_ = 0;               // epochs that repeat the step under way
   std::uint32_t protocol_ = 0;             // of the epoch, as its record has it

@@ -157,10 +157,9 @@ const char* state_of(const json& c, const JobHistory& history, TimePoint now) {
   if (c.at("store").value("stalled", false)) return "stalled";
   if (c.at("epoch") == 0) return "not started";
   const auto at = history.last_commit();
-  const auto median = history.median_step();
   if (history.states().find(JobHistory::kContributes) == std::string::npos) return "waiting";
-  if (at && median && now - *at > std::max<Duration>(10 * *median, std::chrono::seconds(2))) return "waiting";
-  return at && median ? "training" : "starting";
+  if (at && now - *at > std::max<Duration>(10 * history.usual_step(), std::chrono::seconds(2))) return "waiting";
+  return at && history.median_step() ? "training" : "starting";
 }
 
 void put_training(json& into, const json& c, const JobHistory& history, TimePoint now) {

@@ -123,7 +123,7 @@ void ReplicatedServer::tell_of_lead() {
   const bool leads = machine_->leading() != nullptr;
   if (std::exchange(leads_, leads) == leads) return;
   events::record(leads ? events::Kind::leader : events::Kind::standby, {.a = machine_->leader().term()});
-  if (!leads) return;
+  if (!leads) return history_.on_standby(now(), !machine_->following().finished());
   emit_recovered(*machine_->leading());
   history_.on_lead(now());
 }

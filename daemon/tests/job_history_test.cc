@@ -10,6 +10,7 @@
 #include "daemon/metrics.h"
 #include "daemon/overview.h"
 #include "daemon/status_pages.h"
+#include "daemon/tests/made_up_job.h"
 
 namespace rejoin::daemon {
 namespace {
@@ -18,39 +19,6 @@ using namespace std::chrono_literals;
 using Cause = JobHistory::Cause;
 using nlohmann::json;
 using testing::HasSubstr, testing::Not;
-
-proto::LogRecord epoch(std::uint64_t number, std::uint64_t step, const std::string& states, std::string reason = "x") {
-  proto::LogRecord record;
-  auto& begun = *record.mutable_epoch();
-  begun.set_epoch(number);
-  begun.set_step(step);
-  begun.set_reason(std::move(reason));
-  for (std::uint32_t r = 0; r < states.size(); ++r) {
-    if (states[r] == '.') continue;
-    auto& member = states[r] == 's' ? *begun.add_suspended() : *begun.add_members();
-    member.set_replica(r);
-    member.set_catching_up(states[r] == 'j');
-  }
-  return record;
-}
-
-proto::LogRecord commit(std::uint64_t step) {
-  proto::LogRecord record;
-  record.mutable_committed()->set_step(step);
-  return record;
-}
-
-struct TellsHistory {
-  JobHistory history{3};
-  TimePoint now{1h};
-  std::uint64_t step = 0;
-  void steps(int count, Duration each = 1s) {
-    for (; count > 0; --count) now += each, history.on_records({commit(++step)}, now);
-  }
-  void begins(std::uint64_t number, const std::string& states) {
-    history.on_records({epoch(number, step + 1, states)}, now);
-  }
-};
 
 TEST(JobHistory, TellsWhatALossCostAndHowLongTheReplicaWasAway) {
   TellsHistory job;
@@ -112,16 +80,6 @@ TEST(JobHistory, WhatWasDecidedBeforeHasNoTimesAndIsShownAllTheSame) {
   history.on_records({commit(3)}, TimePoint(12s));
   EXPECT_EQ(history.steps().back().took, Duration(2s));
   EXPECT_EQ(history.effective(TimePoint(12s), true).total, Duration(2s));
-}
-
-TEST(JobHistory, AJobThatStandsStillLosesTimeWhileItDoes) {
-  TellsHistory job;
-  job.begins(1, "ccc");
-  job.steps(10);
-  EXPECT_EQ(job.history.effective(job.now + 5s, true).lost, Duration{});  // a slow step
-  EXPECT_EQ(job.history.effective(job.now + 30s, true).lost, Duration(29s));
-  EXPECT_EQ(job.history.effective(job.now + 30s, false).lost, Duration{});  // it is finished
-  EXPECT_EQ(job.history.steps_per_second(), 1.0);
 }
 
 TEST(RecentLongest, IsOfTheLastTenToTwentySeconds) {
@@ -201,6 +159,22 @@ json status_of_coordinator(bool leads = true) {
            {{{"protocol", 15}, {"release", "0.1.0"}, {"daemon_release", "0.1.0"}, {"count", 2}, {"some", {"0.0"}}},
             {{"protocol", 15}, {"release", "0.1.0"}, {"daemon_release", "0.2.0"}, {"count", 1}, {"some", {"1.0"}}}}}}},
         {"store", {{"kind", "file"}, {"leads", leads}, {"write_us", {{"last", 1}, {"mean", 1}, {"longest", 1}}}}}}}};
+}
+
+TEST(JobHistory, AJobThatStandsStillFromTheStartOfItsCoordinatorOnDoesNotGetOn) {
+  JobHistory history(2);
+  history.on_records({epoch(1, 1, "cc"), commit(1)}, {});
+  history.on_lead(TimePoint(1h));
+  const json status = status_of_coordinator();
+  const auto state = [&](TimePoint at) {
+    return overview(status, &history, at).at("coordinator").at("training").at("state").get<std::string>();
+  };
+  EXPECT_EQ(state(TimePoint(1h) + 9min), "starting");
+  EXPECT_EQ(history.effective(TimePoint(1h) + 9min, true).lost, Duration{});
+  EXPECT_EQ(state(TimePoint(1h) + 11min), "waiting");
+  EXPECT_EQ(history.effective(TimePoint(1h) + 11min, true).lost, Duration(10min));
+  history.on_records({commit(2)}, TimePoint(1h) + 12min);
+  EXPECT_EQ(history.effective(TimePoint(1h) + 12min, true).lost, Duration(11min));
 }
 
 TEST(Metrics, HaveAbsentReplicasHistogramsAndCountersThatAreCounters) {
