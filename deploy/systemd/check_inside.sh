@@ -39,6 +39,16 @@ for unit in rejoind@train rejoin-coordinator@train; do
   expect 20 "$unit is killed, and started again" again "$unit"
   expect 20 "the trainer goes on" further "$(($(step) + 10))"
 done
+# As where the machine of one of two coordinators does not answer.
+rejoind --coordinator --name other --listen 127.0.0.1:7009 --job-key-file /etc/rejoin/train/key --log-directory /opt/other --address-file /opt/other.json --replicas 1 --ranks 1 --batch 8 &
+expect 10 "another coordinator listens" test -s /opt/other.json
+kill -STOP %2
+sed -i 's/^REJOIN_COORDINATOR=.*/&,127.0.0.1:7009/' /etc/rejoin/train/node.env
+before=$(date +%s%N)
+systemctl restart rejoind@train
+[[ $(($(date +%s%N) - before)) -lt 2000000000 ]] || end "FAILED: a daemon is away for longer than a silence when it is started again"
+kill -KILL %2
+expect 20 "the trainer goes on with the daemon that was started again" further "$(($(step) + 10))"
 expect 10 "both stop" systemctl stop rejoind@train rejoin-coordinator@train
 [[ $(value rejoind@train Result) == success ]] || end "FAILED: the node ends with $(value rejoind@train Result)"
 echo REJOIN_BATCH=none >>/etc/rejoin/train/coordinator.env

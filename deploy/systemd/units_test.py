@@ -25,6 +25,18 @@ def analyze(*arguments):
     return done.returncode, done.stdout + done.stderr
 
 
+def examines_more_than_once(text, run):
+    """Whether doctor, which may take longer than a silence, runs when a unit is started again, as when it first starts."""
+    before = re.search(r"^ExecStartPre=-/bin/sh -c '(.*)'$", text, re.M)
+    directory = re.search(r"^RuntimeDirectory=(.*)/%i$", text, re.M)
+    if not before or not directory or "\nRuntimeDirectoryPreserve=restart\n" not in text:
+        return ["doctor does not know whether it is started again"]
+    (run / directory[1] / "job").mkdir(parents=True)
+    command = before[1].replace("%i", "job").replace("/run/", f"{run}/").replace(PROGRAMS["/usr/bin/rejoin"], "echo")
+    said = [subprocess.run(["/bin/sh", "-c", command], capture_output=True, text=True, check=True).stdout for _ in range(2)]
+    return [] if said[0].startswith("doctor ") and said[1] == "" else [f"doctor runs: {said}"]
+
+
 failures = []
 with tempfile.TemporaryDirectory(prefix="rejoin-units-") as scratch:
     for name, most in MOST.items():
@@ -47,9 +59,10 @@ with tempfile.TemporaryDirectory(prefix="rejoin-units-") as scratch:
         for wrong in ("PrivateDevices", "ProtectProc", "MemoryDenyWriteExecute", "PrivateUsers"):
             if name.startswith("rejoind") and re.search(rf"^{wrong}=", text, re.M):
                 failures.append(f"{name}: sets {wrong}")
+        failures += [f"{name}: {what}" for what in examines_more_than_once(text, pathlib.Path(scratch) / "run")]
         # Each flag is one that the program has.
         for program, built in PROGRAMS.items():
-            for line in re.findall(rf"^Exec\w+=-?{re.escape(built)} (.*)$", text, re.M):
+            for line in re.findall(rf"^Exec.*[ =-]{re.escape(built)} ([^;\n]*)", text, re.M):
                 rest = line.split()
                 command = [built] + ([rest[0]] if not rest[0].startswith("-") else [])
                 known = subprocess.run([*command, "--help"], capture_output=True, text=True, timeout=20, check=True).stdout
