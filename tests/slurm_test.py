@@ -1,4 +1,4 @@
-"""The replica's script for Slurm ends with its trainers, whatever becomes of its daemon. srun is a program of this test."""
+"""The replica's script for Slurm ends with its trainers, and with a daemon that is not made anew. srun is a program of this test."""
 
 import contextlib
 import os
@@ -21,6 +21,19 @@ TRAINERS_LEAVE = """
 case "$*" in
 *rejoind*) exec sleep 100;;
 *) trap 'touch left; exit 0' TERM; touch trains; while :; do sleep 0.05; done;;
+esac
+"""
+# Trainers that find no daemon fail.
+DAEMON_ENDS = """
+case "$*" in
+*rejoind*) touch ended; exit {status};;
+*) until [[ -e ended ]]; do sleep 0.05; done; echo >>starts; exit 1;;
+esac
+"""
+TRAINERS_ARE_WRONG = """
+case "$*" in
+*rejoind*) exec sleep 100;;
+*) exit 2;;
 esac
 """
 
@@ -56,7 +69,7 @@ def left(group: int) -> list[str]:
     return names
 
 
-def ends(process: subprocess.Popen, what: str) -> None:
+def ends(process: subprocess.Popen, what: str, expected: int = 0) -> None:
     try:
         status = process.wait(30)
         deadline = time.monotonic() + 10  # one that was told to end may take a moment
@@ -68,7 +81,7 @@ def ends(process: subprocess.Popen, what: str) -> None:
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-    if status != 0 or remain:
+    if status != expected or remain:
         sys.exit(f"{what}: status {status}, and processes that are left: {', '.join(remain) or 'none'}")
 
 
@@ -84,6 +97,12 @@ def main() -> None:
         ends(process, "the trainers are told to leave")
         if not (Path(scratch) / "left").exists():
             sys.exit("the trainers were not told to leave")
+    for status in (0, 2):
+        with tempfile.TemporaryDirectory() as scratch:
+            process = script(Path(scratch), DAEMON_ENDS.format(status=status))
+            ends(process, f"the daemon ends with status {status}", status)
+    with tempfile.TemporaryDirectory() as scratch:
+        ends(script(Path(scratch), TRAINERS_ARE_WRONG), "a setting of the trainers is wrong", 2)
 
 
 main()

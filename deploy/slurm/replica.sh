@@ -34,7 +34,7 @@ place=$(mktemp -d "${TMPDIR:-/tmp}/rejoin-$SLURM_JOB_ID-XXXXXX")
     wait "$step"
     status=$?
     [[ -n $told ]] && { wait "$step"; exit; }
-    [[ $status -eq 0 || $status -eq 2 ]] && exit  # it was told to end otherwise; or its settings are wrong
+    [[ $status -eq 0 || $status -eq 2 ]] && exit "$status"  # it was told to end otherwise; or its settings are wrong
     step=''
     sleep 1
   done
@@ -50,8 +50,11 @@ while [[ -z $leaves ]]; do
   srun --overlap --overcommit --ntasks="${RANKS:-1}" --kill-on-bad-exit=1 bash -c 'REJOIN_RANK=$SLURM_PROCID exec "$@"' rank "$@" &
   replica=$!
   [[ -z $leaves ]] || kill -TERM "$replica"  # the signal came before there was somebody to tell
-  wait "$replica" && exit 0
+  wait "$replica"
+  status=$?
+  [[ $status -eq 0 || $status -eq 2 ]] && exit "$status"  # the job is over; or its settings are wrong, and would be again
   [[ -z $leaves ]] || wait "$replica"  # the signal has ended the first wait
   replica=''
+  kill -0 "$daemon" 2>/dev/null || { wait "$daemon"; exit; }  # it is not made anew, and nobody trains without it
   sleep 1
 done

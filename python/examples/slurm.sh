@@ -22,7 +22,9 @@ while [[ -z $leaves ]]; do
   srun --kill-on-bad-exit=1 torchrun --standalone --nproc-per-node "${RANKS:-8}" "$@" &
   replica=$!
   [[ -z $leaves ]] || kill -TERM "$replica"  # the signal came before there was somebody to tell
-  wait "$replica" && exit 0
+  wait "$replica"
+  status=$?
+  [[ $status -eq 0 || $status -eq 2 ]] && exit "$status"  # the job is over; or a setting is wrong, and would be again
   [[ -z $leaves ]] || wait "$replica"  # the signal has ended the first wait
   replica=''
   sleep 1

@@ -148,3 +148,5 @@ def test_the_slurm_script_starts_a_replica_again_and_passes_sigterm_on(tmp_path)
             os.killpg(task.pid, signal.SIGKILL)  # the stand-in's sleep
     assert runs.read_text().splitlines()[2:] == ["left"]
     assert "torchrun --standalone --nproc-per-node 2 train.py" in runs.read_text()
+    (tmp_path / "srun").write_text("#!/bin/bash\nexit 2\n")  # a setting is wrong
+    assert subprocess.run(script, env=environment, cwd=tmp_path, timeout=60).returncode == 2
