@@ -106,8 +106,8 @@ std::vector<Left> left_in(const Fd& folder) {
 void clean(const Fd& folder) {
   constexpr time_t week = 7 * 24 * 3600;
   std::uint64_t most = kMostBytesLeft;
-  struct statvfs system {};  // a container's /dev/shm may be small, and others need it
-  if (::fstatvfs(folder.get(), &system) == 0)
+  struct statvfs system {};  // a container's /dev/shm may be small, and others need it; 0: it does not say
+  if (::fstatvfs(folder.get(), &system) == 0 && system.f_blocks > 0)
     most = std::min(most, std::uint64_t{system.f_blocks} * system.f_frsize / kShareLeft);
   const time_t now = ::time(nullptr);
   std::uint64_t bytes = 0;

@@ -273,7 +273,7 @@ Result<int> top(const std::vector<std::string>& addresses, std::chrono::millisec
   const bool terminal = ::isatty(STDOUT_FILENO) != 0;
   asio::io_context io;
   asio::steady_timer timer(io);
-  std::map<std::string, std::uint64_t> committed_before;
+  std::map<std::string, std::pair<std::uint64_t, TimePoint>> committed_before;
   for (std::uint64_t round = 0; count == 0 || round < count; ++round) {
     if (round > 0) {
       timer.expires_after(interval);
@@ -292,12 +292,14 @@ Result<int> top(const std::vector<std::string>& addresses, std::chrono::millisec
         continue;
       }
       if (!status->contains("coordinator_role")) continue;
+      // Others that do not answer make a round longer than the interval.
       const auto committed = status->at("coordinator_role").at("committed").get<std::uint64_t>();
+      const TimePoint now = SteadyClock().now();
       if (auto before = committed_before.find(address); before != committed_before.end())
-        std::cout << fmt::format(
-            "  {:.1f} steps a second\n",
-            (static_cast<double>(committed) - static_cast<double>(before->second)) / seconds(interval));
-      committed_before[address] = committed;
+        std::cout << fmt::format("  {:.1f} steps a second\n",
+                                 (static_cast<double>(committed) - static_cast<double>(before->second.first)) /
+                                     seconds(now - before->second.second));
+      committed_before[address] = {committed, now};
     }
     std::cout << std::flush;
   }

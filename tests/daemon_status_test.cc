@@ -216,6 +216,28 @@ TEST(Top, ShowsDaemonsAgainAndAgain) {
   EXPECT_NE(top.output.find("no daemon answers at 127.0.0.1:1"), std::string::npos) << top.output;
 }
 
+TEST(Top, SaysHowFastTheJobIsThoughAnotherDaemonDoesNotAnswer) {
+  Job job;
+  job.start(1, 0);
+  Process trainer({kMinimal}, job.scratch.path + "/a", job.environment(0));
+  const auto committed = [&] { return job.status().at("committed").get<double>(); };
+  ASSERT_TRUE(eventually([&] { return committed() > 0; }));
+  const Fd silent(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  sockaddr_in address{.sin_family = AF_INET, .sin_port = 0, .sin_addr = {htonl(INADDR_LOOPBACK)}, .sin_zero = {}};
+  socklen_t size = sizeof address;
+  ASSERT_EQ(::bind(silent.get(), reinterpret_cast<sockaddr*>(&address), size), 0);
+  ASSERT_EQ(::listen(silent.get(), 8), 0);
+  ASSERT_EQ(::getsockname(silent.get(), reinterpret_cast<sockaddr*>(&address), &size), 0);
+  const double before = committed();
+  const Ended top = run({kCli, "top", job.coordinator_status, fmt::format("127.0.0.1:{}", ntohs(address.sin_port)),
+                         "--count", "2", "--interval-ms", "50"});
+  const double after = committed();
+  std::smatch rate;
+  ASSERT_TRUE(std::regex_search(top.output, rate, std::regex("([0-9.]+) steps a second"))) << top.output;
+  EXPECT_GT(std::stod(rate[1]), 0) << top.output;
+  EXPECT_LE(std::stod(rate[1]) * 5, after - before + 1) << "it has waited five seconds for the other one";
+}
+
 // Neither is wrong: the daemon that answers late, or the address.
 TEST(Status, ADaemonThatIsStoppedIsSaidToBeSilent) {
   Job job;

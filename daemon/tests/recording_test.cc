@@ -3,6 +3,8 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sched.h>
+#include <sys/mount.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
@@ -235,6 +237,30 @@ TEST(Flight, AKilledProcessLeavesItsEventsAndOldOnesAreRemoved) {
   in_child([&] { flight::open(scratch.path, "r0.1", "test"); });
   EXPECT_EQ(recordings().size(), flight::kMostLeft + 2 + 1) << "these, the two youngest, and the directory";
   EXPECT_TRUE(std::filesystem::exists(scratch.path + "/notes.txt"));
+}
+
+// As a tmpfs without a limit, or one of FUSE.
+TEST(Flight, AFileSystemThatDoesNotSayHowLargeItIsKeepsWhatIsLeft) {
+  const test::Scratch scratch;
+  constexpr int kNotAllowed = 77;
+  const pid_t pid = ::fork();
+  if (pid == 0) {
+    if (::unshare(CLONE_NEWNS) != 0 || ::mount(nullptr, "/", nullptr, MS_REC | MS_PRIVATE, nullptr) != 0 ||
+        ::mount("tmpfs", scratch.path.c_str(), "tmpfs", 0, "size=0") != 0)
+      ::_exit(kNotAllowed);
+    const pid_t ended = ::fork();
+    if (ended == 0) flight::open(scratch.path, "r0.0", "test"), ::_exit(0);
+    ::waitpid(ended, nullptr, 0);
+    for (const auto& file : std::filesystem::directory_iterator(scratch.path))
+      std::filesystem::last_write_time(file, std::filesystem::file_time_type::clock::now() - std::chrono::hours(1));
+    flight::open(scratch.path, "r0.0", "test");
+    const std::filesystem::directory_iterator files(scratch.path);
+    ::_exit(static_cast<int>(std::distance(begin(files), end(files))));
+  }
+  int status = 0;
+  ::waitpid(pid, &status, 0);
+  if (WEXITSTATUS(status) == kNotAllowed) GTEST_SKIP() << "nobody may mount here";
+  EXPECT_EQ(WEXITSTATUS(status), 2);
 }
 
 TEST(Flight, WhereNoneCanBeWrittenTheProcessGoesOn) {
