@@ -71,7 +71,7 @@ std::vector<std::string> list(const Recordings& recordings, const Incidents& inc
   std::vector<std::string> lines;
   for (std::size_t i = 0; i < incidents.all.size(); ++i) {
     const auto& one = incidents.all[i];
-    const std::int64_t wall = one.at + recordings.wall_offset;
+    const std::int64_t wall = recordings.wall(one.at);
     std::string line = fmt::format("{:>3}  {} {} UTC  {}", i + 1, date_of(wall), time_of_day(wall), one.title());
     if (one.decision && !incidents.decisions[*one.decision].reason.empty())
       line += fmt::format(" ({})", incidents.decisions[*one.decision].reason);
@@ -82,7 +82,7 @@ std::vector<std::string> list(const Recordings& recordings, const Incidents& inc
 
 std::vector<std::string> explain(const Recordings& recordings, const Incidents& incidents, const Incident& incident) {
   const auto number = &incident - incidents.all.data() + 1;
-  const std::int64_t wall = incident.at + recordings.wall_offset;
+  const std::int64_t wall = recordings.wall(incident.at);
   std::vector<std::string> lines{fmt::format("Incident {} of {}: {}; {} {} UTC", number, incidents.all.size(),
                                              incident.title(), date_of(wall), time_of_day(wall))};
   const IncidentStory story(recordings, incidents, incident);
@@ -113,11 +113,10 @@ Result<const Incident*> chosen(const Recordings& recordings, const Incidents& in
                 *options.epoch, known.empty() ? "none" : known);
   }
   if (options.at.empty()) return &incidents.all.back();
-  const auto at = parse_time(options.at, incidents.all.back().at + recordings.wall_offset);
+  const auto at = parse_time(options.at, recordings.wall(incidents.all.back().at));
   if (!at) return tl::unexpected(at.error());
   const auto distance = [&](const Incident& one) {
-    return std::abs(static_cast<double>(one.at) + static_cast<double>(recordings.wall_offset) -
-                    static_cast<double>(*at));
+    return std::abs(static_cast<double>(recordings.wall(one.at)) - static_cast<double>(*at));
   };
   return &*std::ranges::min_element(incidents.all, {}, distance);
 }

@@ -74,7 +74,7 @@ std::string IncidentStory::after(std::int64_t at, std::int64_t since) const {
   return passed < 0 ? lasting(-passed) + " before" : lasting(passed) + " later";
 }
 
-std::string IncidentStory::clock(std::int64_t at) const { return time_of_day(at + recordings_.wall_offset); }
+std::string IncidentStory::clock(std::int64_t at) const { return time_of_day(recordings_.wall(at)); }
 
 void IncidentStory::tell(std::vector<std::string>& lines) const {
   const auto add = [&](const char* about, const std::string& text) {

@@ -174,12 +174,11 @@ std::uint64_t reference_of(const std::vector<Recording>& all) {
   return best;
 }
 
-// By signs of life, which have the time of the day; the last ones that there are.
-std::int64_t wall_offset_of(const std::vector<Recording>& all, std::uint64_t reference) {
-  std::int64_t at = std::numeric_limits<std::int64_t>::min(), offset = 0;
-  const auto take = [&](std::int64_t when, std::int64_t wall) {
-    if (when >= at) at = when, offset = wall - when;
-  };
+// By signs of life, which have the time of the day: it is put right, and goes on while the machine is suspended.
+std::vector<std::pair<std::int64_t, std::int64_t>> wall_offsets_of(const std::vector<Recording>& all,
+                                                                   std::uint64_t reference) {
+  std::vector<std::pair<std::int64_t, std::int64_t>> offsets;
+  const auto take = [&](std::int64_t when, std::int64_t wall) { offsets.emplace_back(when, wall - when); };
   for (const auto& one : all) {
     if (one.clock != reference) continue;
     take(one.opened_ns, one.opened_wall_ns);
@@ -187,7 +186,18 @@ std::int64_t wall_offset_of(const std::vector<Recording>& all, std::uint64_t ref
       if (event.kind == events::Kind::beat && event.numbers.a < kNoTime)
         take(event.at, static_cast<std::int64_t>(event.numbers.a));
   }
-  return offset;
+  std::ranges::stable_sort(offsets, {}, &std::pair<std::int64_t, std::int64_t>::first);
+  return offsets;
+}
+
+void note_pauses(const std::vector<Recording>& all, const ClockOffsets& offsets, Recordings& into) {
+  std::map<std::uint64_t, std::string> hosts;
+  for (const auto& one : all) hosts.try_emplace(one.clock, one.host);
+  for (const auto& [clock, host] : hosts)
+    if (const auto stood = offsets.stood(clock); stood > 0)
+      into.notes.push_back(
+          fmt::format("The clock of {} has stood for {:.1f} s in all, as while a machine is suspended.", host,
+                      static_cast<double>(stood) * 1e-9));
 }
 
 void note_damage(Recordings& into) {
@@ -207,6 +217,14 @@ void note_damage(Recordings& into) {
 }
 
 }  // namespace
+
+std::int64_t Recordings::wall(std::int64_t at) const {
+  if (wall_offsets.empty()) return at + wall_offset;
+  const auto next = std::ranges::lower_bound(wall_offsets, at, {}, &std::pair<std::int64_t, std::int64_t>::first);
+  const auto& after = next == wall_offsets.end() ? wall_offsets.back() : *next;
+  const auto& before = next == wall_offsets.begin() ? wall_offsets.front() : *(next - 1);
+  return at + (at - before.first < after.first - at ? before.second : after.second);
+}
 
 Recordings join(std::vector<Recording> all, std::uint64_t job) {
   Recordings joined;
@@ -233,7 +251,8 @@ Recordings join(std::vector<Recording> all, std::uint64_t job) {
   const std::uint64_t reference = reference_of(all);
   const ClockOffsets offsets(messages, reference);
   std::set<std::uint64_t> clocks, unknown;
-  joined.wall_offset = wall_offset_of(all, reference);
+  joined.wall_offsets = wall_offsets_of(all, reference);
+  if (!joined.wall_offsets.empty()) joined.wall_offset = joined.wall_offsets.back().second;
   for (auto& one : all) {
     clocks.insert(one.clock);
     for (auto& event : one.events) {
@@ -252,6 +271,7 @@ Recordings join(std::vector<Recording> all, std::uint64_t job) {
     std::ranges::stable_sort(one.events, {}, &RecordedEvent::at);
   }
   joined.clocks = clocks.size();
+  note_pauses(all, offsets, joined);
   for (const auto& one : all)
     if (unknown.erase(one.clock) > 0)
       joined.notes.push_back(fmt::format(

@@ -47,11 +47,13 @@ Result<Recording> parse_recording(BytesView bytes, const std::string& file);
 struct Recordings {
   std::vector<Recording> all;
   std::uint64_t job = 0;
-  std::int64_t wall_offset = 0;     // + a time of an event: ns since 1970
-  std::int64_t clock_error = 0;     // at most, between two processes; ns
-  std::size_t clocks = 0;           // different ones, which were compared
-  std::vector<std::string> notes;   // what is not whole or not known, a sentence each
-  std::vector<std::string> others;  // files that are no recordings, for whoever knows what they are
+  std::int64_t wall_offset = 0;  // + a time of one of the last events: ns since 1970
+  std::vector<std::pair<std::int64_t, std::int64_t>> wall_offsets{};  // the same at each of these times, ascending
+  std::int64_t clock_error = 0;                                       // at most, between two processes; ns
+  std::size_t clocks = 0;                                             // different ones, which were compared
+  std::vector<std::string> notes;                                     // what is not whole or not known, a sentence each
+  std::vector<std::string> others;           // files that are no recordings, for whoever knows what they are
+  std::int64_t wall(std::int64_t at) const;  // ns since 1970, of a time of an event
 };
 
 // Files, and all files in directories; the default directory where there are none. Of several jobs the one with the
