@@ -33,8 +33,9 @@ class Job(run.Job):
 """
 
 
-def job_of(directory: Path, *programs: str, more: str = "") -> subprocess.Popen:
-    script = JOB + more + "\nsettings = argparse.Namespace(deaths_a_minute=10, ranks=1)\n"
+def job_of(directory: Path, *programs: str, more: str = "", leave_within: float = 60) -> subprocess.Popen:
+    script = JOB + more
+    script += f"\nsettings = argparse.Namespace(deaths_a_minute=10, ranks=1, leave_within={leave_within})\n"
     script += "sys.exit(Job(settings, Path(sys.argv[1])).run())\n"
     command = [sys.executable, "-c", script, str(directory), *programs]
     job = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -75,21 +76,67 @@ def test_a_death_by_any_signal_is_told_and_mended(tmp_path):
     assert (job.returncode, told) == (0, "rejoin-run: replica 0 ended with signal 40, and is started again\n")
 
 
-def test_what_cannot_be_started_again_is_tried_later(tmp_path):
+@pytest.mark.parametrize(
+    "error, told_so",
+    [
+        ('BlockingIOError(11, "Resource temporarily unavailable")', "[Errno 11] Resource temporarily unavailable"),
+        ('subprocess.SubprocessError("Exception occurred in preexec_fn.")', "Exception occurred in preexec_fn."),
+    ],
+)
+def test_what_cannot_be_started_again_is_tried_later(tmp_path, error, told_so):
     more = """
+        import subprocess
         one = self._replicas[number]
         def start(once=[one.start]):
             if once:
                 one.again = once.pop()
-                raise BlockingIOError(11, "Resource temporarily unavailable")
+                raise ERROR
             one.again()
         one.start = start
-"""
+""".replace("ERROR", error)
     died = tmp_path / "died"
     job = job_of(tmp_path, f"[[ -e {died} ]] && exit 0; touch {died}; exit 1", more=more)
     _, told = job.communicate(timeout=60)
     assert job.returncode == 0, told
-    assert "replica 0 can't be started ([Errno 11] Resource temporarily unavailable), and is started again" in told
+    assert f"replica 0 can't be started ({told_so}), and is started again" in told
+
+
+# It hangs, with a program that it has started; and another leaves as it should.
+@pytest.mark.parametrize("by", ["time", "a second signal"])
+def test_a_replica_that_does_not_leave_is_killed_with_what_it_has_started(tmp_path, by):
+    pids, left = tmp_path / "pids", tmp_path / "left"
+    hangs = f"trap '' TERM; sleep 1000 & echo $$ $! > {pids}.new; mv {pids}.new {pids}; kill -STOP $$"
+    leaves = f"trap 'touch {left}; exit 0' TERM; touch {tmp_path}/waits; while :; do sleep 0.05; done"
+    job = job_of(tmp_path, hangs, leaves, leave_within=1 if by == "time" else 60)
+    until(lambda: pids.exists() and (tmp_path / "waits").exists())
+    job.terminate()
+    if by == "a second signal":
+        until(left.exists)
+        time.sleep(run._ONE_SIGNAL_SECONDS)
+        job.send_signal(signal.SIGINT)
+    _, told = job.communicate(timeout=20)
+    assert job.returncode == 0, told
+    assert "replica 0 has not left, and is killed" in told
+    assert "replica 1 has not left" not in told
+    until(lambda: not any(is_there(int(pid)) for pid in pids.read_text().split()), 10)
+
+
+def test_a_signal_that_comes_twice_at_once_kills_nobody(tmp_path):
+    leaves = f"trap 'sleep 1; exit 0' TERM; touch {tmp_path}/waits; while :; do sleep 0.05; done"
+    more = f"""
+    def _end(self):
+        super()._end()
+        if not os.path.exists("{tmp_path}/twice"):
+            open("{tmp_path}/twice", "w").close()
+            os.kill(os.getpid(), signal.SIGTERM)
+"""
+    job = job_of(tmp_path, leaves, more=more)
+    until((tmp_path / "waits").exists)
+    job.terminate()
+    _, told = job.communicate(timeout=60)
+    assert job.returncode == 0, told
+    assert (tmp_path / "twice").exists()
+    assert "killed" not in told.replace("they are killed", "")
 
 
 def test_workers_end_with_the_torchrun_that_started_them(tmp_path):

@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import ctypes
 import json
+import math
 import os
 import secrets
 import shutil
@@ -29,6 +30,7 @@ from rejoin._programs import path
 _PR_SET_PDEATHSIG = 1
 _ENDS_WITHIN_SECONDS = 10.0
 _TORCHRUN_ENDS_WITHIN_SECONDS = 40.0  # it gives its workers 30
+_ONE_SIGNAL_SECONDS = 1.0  # Ctrl-C may come from the terminal, and again from who started this
 
 _WAITED_FOR = frozenset({signal.SIGCHLD, signal.SIGTERM, signal.SIGINT})
 
@@ -38,6 +40,11 @@ def _before_program() -> None:
     os.setpgid(0, 0)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _WAITED_FOR)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+# With what it has started. It has not been waited for: its number is nobody else's.
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
+    os.killpg(process.pid, signal.SIGKILL)
 
 
 def _how(status: int) -> str:
@@ -96,6 +103,8 @@ class Job:
         self._all: list[_Process] = []
         self._replicas: list[_Process] = []
         self._ending = False
+        self._asked_at = 0.0
+        self._kill_at = math.inf  # the replicas that have not left
         self._key = directory / "job.key"
         if not self._key.exists():
             self._key.touch(mode=0o600)
@@ -161,11 +170,13 @@ class Job:
         try:
             self.start()
             while not all(replica.ended for replica in self._replicas):
+                now = time.monotonic()
                 waits = [process.again_at for process in self._all if process.again_at]
-                pause = max(0.0, min(waits) - time.monotonic()) if waits else 3600.0
-                heard = signal.sigtimedwait(_WAITED_FOR, pause)
+                heard = signal.sigtimedwait(_WAITED_FOR, max(0.0, min([*waits, self._kill_at, now + 3600]) - now))
                 if heard is not None and heard.si_signo != signal.SIGCHLD:
                     self._end()
+                if time.monotonic() >= self._kill_at:
+                    self._kill()
                 for process in self._all:
                     if not self._look_after(process):
                         return 1
@@ -174,13 +185,28 @@ class Job:
             self._stop()
 
     def _end(self) -> None:
-        self._say("ends: the replicas leave at the end of their step")
-        self._ending = True
+        now = time.monotonic()
+        if self._ending:
+            if now - self._asked_at >= _ONE_SIGNAL_SECONDS:
+                self._kill_at = min(self._kill_at, now)
+            return
+        within = self._arguments.leave_within
+        self._say(f"ends: the replicas leave at the end of their step; after {within:g} s, or at a second signal, "
+                  "they are killed")  # fmt: skip
+        self._ending, self._asked_at, self._kill_at = True, now, now + within
         for replica in self._replicas:
             if replica.process is not None and replica.process.poll() is None:
                 replica.process.terminate()
             else:
                 replica.ended, replica.again_at = True, 0.0
+
+    # What was stopped, or hangs in a call of the system or of a GPU, does not leave.
+    def _kill(self) -> None:
+        self._kill_at = math.inf
+        for replica in self._replicas:
+            if replica.process is not None and replica.process.poll() is None:
+                self._say(f"{replica.name} has not left, and is killed")
+                _kill_group(replica.process)
 
     # False: it can't be kept running.
     def _look_after(self, process: _Process) -> bool:
@@ -188,7 +214,7 @@ class Job:
             process.again_at = 0.0
             try:
                 process.start()
-            except OSError as error:  # no process, no memory: as if it had died at once
+            except (OSError, subprocess.SubprocessError) as error:  # no process, no memory: as if it had died at once
                 return self._again(process, f"can't be started ({error})")
         if process.ended or process.again_at or process.process is None:
             return True
@@ -226,7 +252,7 @@ class Job:
             try:
                 process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
-                process.kill()
+                _kill_group(process)
                 process.wait()
 
 
@@ -248,6 +274,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--steps", type=int, default=0, help="steps of the job; 0: no end (default: %(default)s)")
     parser.add_argument("--silence-ms", type=int, default=2000, help="how long a peer may be silent (default: 2000)")
+    parser.add_argument(
+        "--leave-within", type=float, default=60.0, metavar="SECONDS",
+        help="after a signal: a replica that has not left by then is killed, as at a second signal (default: 60)",
+    )  # fmt: skip
     parser.add_argument("--directory", type=Path, help="for sockets and logs, kept afterwards (default: a fresh one)")
     parser.add_argument("--show", action="store_true", help="replicas write to this terminal, not into logs")
     parser.add_argument(
@@ -268,6 +298,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in ("replicas", "ranks", "batch"):
         if getattr(given, name) < 1:
             parser.error(f"--{name} {getattr(given, name)}: at least one is needed")
+    if not given.leave_within >= 0:
+        parser.error(f"--leave-within {given.leave_within}: seconds, not less than 0")
     if given.ranks == 1 and shutil.which(given.command[0]) is None:
         parser.error(f"there is no program {given.command[0]} that can be run")
     try:
