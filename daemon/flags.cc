@@ -21,6 +21,11 @@ namespace rejoin::daemon {
 
 namespace {
 
+Result<> check_text(const std::string& text) {
+  if (is_utf8(text)) return {};
+  return fail(ErrorCode::invalid_argument, "'{}' is not text in UTF-8", printable(text, text.size()));
+}
+
 Result<> check_address(const std::string& text) {
   if (auto parts = transport::SocketAddress::split(text); !parts) return tl::unexpected(parts.error());
   return {};
@@ -128,15 +133,13 @@ ValueCheck advertised_host() {
   return {"HOST", [](const std::string& text) { return transport::check_advertised(text); }};
 }
 
-ValueCheck node_name() {
-  return {"", [](const std::string& text) -> Result<> {
-            if (is_utf8(text)) return {};
-            return fail(ErrorCode::invalid_argument, "'{}' is not text in UTF-8", printable(text, text.size()));
-          }};
-}
+ValueCheck node_name() { return {"", check_text}; }
 
 ValueCheck socket_name() {
-  return {"", [](const std::string& text) { return check_unix_name(text); }};
+  return {"", [](const std::string& text) -> Result<> {
+            if (auto right = check_unix_name(text); !right) return right;
+            return check_text(text);
+          }};
 }
 
 ValueCheck location() {

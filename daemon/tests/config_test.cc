@@ -82,11 +82,12 @@ TEST(Settings, AWrongOneIsRefusedWithItsFlagItsValueAndWhatIsAllowed) {
   }
 }
 
-// No message would take them.
-TEST(Settings, ANameOrHostThatIsNotUtf8IsRefused) {
+// No message would take them, and no address file the socket's.
+TEST(Settings, ANameHostOrSocketThatIsNotUtf8IsRefused) {
   EXPECT_EQ(refusal({"--name", "caf\xe9"}), "--name: 'caf?' is not text in UTF-8");
   EXPECT_NE(refusal({"--advertise", "caf\xe9"}).find("--advertise: 'caf?' is not the name"), std::string::npos);
-  EXPECT_EQ(refusal({"--name", "café", "--advertise", "café"}), "");
+  EXPECT_EQ(refusal({"--socket", "/tmp/caf\xe9"}), "--socket: '/tmp/caf?' is not text in UTF-8");
+  EXPECT_EQ(refusal({"--name", "café", "--advertise", "café", "--socket", "/tmp/café"}), "");
 }
 
 TEST(Settings, WhatIsRightIsTaken) {
