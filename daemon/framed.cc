@@ -1,7 +1,10 @@
 #include "daemon/framed.h"
 
 #include <fmt/format.h>
+#include <netinet/tcp.h>
+#include <sys/socket.h>
 
+#include <algorithm>
 #include <asio.hpp>
 #include <asio/ssl/stream.hpp>
 
@@ -11,7 +14,19 @@ namespace rejoin::daemon {
 
 namespace {
 constexpr const char* kOtherKey = "its job key differs from ours; give both the same --job-key-file";
+
+// A machine that loses its power, or the way between, ends no connection, and who says little would never find out.
+void end_without_acknowledgement(int socket, std::chrono::milliseconds limit) {
+  const auto set = [socket](int level, int name, int value) {
+    (void)::setsockopt(socket, level, name, &value, sizeof value);
+  };
+  set(IPPROTO_TCP, TCP_USER_TIMEOUT, static_cast<int>(limit.count()));
+  const int probe_after = std::max(1, static_cast<int>(limit / std::chrono::seconds(4)));  // seconds
+  set(IPPROTO_TCP, TCP_KEEPIDLE, probe_after);
+  set(IPPROTO_TCP, TCP_KEEPINTVL, probe_after);
+  set(SOL_SOCKET, SO_KEEPALIVE, 1);
 }
+}  // namespace
 
 struct Framed::Tls {
   Tls(asio::ip::tcp::socket socket, const JobKeys& keys) : stream(std::move(socket), keys.control().context()) {}
@@ -43,6 +58,7 @@ void Framed::start(Handlers handlers, std::chrono::milliseconds deadline) {
   asio::error_code ignored;
   auto& socket = tls_->stream.next_layer();
   socket.set_option(asio::ip::tcp::no_delay(true), ignored);
+  if (server_) end_without_acknowledgement(socket.native_handle(), deadline);
   const auto endpoint = socket.remote_endpoint(ignored);
   remote_ = ignored ? "?" : fmt::format("{}:{}", endpoint.address().to_string(), endpoint.port());
   timer_.expires_after(deadline);

@@ -30,7 +30,8 @@ class Framed : public std::enable_shared_from_this<Framed> {
   // `host`: of a client, by what name or address it has asked for its server, whose certificate must be for that.
   Framed(asio::ip::tcp::socket socket, const JobKeys& keys, bool server, std::string host = {});
   ~Framed();
-  // Begins the handshake; it must be over within `deadline`, and so must the proof of the job key.
+  // Begins the handshake; it must be over within `deadline`, and so must the proof of the job key. A server's
+  // connection also ends where the other's system acknowledges nothing for as long, whether or not anything is said.
   void start(Handlers handlers, std::chrono::milliseconds deadline);
   void send(const std::string& message);  // before it is open nothing is sent
   void close();

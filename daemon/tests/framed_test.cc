@@ -2,11 +2,14 @@
 #include "daemon/framed.h"
 
 #include <gtest/gtest.h>
+#include <netinet/tcp.h>
 #include <openssl/ec.h>
 #include <openssl/x509.h>
+#include <sys/socket.h>
 
 #include <asio.hpp>
 #include <asio/ssl/stream.hpp>
+#include <cstring>
 #include <functional>
 #include <memory>
 #include <vector>
@@ -243,12 +246,14 @@ struct Caller {
       std::chrono::seconds(2),
       {.message = [this](auto, const auto& message) { taken.push_back(message.hello().node()); }, .lost = [](auto) {}}};
   std::shared_ptr<Framed> framed;
+  int descriptor = -1;  // of the caller's end
 
   explicit Caller(const std::string& bytes) {
     EXPECT_TRUE(listener.listen("127.0.0.1:0"));
     tcp::socket socket(io);
     const auto port = std::stoi(listener.address().substr(listener.address().rfind(':') + 1));
     socket.connect({asio::ip::address_v4::loopback(), static_cast<std::uint16_t>(port)});
+    descriptor = socket.native_handle();
     framed = std::make_shared<Framed>(std::move(socket), keys, false);
     framed->start({.ready = [this, bytes] { framed->send(bytes); },
                    .message =
@@ -300,6 +305,22 @@ TEST(NodeListener, ANodeOfALaterProtocolIsToldWhy) {
 }
 
 // A time less than this can't be, whatever the machine has to do.
+// As where a machine loses its power: neither side would say anything more.
+TEST(NodeListener, ANodeThatIsGoneWithoutAWordIsFoundOut) {
+  proto::FromNode hello;
+  membership::Versions().put_into(*hello.mutable_hello());
+  hello.mutable_hello()->set_node("n");
+  Caller caller(hello.SerializeAsString());
+  ASSERT_TRUE(caller.until([&] { return !caller.taken.empty() && !caller.answers.empty(); }));
+  caller.io.run_for(std::chrono::milliseconds(300));  // until all that was said is acknowledged
+  const int repair = 1;                               // so that its end is told to nobody
+  if (::setsockopt(caller.descriptor, IPPROTO_TCP, TCP_REPAIR, &repair, sizeof repair) != 0)
+    GTEST_SKIP() << "TCP_REPAIR: " << std::strerror(errno);
+  caller.framed->close();
+  EXPECT_EQ(caller.listener.nodes(), 1u);
+  EXPECT_TRUE(caller.until([&] { return caller.listener.nodes() == 0; }));
+}
+
 TEST(Upstream, ANodeOfAnotherVersionIsRefusedAndComesAgainEverLessOften) {
   asio::io_context io{1};
   const JobKeys keys{kKey};
