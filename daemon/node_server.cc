@@ -2,7 +2,6 @@
 
 #include <unistd.h>
 
-#include "base/deadlines.h"
 #include "base/entropy.h"
 #include "base/events.h"
 #include "base/fail.h"
@@ -22,6 +21,7 @@ NodeServer::NodeServer(asio::io_context& io, const NodeOptions& options, const J
       listener_(io),
       accept_again_(io),
       timer_(io),
+      last_words_(io),
       family_(transport::family_of(options.transport)),
       machine_(options.name, options.silence, random_number(), options.location),
       streams_(family_, Location::parse(options.location).value_or(Location())),
@@ -148,27 +148,18 @@ void NodeServer::keep_listening() {
 }
 
 void NodeServer::tick() {
-  timer_.expires_after(options_.silence / 16 + std::chrono::milliseconds(1));
+  timer_.expires_after(options_.silence / kTicksOfSilence + std::chrono::milliseconds(1));
   timer_.async_wait([this](asio::error_code error) {
     if (error) return;
     keep_listening();
     coordinators_.tick(now());
     carry_out(machine_.on_tick(now()));
+    drop_who_reads_nothing();
     give_sign_of_life();
     if (machine_.coordinator_up()) coordinators_.check(machine_.coordinator_heard());
     tell();
     tick();
   });
-}
-
-// To the trainers, which wait for a daemon that is stopped only as long as they are told to.
-void NodeServer::give_sign_of_life() {
-  if (now() - sign_given_ < deadlines::kHeartbeatOfDaemon.of(options_.silence)) return;
-  sign_given_ = now();
-  proto::ToTrainer sign;
-  sign.mutable_control()->mutable_heartbeat();
-  for (auto& [id, trainer] : trainers_)
-    if (trainer.key) send(trainer, sign);
 }
 
 void NodeServer::carry_out(const membership::Node::Actions& actions) {

@@ -4,6 +4,7 @@
 // messages between a trainer and the daemon, in order.
 #pragma once
 
+#include <deque>
 #include <map>
 #include <memory>
 #include <nlohmann/json_fwd.hpp>
@@ -41,10 +42,11 @@ class NodeServer {
   ~NodeServer();
   nlohmann::json status() const;
   // Takes no more trainers, and calls `call` on the daemon's thread when none is connected: at once, or when the last
-  // has gone.
+  // has gone and the coordinator has had a moment to hear of it.
   void retire(std::function<void()> call);
 
  private:
+  static constexpr int kTicksOfSilence = 16;
   // A stream for all ranks whose state is in the host's memory, or for one rank whose state is on a GPU. The trainer of
   // that rank serves the GPU's memory to the daemon.
   struct DeviceStream {
@@ -72,6 +74,10 @@ class NodeServer {
     PeerCredentials credentials;
     std::unique_ptr<asio::posix::stream_descriptor> readable;
     std::unique_ptr<asio::posix::stream_descriptor> exited;  // a pidfd, readable when the process has ended
+    std::deque<std::string> unsent;  // messages that its socket has not taken yet (node_unsent.cc)
+    std::size_t unsent_bytes = 0;
+    bool awaits_room = false;
+    int ticks_unread = 0;  // for how many it has read nothing of them
     std::optional<Offering> offering;
     bool opening = false;  // a stream for its GPU is being opened, or was
     std::optional<catchup::RankKey> key;
@@ -95,6 +101,9 @@ class NodeServer {
   static void record_progress(const catchup::RankKey& key, const catchup::CatchUpProgress& progress);
   void on_leave(membership::RankConnection id, const proto::LocalLeave& leave);
   void send(Trainer& trainer, const proto::ToTrainer& message);
+  void write(Trainer& trainer);
+  void write_later(Trainer& trainer);
+  void drop_who_reads_nothing();
   void tick();
   void give_sign_of_life();
   void tell();
@@ -133,6 +142,7 @@ class NodeServer {
   asio::steady_timer accept_again_;
   Seldom without_descriptors_{std::chrono::seconds(10)};  // limits the log line that descriptors have run out
   asio::steady_timer timer_;
+  asio::steady_timer last_words_;
   const std::string family_;  // of the catch-up streams
   membership::Node machine_;
   Streams streams_;

@@ -24,6 +24,12 @@ constexpr std::size_t kMaxLocalMessage = 512 * KiB;
 // Descriptors that a trainer takes: its socket twice, its process, and its state. They are there before it is taken:
 // until then it waits, and afterwards it would be lost. A state of more allocations may find too few, and is refused.
 constexpr std::size_t kOfTrainer = 16;
+// Of callers, and of one trainer's messages: whoever comes or sends without end leaves the thread to others in between.
+constexpr int kCallersAtOnce = 16, kMessagesAtOnce = 64;
+
+// Messages that wait for one before them on their way to the coordinator. Without them it would learn by a silence, and
+// not of each rank, that its trainers have left.
+constexpr std::chrono::milliseconds kLastWords(100);
 
 bool readable_now(int fd) {
   pollfd look{fd, POLLIN | POLLRDHUP, 0};
@@ -39,7 +45,7 @@ bool hung_up(const Fd& socket) {
 void NodeServer::accept() {
   listener_.async_wait(asio::posix::stream_descriptor::wait_read, [this, of = listens_](asio::error_code error) {
     if (error || of != listens_) return;
-    while (readable_now(listener_fd_.get())) {
+    for (int i = 0; i < kCallersAtOnce && readable_now(listener_fd_.get()); ++i) {
       std::array<Fd, kOfTrainer> spare;
       const bool enough = std::ranges::all_of(spare, [this](Fd& one) {
         one = Fd(::fcntl(listener_fd_.get(), F_DUPFD_CLOEXEC, 0));
@@ -106,7 +112,7 @@ void NodeServer::read(membership::RankConnection id) {
   if (found == trainers_.end()) return;
   found->second.readable->async_wait(asio::posix::stream_descriptor::wait_read, [this, id](asio::error_code error) {
     if (error) return;
-    for (;;) {
+    for (int i = 0; i < kMessagesAtOnce; ++i) {
       auto at = trainers_.find(id);
       if (at == trainers_.end()) return;
       auto received = receive_with_fds(at->second.socket, kMaxLocalMessage);
@@ -331,7 +337,11 @@ void NodeServer::drop(membership::RankConnection id, const std::string& reason, 
     trainer.own->remote->disconnect();  // so that its thread waits for no trainer; it may still be at work for long
     asio::post(opener_, [stream = std::move(trainer.own)] {});
   }
-  if (trainers_.empty() && nobody_is_left_) nobody_is_left_();
+  if (!trainers_.empty() || !nobody_is_left_) return;
+  last_words_.expires_after(kLastWords);
+  last_words_.async_wait([this](asio::error_code cancelled) {
+    if (!cancelled) nobody_is_left_();
+  });
 }
 
 void NodeServer::retire(std::function<void()> call) {
@@ -339,14 +349,6 @@ void NodeServer::retire(std::function<void()> call) {
   listener_fd_.reset();
   nobody_is_left_ = std::move(call);
   if (trainers_.empty()) nobody_is_left_();
-}
-
-void NodeServer::send(Trainer& trainer, const proto::ToTrainer& message) {
-  const std::string bytes = message.SerializeAsString();
-  const auto sent = send_with_fds(trainer.socket, as_bytes(bytes), {});
-  if (!sent && sent.error().code == ErrorCode::exhausted)
-    asio::post(io_, [this, id = trainer.id] { drop(id, "it does not read what is sent to it", Gone::silent); });
-  else if (!sent) spdlog::debug("a message of {} bytes to a trainer: {}", bytes.size(), sent.error().message);
 }
 
 }  // namespace rejoin::daemon

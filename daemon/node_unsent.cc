@@ -1,0 +1,72 @@
+// What the node's trainers are sent. What a trainer's socket does not take waits: a rank of a large job is told of all
+// others in one burst, which may be more than the system lets a socket hold, and a trainer may stand still for a
+// moment.
+#include "base/bytes.h"
+#include "base/deadlines.h"
+#include "base/log.h"
+#include "daemon/node_server.h"
+
+namespace rejoin::daemon {
+
+using Gone = membership::Node::Gone;
+
+namespace {
+// All peers of a rank come in one frame of the coordinator's at most; and as much as that may be said after it.
+constexpr std::size_t kMostUnsent = 2 * Framed::kMaxFrame;
+}  // namespace
+
+void NodeServer::send(Trainer& trainer, const proto::ToTrainer& message) {
+  const bool waits = !trainer.unsent.empty();
+  trainer.unsent.push_back(message.SerializeAsString());
+  trainer.unsent_bytes += trainer.unsent.back().size();
+  if (!waits) write(trainer);
+  if (trainer.unsent_bytes > kMostUnsent)
+    asio::post(io_, [this, id = trainer.id] { drop(id, "it does not read what is sent to it", Gone::silent); });
+}
+
+// As much as its socket takes.
+void NodeServer::write(Trainer& trainer) {
+  while (!trainer.unsent.empty()) {
+    const std::string& bytes = trainer.unsent.front();
+    const auto sent = send_with_fds(trainer.socket, as_bytes(bytes), {});
+    if (!sent && sent.error().code == ErrorCode::exhausted) return write_later(trainer);
+    if (!sent) spdlog::debug("a message of {} bytes to a trainer: {}", bytes.size(), sent.error().message);
+    trainer.unsent_bytes -= bytes.size();
+    trainer.unsent.pop_front();
+    trainer.ticks_unread = 0;
+  }
+}
+
+void NodeServer::write_later(Trainer& trainer) {
+  if (std::exchange(trainer.awaits_room, true)) return;
+  trainer.readable->async_wait(asio::posix::stream_descriptor::wait_write,
+                               [this, id = trainer.id](asio::error_code error) {
+                                 const auto found = error ? trainers_.end() : trainers_.find(id);
+                                 if (found == trainers_.end()) return;
+                                 found->second.awaits_room = false;
+                                 write(found->second);
+                               });
+}
+
+// Who sends and does not read. It is counted in ticks: while this daemon is paused nobody can show that it reads.
+void NodeServer::drop_who_reads_nothing() {
+  std::vector<membership::RankConnection> silent;
+  for (auto& [id, trainer] : trainers_) {
+    write(trainer);
+    if (!trainer.unsent.empty() && ++trainer.ticks_unread > kTicksOfSilence) silent.push_back(id);
+  }
+  for (const auto id : silent)
+    drop(id, fmt::format("it has read nothing for {} ms", options_.silence.count()), Gone::silent);
+}
+
+// To the trainers, which wait for a daemon that is stopped only as long as they are told to.
+void NodeServer::give_sign_of_life() {
+  if (now() - sign_given_ < deadlines::kHeartbeatOfDaemon.of(options_.silence)) return;
+  sign_given_ = now();
+  proto::ToTrainer sign;
+  sign.mutable_control()->mutable_heartbeat();
+  for (auto& [id, trainer] : trainers_)
+    if (trainer.key) send(trainer, sign);
+}
+
+}  // namespace rejoin::daemon
