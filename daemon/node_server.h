@@ -95,7 +95,7 @@ class NodeServer {
   Result<> on_hello(Trainer& trainer, const proto::LocalHello& hello);
   Result<> on_descriptors(Trainer& trainer, std::vector<Fd> fds);
   void drop(membership::RankConnection id, const std::string& reason, membership::Node::Gone how);
-  void on_hang_up(membership::RankConnection id, const std::string& reason);
+  void on_hang_up(membership::RankConnection id, const Error& why);
   std::map<membership::RankConnection, Trainer>::iterator find_trainer(const catchup::RankKey& key);
   void record_plan(const proto::ToNode& message) const;
   static void record_progress(const catchup::RankKey& key, const catchup::CatchUpProgress& progress);

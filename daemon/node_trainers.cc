@@ -116,7 +116,7 @@ void NodeServer::read(membership::RankConnection id) {
       auto at = trainers_.find(id);
       if (at == trainers_.end()) return;
       auto received = receive_with_fds(at->second.socket, kMaxLocalMessage);
-      if (!received) return on_hang_up(id, received.error().message);
+      if (!received) return on_hang_up(id, received.error());
       if (!*received) break;
       proto::FromTrainer message;
       if (!message.ParseFromArray((*received)->bytes.data(), static_cast<int>((*received)->bytes.size())) ||
@@ -288,10 +288,11 @@ void NodeServer::look_after(const proto::Inquiry& inquiry) {
 
 // A socket may end although its process lives; its pidfd tells of the process itself. Until then, or until
 // it has been silent for too long, it may connect anew.
-void NodeServer::on_hang_up(membership::RankConnection id, const std::string& reason) {
+void NodeServer::on_hang_up(membership::RankConnection id, const Error& why) {
   Trainer& trainer = trainers_.at(id);
-  if (!trainer.exited || !trainer.key) return drop(id, reason, Gone::ended);
-  spdlog::debug("trainer {}: {}", trainer.credentials.pid, reason);
+  if (why.code != ErrorCode::unavailable) return drop(id, "what it sent can't be read: " + why.message, Gone::silent);
+  if (!trainer.exited || !trainer.key) return drop(id, why.message, Gone::ended);
+  spdlog::debug("trainer {}: {}", trainer.credentials.pid, why.message);
 }
 
 // It does so itself, so nobody has to wait for its silence. When it has the answer, no end of its process comes first.

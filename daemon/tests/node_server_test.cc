@@ -219,5 +219,19 @@ TEST_F(OneNode, LeavesItsThreadToOthersWhileManyCome) {
   EXPECT_TRUE(comes_true([&] { return descriptors() >= before + 200; }));
 }
 
+// It was read no further, though its process and its socket were well, and put out for its silence.
+TEST_F(OneNode, DropsATrainerAtOnceWhoseMessageIsTooLong) {
+  start(std::chrono::seconds(60));
+  RawTrainer trainer(socket);
+  register_as(0, trainer);
+  const int size = 1 << 20;
+  ASSERT_EQ(::setsockopt(trainer.socket.get(), SOL_SOCKET, SO_SNDBUF, &size, sizeof size), 0);
+  proto::FromTrainer message = heartbeat();
+  message.mutable_report()->mutable_accusation()->set_what(std::string(513 * KiB, 'x'));
+  if (!send_with_fds(trainer.socket, as_bytes(message.SerializeAsString()), {}))
+    GTEST_SKIP() << "net.core.wmem_max is too small for a local message of 513 KiB";
+  EXPECT_TRUE(comes_true([&] { return trainer.hung_up(); }));
+}
+
 }  // namespace
 }  // namespace rejoin::daemon
