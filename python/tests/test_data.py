@@ -13,6 +13,7 @@ from rejoin.errors import InvalidArgument  # noqa: E402
 from rejoin.torch import Batches  # noqa: E402
 from rejoin.torch._data import Fetcher  # noqa: E402
 
+multiprocessing.set_forkserver_preload(["__main__", "torch"])  # once, and not in each worker
 DATA = TensorDataset(torch.arange(101))
 
 

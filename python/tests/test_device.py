@@ -24,7 +24,7 @@ needs_driver = pytest.mark.skipif(
 def test_a_replica_whose_state_and_streams_are_a_gpus_comes_back_with_the_same_bits(tmp_path, monkeypatch):
     pytest.importorskip("numpy")
     monkeypatch.setenv("LD_LIBRARY_PATH", str(DRIVER))
-    job = Job(tmp_path, steps=0, script="trainer_device.py", kill={1: ("all-reduce", 11)})
+    job = Job(tmp_path, steps=0, script="trainer_device.py", forks=False, kill={1: ("all-reduce", 11)})
     job.until(lambda: job.killed(1))
     trained = job.trains(1)
     job.until(lambda: job.trains(1) > trained + 10)

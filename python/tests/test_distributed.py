@@ -12,6 +12,7 @@ import threading
 import time
 from datetime import timedelta
 
+import forked
 import pytest
 import torch
 import torch.distributed as dist
@@ -23,19 +24,26 @@ LONG = timedelta(seconds=30)
 LOCAL = Options(listen="127.0.0.1:0")
 
 
-def run_members(count, body, **environment):
-    """Run the text in processes of one torchrun; give what they print."""
-    program = "import os, torch, torch.distributed as dist\nimport rejoin.distributed\n" + textwrap.dedent(body)
+def whole(body):
+    return "import os, torch, torch.distributed as dist\nimport rejoin.distributed\n" + textwrap.dedent(body)
+
+
+def run_members(count, body):
+    """Run the text in that many processes; give what they print."""
+    return forked.run_ranks(count, whole(body))
+
+
+def run_by_torchrun(count, body):
+    """As above, in processes of one torchrun."""
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}", "--no-python"]
-        + [sys.executable, "-c", program],
+        + [sys.executable, "-c", whole(body)],
         capture_output=True,
         text=True,
         timeout=120,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[:3000]
-    return done.stdout
 
 
 def test_collectives_give_what_gloos_give():
@@ -151,7 +159,7 @@ def test_collectives_give_what_gloos_give():
 
 
 def test_ddp_dtensor_and_fsdp2_over_it():
-    run_members(
+    run_by_torchrun(
         2,
         """
         from torch.distributed.device_mesh import init_device_mesh
@@ -352,10 +360,8 @@ dist.destroy_process_group()
 @pytest.mark.parametrize("transport", ["tcp", pytest.param("shm", marks=pytest.mark.thorough)])
 def test_a_killed_member_fails_the_others_at_once_by_its_name_and_they_go_on(tmp_path, transport):
     """The survivors are in all-reduces when it dies, and are through the next one, without it, soon."""
-    command = [sys.executable, "-c", KILLED]
     members = [
-        subprocess.Popen([*command, str(i), "3", str(tmp_path), transport], stdout=subprocess.PIPE, text=True)
-        for i in range(3)
+        forked.Popen(["-c", KILLED, str(i), "3", str(tmp_path), transport], stdout=subprocess.PIPE) for i in range(3)
     ]
     try:
         limit = time.monotonic() + 60

@@ -1,5 +1,6 @@
 """Real jobs: processes, sockets, kills. What PyTorch computes alone from the ledger is what the replicas must have."""
 
+import contextlib
 import json
 import os
 import re
@@ -13,12 +14,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import forked  # noqa: E402
 import trainer  # noqa: E402
 
 from rejoin._programs import path  # noqa: E402
 
 HERE = Path(__file__).parent
-RUNNING: list[subprocess.Popen] = []  # conftest.py ends what a test has left
+RUNNING: list[forked.Popen | subprocess.Popen] = []  # conftest.py ends what a test has left
 # Lines of several ranks may lie behind each other.
 DIGEST = re.compile(r"((?:rank \d: )?step \d+) mean (\S+ digest [0-9a-f]{16})")
 
@@ -29,22 +31,27 @@ class Job:
     def __init__(self, directory: Path, *flags: str, replicas: int = 2, ranks: int = 1, steps: int = 60, batch: int = 8,
                  kill: dict[int, tuple[str, int]] | None = None, script: str = "trainer.py",
                  silence_ms: int = 5000, constant_batch: bool = False,
-                 balance_batches: bool = False) -> None:  # fmt: skip
+                 balance_batches: bool = False, forks: bool = True) -> None:  # fmt: skip
         self.directory, self.steps, self.script = directory, steps, str(HERE / script)
         self.last_step = steps  # as the coordinator was told; 0: none
         for replica, order in (kill or {}).items():
             self.kill(replica, *order)
-        command = [sys.executable, "-m", "rejoin.run", "--replicas", str(replicas), "--steps", str(steps), "--batch",
+        command = ["-m", "rejoin.run", "--replicas", str(replicas), "--steps", str(steps), "--batch",
                    str(batch), "--directory", str(directory), "--silence-ms", str(silence_ms), "--",
                    sys.executable, self.script, "--out", str(directory), *flags]  # fmt: skip
         if constant_batch:
-            command[7:7] = ["--constant-batch"]
+            command[6:6] = ["--constant-batch"]
         if balance_batches:
-            command[7:7] = ["--balance-batches"]
+            command[6:6] = ["--balance-batches"]
         if ranks > 1:
-            command[7:7] = ["--ranks", str(ranks)]
+            command[6:6] = ["--ranks", str(ranks)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        self.process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+        self.process: forked.Popen | subprocess.Popen
+        if forks and ranks == 1:
+            self.process = forked.Popen(command, env=environment, stderr=subprocess.PIPE)
+        else:
+            command = [sys.executable, *command]
+            self.process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
         RUNNING.append(self.process)
 
     def wait(self, limit: float = 240) -> str:
@@ -130,6 +137,10 @@ class Job:
         return dict(json.loads(line) for line in lines)
 
     def pid_of(self, replica: int, rank: int = 0) -> int:
+        for child in Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split():
+            with contextlib.suppress(OSError):
+                if Path(f"/proc/{child}/comm").read_text() == f"replica{replica}\n":  # forked
+                    return int(child)
         for process in Path("/proc").iterdir():
             if not process.name.isdecimal():
                 continue

@@ -11,6 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import forked  # noqa: E402
 from test_job import Job, check_equal  # noqa: E402
 
 LONG = 120
@@ -89,8 +90,8 @@ def test_who_waits_ends_with_sigterm_and_who_is_silent_for_long_is_put_out_unles
     goes_on_alone(time.monotonic())
     trainers = [job.pid_of(0)]
     os.kill(job.child("coordinator"), signal.SIGSTOP)
-    late = subprocess.Popen(
-        [sys.executable, job.script, "--out", str(tmp_path)],
+    late = forked.Popen(
+        [job.script, "--out", str(tmp_path)],
         env={**os.environ, "REJOIN_SOCKET": str(tmp_path / "node1.sock"), "REJOIN_REPLICA": "1"},
         stdout=subprocess.DEVNULL,
         stderr=(tmp_path / "late.log").open("w"),

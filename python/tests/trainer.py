@@ -15,14 +15,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import rejoin
 import rejoin.torch as rj
 from rejoin.torch import _leaving
 
 FEATURES, CLASSES = 32, 10
-POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
 def make_model(kind: str = "adamw") -> torch.nn.Module:
@@ -85,8 +83,12 @@ def main() -> None:
     me = session.replica
     model = make_model(given.optimizer)
     if ranks > 1:
+        # Here: its import takes half a second, which the loader's workers need not spend.
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
         dist.init_process_group("gloo")
-        mixed = {"mp_policy": POLICY} if given.optimizer == "mixed" else {}
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        mixed = {"mp_policy": policy} if given.optimizer == "mixed" else {}
         fully_shard(model[2], **mixed)
         fully_shard(model, **mixed)
     optimizer = make_optimizer(given.optimizer, model)
