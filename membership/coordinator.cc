@@ -33,7 +33,7 @@ Actions Coordinator::on_message(NodeId node, const proto::FromNode& message, Tim
       nodes_[node].release = printable(message.hello().release(), kLongestRelease);
       break;
     case proto::FromNode::kRankUp: on_rank_up(node, message.rank_up(), now); break;
-    case proto::FromNode::kRankDown: on_rank_down(message.rank_down(), now); break;
+    case proto::FromNode::kRankDown: on_rank_down(node, message.rank_down(), now); break;
     case proto::FromNode::kReduced: on_reduced(message.reduced(), now); break;
     case proto::FromNode::kReplicaStatus: on_replica_status(message.replica_status(), now); break;
     case proto::FromNode::kAccusation: on_accusation(message.accusation(), now); break;
@@ -103,17 +103,23 @@ Actions Coordinator::on_tick(TimePoint now) {
   return take();
 }
 
-void Coordinator::on_rank_down(const proto::RankDown& down, TimePoint now) {
+// That a process has ended is true whoever says it. That it is silent is true of this way alone: a daemon that has left
+// a relay may have come by another one.
+void Coordinator::on_rank_down(NodeId node, const proto::RankDown& down, TimePoint now) {
+  const auto concerns = [&](NodeId its) { return down.ended() || its == node; };
   if (auto stranger = strangers_.find({down.replica(), down.rank()});
       stranger != strangers_.end() && stranger->second.instance == down.instance()) {
+    if (!concerns(stranger->second.node)) return;
     if (!down.ended()) return void(stranger->second.lost_at = now);
     strangers_.erase(stranger);
     return try_start(now);
   }
-  std::erase_if(claims_, [&](const Claim& claim) { return same_process(claim.up, down); });
-  std::erase_if(misfits_, [&](const Differing& one) { return same_process(one.up, down); });
+  const auto is_over = [&](const auto& one) { return concerns(one.node) && same_process(one.up, down); };
+  std::erase_if(claims_, is_over);
+  std::erase_if(misfits_, is_over);
+  std::erase(nodes_[node].moved, ConnectedNode::Process{down.replica(), down.rank(), down.instance()});
   RankState* rank = rank_of(down.replica(), down.rank(), down.instance());
-  if (rank == nullptr) return;  // of an instance that is over already
+  if (rank == nullptr || !concerns(rank->node)) return;  // of an instance that is over already, or elsewhere
   const std::string why = shortened(down.reason(), kLongestReason);
   if (down.ended()) {
     remove(ReplicaId(down.replica()), fmt::format("rank {}{}: {}", down.rank(), down.left() ? " has left" : "", why),
@@ -122,7 +128,7 @@ void Coordinator::on_rank_down(const proto::RankDown& down, TimePoint now) {
   }
   note("replica {} rank {}: {}", down.replica(), down.rank(), why);
   rank->connected_node = false;
-  rank->lost_at = now - config_.silence;
+  rank->lost_at = ask_the_other_nodes(node, {}) ? now : now - config_.silence;
   rank->lost_why = why;
   if (!finished() && !recovering_until_ && !pause_detector_.settling(now) && pause_detector_.unseen(now) == Duration{})
     settle_absent(now);

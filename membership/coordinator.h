@@ -171,7 +171,7 @@ class Coordinator {
   void on_fully_registered(ReplicaId id, TimePoint now);
   void welcome(NodeId node, const proto::RankUp& up, Incarnation incarnation);
   void welcome_back(NodeId node, const proto::RankUp& up, const ReplicaState& replica);
-  void on_rank_down(const proto::RankDown& down, TimePoint now);
+  void on_rank_down(NodeId node, const proto::RankDown& down, TimePoint now);
   void lose_node(NodeId node, TimePoint now);
   void on_reduced(const proto::Reduced& reduced, TimePoint now);
   void on_replica_status(const proto::ReplicaStatus& status, TimePoint now);
@@ -315,7 +315,7 @@ class Coordinator {
   void tell_prospect_of_start(const std::vector<ReplicaId>& to_start);
   void tell_prospect();
   RankState& keep(ReplicaState& replica, NodeId node, const proto::RankUp& up);
-  void ask_the_other_nodes(NodeId lost, const ConnectedNode& was);
+  bool ask_the_other_nodes(NodeId lost, const ConnectedNode& was);
   MemberState* member(ReplicaId replica);
   Suspended* out_for_now(ReplicaId replica);
   const ReplicaState* registration(ReplicaId replica, Incarnation incarnation) const;

@@ -247,8 +247,8 @@ Coordinator::RankState& Coordinator::keep(ReplicaState& replica, NodeId node, co
 
 // Where this process was stopped, what a daemon sent over a connection that it has left since may be heard behind what
 // it sent over the next one. So whoever was heard over both when the first of them is lost says once more where it
-// stands.
-void Coordinator::ask_the_other_nodes(NodeId lost, const ConnectedNode& was) {
+// stands. False: nobody was.
+bool Coordinator::ask_the_other_nodes(NodeId lost, const ConnectedNode& was) {
   std::set<NodeId> asked;
   for (const auto& one : was.moved)
     if (const RankState* rank = rank_of(one.replica, one.rank, one.instance); rank != nullptr && rank->connected_node)
@@ -256,13 +256,15 @@ void Coordinator::ask_the_other_nodes(NodeId lost, const ConnectedNode& was) {
   for (auto& [node, state] : nodes_)
     std::erase_if(state.moved, [&, node = node](const auto& one) {
       const RankState* rank = rank_of(one.replica, one.rank, one.instance);
-      if (rank != nullptr && !rank->connected_node && rank->node == lost) asked.insert(node);
-      return rank == nullptr;
+      const bool asks = rank != nullptr && !rank->connected_node && rank->node == lost;
+      if (asks) asked.insert(node);
+      return asks || rank == nullptr;
     });
-  if (asked.empty()) return;
+  if (asked.empty()) return false;
   proto::ToNode message;
   message.mutable_introduce();
   send_to({asked.begin(), asked.end()}, std::move(message));
+  return true;
 }
 
 // Who are peers now. Whoever is not named is fenced by the others; so after a restart nothing is announced before all

@@ -155,6 +155,77 @@ TEST(Coordinator, WhoWasHeardOverTwoConnectionsSaysWhereItStandsWhenOneIsLost) {
   }
 }
 
+// What a relay says when a daemon has not come back to it in time.
+proto::FromNode not_back(std::uint32_t replica, std::uint32_t rank, std::uint64_t instance = 1) {
+  proto::FromNode message;
+  auto& down = *message.mutable_rank_down();
+  down.set_replica(replica);
+  down.set_rank(rank);
+  down.set_instance(instance * 100 + rank);
+  down.set_reason("its daemon did not come back in time");
+  return message;
+}
+
+TEST(Coordinator, WhoHasGoneToAnotherRelayIsNotSilentBecauseItDidNotComeBackToTheFirst) {
+  for (const bool last : {false, true}) {
+    Bench bench;
+    bench.start();
+    bench.steps(1);
+    if (last) bench.down(0), bench.down(2);
+    const std::uint64_t before = 1, next = 11;
+    bench.back(1, next);
+    const auto epoch = bench.coordinator.epoch();
+    for (std::uint32_t rank : {0u, 1u}) bench.send(before, not_back(1, rank));
+    bench.pass(3s, {0, before, 2, next});
+    EXPECT_EQ(bench.coordinator.epoch(), epoch);
+    EXPECT_EQ(bench.contributors(), last ? 1u : 3u);
+    EXPECT_TRUE(bench.coordinator.blocked_on().empty());
+    bench.send(next, not_back(1, 0));
+    if (last) EXPECT_EQ(bench.coordinator.blocked_on(), std::vector{ReplicaId(1)});
+    else EXPECT_EQ(bench.contributors(), 2u) << "that is where it was";
+  }
+}
+
+// It is no member, and nobody would tell it that it is no longer registered.
+TEST(Coordinator, WhoWaitsForItsAdmissionStaysRegisteredWhereItHasGoneToAnotherRelay) {
+  Bench bench;
+  bench.start();
+  bench.steps(1);
+  bench.down(1);
+  bench.up(1, 2);
+  bench.back(1, 11, 2);
+  for (std::uint32_t rank : {0u, 1u}) bench.send(1, not_back(1, rank, 2));
+  bench.link_all();
+  for (auto replica : {0u, 2u}) bench.reduced(replica);
+  EXPECT_EQ(bench.coordinator.members().size(), 3u);
+}
+
+TEST(Coordinator, WhoAsksForAPlaceThroughAnotherRelayIsNotForgottenBecauseItDidNotComeBackToTheFirst) {
+  Rivals job;
+  job.second();
+  job.send(10, Rivals::of(1, 0, 2, 509));
+  job.send(9, not_back(1, 0, 2));
+  job.down(1, 1, 0);
+  EXPECT_TRUE(job.Bench::registered(10));
+}
+
+// What it sent through the one that it has left was heard last.
+TEST(Coordinator, WhoWasHeardThroughTwoRelaysSaysWhereItStandsWhenItIsSilentInOne) {
+  Bench bench;
+  bench.start();
+  const std::uint64_t before = 1, next = 11;
+  bench.back(1, next);
+  bench.back(1, before);
+  bench.inbox.clear();
+  for (std::uint32_t rank : {0u, 1u}) bench.send(before, not_back(1, rank));
+  ASSERT_TRUE(bench.inbox.contains(next));
+  EXPECT_TRUE(bench.inbox[next].back().has_introduce());
+  bench.pass(500ms, {0, before, 2, next});
+  bench.back(1, next);
+  bench.pass(3s, {0, before, 2, next});
+  EXPECT_EQ(bench.contributors(), 3u);
+}
+
 TEST(Coordinator, OfManyProcessesForAPlaceNotAllAreRemembered) {
   Rivals job;
   for (std::uint64_t other = 0; other < 20; ++other) job.send(9, Rivals::of(1, 0, 2 + other, 600 + other));
