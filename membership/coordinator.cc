@@ -130,8 +130,7 @@ void Coordinator::on_rank_down(NodeId node, const proto::RankDown& down, TimePoi
   rank->connected_node = false;
   rank->lost_at = ask_the_other_nodes(node, {}) ? now : now - config_.silence;
   rank->lost_why = why;
-  if (!finished() && !recovering_until_ && !pause_detector_.settling(now) && pause_detector_.unseen(now) == Duration{})
-    settle_absent(now);
+  if (!finished() && !recovering_until_ && !pause_detector_.just_paused(now)) settle_absent(now);
 }
 
 void Coordinator::on_reduced(const proto::Reduced& reduced, TimePoint now) {

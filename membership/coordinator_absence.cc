@@ -22,6 +22,8 @@ void Coordinator::suspect_itself(Duration pause, TimePoint now) {
   for (auto& [node, state] : nodes_) forgive(state.heard, pause, now);
   for (auto& [id, replica] : replicas_)
     for (auto& rank : replica.ranks) forgive(rank.lost_at, pause, now);
+  for (auto& [place, stranger] : strangers_)
+    if (stranger.lost_at) forgive(*stranger.lost_at, pause, now);
   for (auto& [edge, about] : accusations_) {
     forgive(about.since, pause, now);
     forgive(about.waits_since, pause, now);

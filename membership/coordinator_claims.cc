@@ -1,6 +1,7 @@
 // Two processes for one place. Who has it keeps it for as long as it lives and answers; whoever else asks for it waits
 // until that is known: an answer of the first one's daemon (refused), its end, or its silence for too long (taken).
-// After this coordinator's restart who had it by the log has its time to come back.
+// After this coordinator's restart who had it by the log has its time to come back. Time in which this coordinator did
+// not run is nobody's silence here either, though what the second one says may be the first that it reads then.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -16,13 +17,14 @@ Coordinator::RankState* Coordinator::holder_against(const proto::RankUp& up, Tim
   if (found == replicas_.end() || found->second.ranks.empty()) return nullptr;
   RankState& rank = found->second.ranks[up.rank()];
   if (!rank.registered || rank.instance == up.instance() || rank.daemon == up.daemon()) return nullptr;
-  return rank.connected_node || now - rank.lost_at < config_.silence ? &rank : nullptr;
+  const bool may_come_back = now - rank.lost_at < config_.silence || pause_detector_.just_paused(now);
+  return rank.connected_node || may_come_back ? &rank : nullptr;
 }
 
 // Somebody else had the place when this coordinator started, and may yet come back: it may have the only copy of the
 // state.
 bool Coordinator::former_may_come_back(const proto::RankUp& up, TimePoint now) const {
-  if (!recovering_until_ || now >= *recovering_until_) return false;
+  if (!recovering_until_ || (now >= *recovering_until_ && !pause_detector_.just_paused(now))) return false;
   const ReplicaId id(up.replica());
   const auto is_its = [&](const auto& one) { return one.replica == id; };
   const auto m = std::find_if(members_.begin(), members_.end(), is_its);
@@ -102,7 +104,7 @@ void Coordinator::list_claims(TimePoint now, std::vector<std::string>& lines) co
           "replica {} rank {}: process {} on node {} asks for the place of one that has yet to come back after the "
           "coordinator's restart, and has {:.0f} ms to do so",
           claim.up.replica(), claim.up.rank(), claim.up.pid(), claim.up.node(),
-          milliseconds(*recovering_until_ - now)));
+          milliseconds(std::max(Duration{}, *recovering_until_ - now))));
       continue;
     }
     if (found == replicas_.end() || found->second.ranks.empty()) continue;

@@ -32,6 +32,7 @@ std::string text_of(const Samples& samples) {
 // Nobody contributes: a fresh job, or everybody was lost. It goes on from the most advanced state there is, but below
 // the last committed step only if an operator says so.
 void Coordinator::try_start(TimePoint now) {
+  if (pause_detector_.just_paused(now)) return;  // those who are waited for may have come: the next ticks read on
   wants_roll_back_.reset();
   if (has_contributors() || finished() || (recovering_until_ && !members_.empty())) return;
   std::erase_if(strangers_,

@@ -27,6 +27,8 @@ class PauseDetector {
   }
   // Whether the process has been paused just now: it hears what is queued before it judges anyone.
   bool settling(TimePoint now) const { return now < settled_at_; }
+  // … also before the tick that will tell of it: what it hears first after a pause is not what was sent first.
+  bool just_paused(TimePoint now) const { return settling(now) || unseen(now) > Duration{}; }
 
  private:
   Duration silence_;

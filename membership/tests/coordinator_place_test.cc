@@ -226,6 +226,63 @@ TEST(Coordinator, WhoWasHeardThroughTwoRelaysSaysWhereItStandsWhenItIsSilentInOn
   EXPECT_EQ(bench.contributors(), 3u);
 }
 
+// What came meanwhile is read before any tick: of two that came in time the second one may be the first.
+TEST(Coordinator, WhoCameBackWhileTheCoordinatorStoodKeepsItsPlaceAlsoWhereASecondProcessIsHeardBeforeIt) {
+  for (const bool restarted : {false, true}) {
+    Bench first;
+    first.start();
+    first.steps(1);
+    if (restarted) first.down(1), first.down(2);  // the only one with the state
+    Bench again(first.log);
+    again.incarnations = first.incarnations;
+    Bench& bench = restarted ? again : first;
+    if (!restarted) bench.keep(bench.coordinator.on_node_lost(NodeId(0), bench.now));
+    bench.inbox.clear();
+    bench.now += 2 * bench.config.silence;
+    bench.send(9, Rivals::of(0, 0, 2, 509));
+    bench.now += 1ms;
+    bench.back(0, 10);
+    bench.pass(200ms, {1, 2, 9, 10});
+    EXPECT_FALSE(bench.evicted_anybody());
+    EXPECT_FALSE(bench.registered(9));
+    EXPECT_EQ(bench.contributors(), restarted ? 1u : 3u);
+    EXPECT_TRUE(std::any_of(bench.inbox[10].begin(), bench.inbox[10].end(),
+                            [](const auto& sent) { return sent.has_inquiry(); }));
+  }
+}
+
+// In the moments after the pause, too: it goes on reading what has come.
+TEST(Coordinator, AfterAPauseASecondProcessForAPlaceWaitsUntilWhatHasComeIsRead) {
+  Bench bench;
+  bench.start();
+  bench.keep(bench.coordinator.on_node_lost(NodeId(0), bench.now));
+  bench.pass(900ms, {1, 2});
+  bench.now += 2 * bench.config.silence;
+  bench.keep(bench.coordinator.on_tick(bench.now));
+  bench.now += 100ms;
+  bench.send(9, Rivals::of(0, 0, 2, 509));
+  EXPECT_FALSE(bench.registered(9));
+  bench.pass(1s, {1, 2, 9});
+  EXPECT_TRUE(bench.registered(9)) << "the first has not come";
+}
+
+TEST(Coordinator, AfterAPauseAStartWaitsUntilThoseWhoHaveComeMeanwhileAreHeard) {
+  Bench bench;
+  bench.start();
+  bench.steps(1);
+  for (std::uint32_t r : {0u, 1u, 2u}) bench.down(r);
+  for (std::uint32_t r : {0u, 1u}) bench.up(r, 2, 1);
+  bench.link_all();
+  bench.pass(1s, {0, 1});
+  bench.now += 60 * bench.config.silence;
+  bench.stand(0, 0, false);
+  bench.up(2, 2, 1);
+  EXPECT_EQ(bench.contributors(), 0u);
+  bench.link_all();
+  bench.pass(1s);
+  EXPECT_EQ(bench.contributors(), 3u);
+}
+
 TEST(Coordinator, OfManyProcessesForAPlaceNotAllAreRemembered) {
   Rivals job;
   for (std::uint64_t other = 0; other < 20; ++other) job.send(9, Rivals::of(1, 0, 2 + other, 600 + other));
