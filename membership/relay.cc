@@ -70,8 +70,9 @@ Relay::Actions Relay::on_coordinator_message(const proto::ToNode& message, TimeP
     return &found->second;
   };
   switch (message.kind_case()) {
+    // The coordinator knows the ranks still, so it has to hear of those that are lost before they have said all again.
     case proto::ToNode::kIntroduce:
-      on_coordinator_down(now);
+      for (auto& [key, group] : groups_) group.last_status.clear();
       return on_coordinator_up(now, message.introduce().number());
     case proto::ToNode::kWelcome:  // for LeaderTracker, as the next
     case proto::ToNode::kLeads:
@@ -163,7 +164,8 @@ Relay::Actions Relay::on_node_message(NodeId node, const proto::FromNode& messag
   NodeState& from = nodes_[node];
   from.heard = now;
   note_places(from, message);
-  if (message.has_hello()) from.introduced = coordinator_up_ && message.hello().introduction() == from.asked;
+  // Once to each coordinator: whoever is asked again is heard meanwhile, as its ranks are known.
+  if (message.has_hello()) from.introduced |= coordinator_up_ && message.hello().introduction() == from.asked;
   if (alone_reported_ && message.has_rank_up()) send({node}, alone());
   if (!from.introduced && !message.has_hello() && !message.has_heartbeat()) return take();
   switch (message.kind_case()) {
@@ -184,6 +186,7 @@ Relay::Actions Relay::on_node_message(NodeId node, const proto::FromNode& messag
       if (auto found = ranks_.find({down.replica(), down.rank()});
           found != ranks_.end() && found->second.instance == down.instance()) {
         leave(found->first, found->second);
+        report_status({down.replica(), found->second.incarnation});
         ranks_.erase(found);
       }
       up() = message;
@@ -232,9 +235,11 @@ bool Relay::passes_on(const proto::Accusation& accusation, TimePoint now) {
 Relay::Actions Relay::on_node_lost(NodeId node, TimePoint now) {
   const auto gone = nodes_.extract(node);
   std::set<NodeId> asked;
+  std::set<GroupKey> left;
   const auto lose = [&](const RankKey& key, RankState& rank) {
     if (!rank.connected || rank.node != node) return;
     leave(key, rank);
+    left.insert({key.first, rank.incarnation});
     rank.lost_at = now;
     for (const auto& [other, state] : nodes_)
       if (const auto place = state.places.find(key); place != state.places.end() && place->second == rank.instance)
@@ -243,6 +248,7 @@ Relay::Actions Relay::on_node_lost(NodeId node, TimePoint now) {
   for (auto& [key, claim] : claims_) lose(key.first, claim);
   for (auto& [key, rank] : ranks_) lose(key, rank);
   for (auto& [key, group] : groups_) group.statuses.erase(node);
+  for (const auto& key : left) report_status(key);  // the others' may have waited for those alone
   if (!gone.empty())
     for (const auto& [key, instance] : gone.mapped().places)
       if (const auto rank = ranks_.find(key);

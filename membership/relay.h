@@ -108,7 +108,7 @@ class Relay {
   void on_replica_status(NodeId node, const proto::ReplicaStatus& status);
   void add_reduced_ranks(const proto::Reduced& reduced);
   void report_reduced(const GroupKey& key, const Group& group);
-  void report_status(std::uint32_t replica, std::uint64_t incarnation, Group& group);
+  void report_status(const GroupKey& key);
   void tell_that_it_is_alone(TimePoint now);
   proto::ToNode alone() const;
   void lose_silent(TimePoint now);

@@ -37,10 +37,13 @@ void Relay::on_replica_status(NodeId node, const proto::ReplicaStatus& status) {
   auto found = groups_.find({status.replica(), status.incarnation()});
   if (found == groups_.end()) return;
   found->second.statuses[node] = status;
-  report_status(status.replica(), status.incarnation(), found->second);
+  report_status(found->first);
 }
 
-void Relay::report_status(std::uint32_t replica, std::uint64_t incarnation, Group& group) {
+void Relay::report_status(const GroupKey& key) {
+  const auto found = groups_.find(key);
+  if (found == groups_.end()) return;
+  Group& group = found->second;
   RankSet together;
   std::optional<Incarnations> links;
   RoundTrips round_trips;
@@ -57,8 +60,8 @@ void Relay::report_status(std::uint32_t replica, std::uint64_t incarnation, Grou
     rates.keep_lower(LinkRates(status.rates()));
   }
   if (!together.includes(group.registered)) return;
-  all_of_it.set_replica(replica);
-  all_of_it.set_incarnation(incarnation);
+  all_of_it.set_replica(key.first);
+  all_of_it.set_incarnation(key.second);
   all_of_it.set_caught_up(caught_up);
   links->to(all_of_it.mutable_links());
   round_trips.to(all_of_it.mutable_round_trips());
