@@ -35,7 +35,7 @@ Actions Coordinator::on_message(NodeId node, const proto::FromNode& message, Tim
     case proto::FromNode::kRankUp: on_rank_up(node, message.rank_up(), now); break;
     case proto::FromNode::kRankDown: on_rank_down(node, message.rank_down(), now); break;
     case proto::FromNode::kReduced: on_reduced(message.reduced(), now); break;
-    case proto::FromNode::kReplicaStatus: on_replica_status(message.replica_status(), now); break;
+    case proto::FromNode::kReplicaStatus: on_replica_status(node, message.replica_status(), now); break;
     case proto::FromNode::kAccusation: on_accusation(message.accusation(), now); break;
     case proto::FromNode::kDetails: audit_.on_details(message.details()); break;
     case proto::FromNode::kDrift: audit_.on_drift(message.drift()); break;
@@ -142,31 +142,6 @@ void Coordinator::on_reduced(const proto::Reduced& reduced, TimePoint now) {
   m->computed.add(plausible(reduced.compute_us(), now));
   audit_.on_reduced(m->replica, reduced);
   try_commit(now);
-}
-
-// That a replica has caught up is acted on at the next step boundary, or when nobody else is left.
-void Coordinator::on_replica_status(const proto::ReplicaStatus& status, TimePoint now) {
-  auto found = replicas_.find(ReplicaId(status.replica()));
-  if (found == replicas_.end() || found->second.incarnation.value != status.incarnation()) return;
-  ConnectedRanks current{.ranks = RankSet(status.ranks(), config_.ranks),
-                         .links = Incarnations(status.links(), ~std::uint64_t{0}),
-                         .unreached = {status.unreached().begin(), status.unreached().end()},
-                         .round_trips = RoundTrips(status.round_trips()),
-                         .rates = LinkRates(status.rates())};
-  auto& statuses = found->second.statuses;
-  const RoundTrips trips_before = round_trips(found->first, found->second.incarnation);
-  for (auto& before : statuses) before.ranks.remove(current.ranks);
-  std::erase_if(statuses, [](const ConnectedRanks& before) { return before.ranks.empty(); });
-  if (status.caught_up()) found->second.caught_up.add(current.ranks);
-  if (MemberState* m = member(found->first); m != nullptr && m->catching_up && !m->complete && caught_up(*m)) {
-    m->complete = true;
-    actions_.append.emplace_back().mutable_caught_up()->set_incarnation(m->incarnation.value);
-  }
-  if (!current.ranks.empty()) statuses.push_back(std::move(current));
-  near_.stale = near_.stale || round_trips(found->first, found->second.incarnation) != trips_before;
-  if (member(found->first) == nullptr && out_for_now(found->first) == nullptr)
-    for (auto& line : unreached_lines(found->first, found->second)) warn_once(std::move(line));
-  try_start(now);
 }
 
 void Coordinator::on_accusation(const proto::Accusation& accusation, TimePoint now) {

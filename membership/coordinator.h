@@ -174,7 +174,7 @@ class Coordinator {
   void on_rank_down(NodeId node, const proto::RankDown& down, TimePoint now);
   void lose_node(NodeId node, TimePoint now);
   void on_reduced(const proto::Reduced& reduced, TimePoint now);
-  void on_replica_status(const proto::ReplicaStatus& status, TimePoint now);
+  void on_replica_status(NodeId node, const proto::ReplicaStatus& status, TimePoint now);
   void on_accusation(const proto::Accusation& accusation, TimePoint now);
 
   // coordinator_balance.cc

@@ -1,6 +1,6 @@
 // With whom replicas are to be connected before they are members: a start and an admission wait for that. In a small
 // job with all others; in a larger one a Prospect tells them whom they will need (base/ring_links.h). And in which
-// order members stand.
+// order members stand. And what they say of how they are connected.
 #include <algorithm>
 
 #include "membership/coordinator.h"
@@ -17,7 +17,43 @@ std::string_view location_of(const Coordinator::RankState& rank) {
       .substr(std::size_t{rank.address_size} + rank.stream_size + rank.card_size, rank.location_size);
 }
 
+// Those that have come through this node last.
+RankSet here(const Coordinator::ReplicaState& replica, const RankSet& ranks, NodeId node) {
+  RankSet its = ranks;
+  for (const auto& [begin, end] : ranks.ranges())
+    for (auto number = begin; number < std::min<std::uint64_t>(end, replica.ranks.size()); ++number)
+      if (replica.ranks[number].registered && replica.ranks[number].node != node) its.remove(RankSet(number));
+  return its;
+}
+
 }  // namespace
+
+// That a replica has caught up is acted on at the next step boundary, or when nobody else is left. Of ranks that have
+// come another way since, only that counts: where else they stand now is said there.
+void Coordinator::on_replica_status(NodeId node, const proto::ReplicaStatus& status, TimePoint now) {
+  auto found = replicas_.find(ReplicaId(status.replica()));
+  if (found == replicas_.end() || found->second.incarnation.value != status.incarnation()) return;
+  const RankSet named(status.ranks(), config_.ranks);
+  if (status.caught_up()) found->second.caught_up.add(named);
+  ConnectedRanks current{.ranks = here(found->second, named, node),
+                         .links = Incarnations(status.links(), ~std::uint64_t{0}),
+                         .unreached = {status.unreached().begin(), status.unreached().end()},
+                         .round_trips = RoundTrips(status.round_trips()),
+                         .rates = LinkRates(status.rates())};
+  auto& statuses = found->second.statuses;
+  const RoundTrips trips_before = round_trips(found->first, found->second.incarnation);
+  for (auto& before : statuses) before.ranks.remove(current.ranks);
+  std::erase_if(statuses, [](const ConnectedRanks& before) { return before.ranks.empty(); });
+  if (MemberState* m = member(found->first); m != nullptr && m->catching_up && !m->complete && caught_up(*m)) {
+    m->complete = true;
+    actions_.append.emplace_back().mutable_caught_up()->set_incarnation(m->incarnation.value);
+  }
+  if (!current.ranks.empty()) statuses.push_back(std::move(current));
+  near_.stale = near_.stale || round_trips(found->first, found->second.incarnation) != trips_before;
+  if (member(found->first) == nullptr && out_for_now(found->first) == nullptr)
+    for (auto& line : unreached_lines(found->first, found->second)) warn_once(std::move(line));
+  try_start(now);
+}
 
 // Each of its ranks is connected with all of these, itself left out.
 bool Coordinator::linked(const ReplicaState& replica, const Incarnations& incarnations) const {

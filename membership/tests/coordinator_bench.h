@@ -188,7 +188,8 @@ struct Bench {
     for (std::uint32_t replica = 0; replica < config.replicas; ++replica)
       for (std::uint32_t rank = 0; rank < config.ranks; ++rank) stand(replica, rank, false);
   }
-  void stand(std::uint32_t replica, std::uint32_t rank, bool caught_up) {
+  void stand(std::uint32_t replica, std::uint32_t rank, bool caught_up) { stand(replica, rank, caught_up, replica); }
+  void stand(std::uint32_t replica, std::uint32_t rank, bool caught_up, std::uint64_t node) {
     proto::FromNode message;
     auto& status = *message.mutable_replica_status();
     status.set_replica(replica);
@@ -199,7 +200,7 @@ struct Bench {
     for (const auto& [other, incarnation] : incarnations)
       if (other != replica) links.insert(incarnation);
     links.to(status.mutable_links());
-    send(replica, message);
+    send(node, message);
   }
   void reduced(std::uint32_t replica) { reduced(replica, replica); }
   void reduced(std::uint32_t replica, std::uint64_t node, std::uint64_t compute_us = 0) {

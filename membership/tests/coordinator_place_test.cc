@@ -196,8 +196,26 @@ TEST(Coordinator, WhoWaitsForItsAdmissionStaysRegisteredWhereItHasGoneToAnotherR
   bench.back(1, 11, 2);
   for (std::uint32_t rank : {0u, 1u}) bench.send(1, not_back(1, rank, 2));
   bench.link_all();
+  for (std::uint32_t rank : {0u, 1u}) bench.stand(1, rank, false, 11);
   for (auto replica : {0u, 2u}) bench.reduced(replica);
   EXPECT_EQ(bench.coordinator.members().size(), 3u);
+}
+
+// Found by the property of random faults: a relay that had not noticed spoke for it, and what its next one had said was
+// not said again.
+TEST(Coordinator, WhereARankStandsIsSaidByTheRelayThatItIsBehindNow) {
+  Bench bench;
+  for (std::uint32_t r : {0u, 1u, 2u}) bench.up(r);
+  bench.back(1, 11);
+  for (std::uint32_t r : {0u, 2u})
+    for (std::uint32_t rank : {0u, 1u}) bench.stand(r, rank, false);
+  bench.stand(1, 1, false, 11);
+  const auto all = bench.incarnations;
+  bench.incarnations.erase(2);
+  bench.stand(1, 1, false);  // as of before there was replica 2
+  bench.incarnations = all;
+  bench.stand(1, 0, false, 11);
+  EXPECT_EQ(bench.contributors(), 3u);
 }
 
 TEST(Coordinator, WhoAsksForAPlaceThroughAnotherRelayIsNotForgottenBecauseItDidNotComeBackToTheFirst) {
