@@ -18,12 +18,15 @@ inline Result<> add_to(const Fd& epoll, int fd) {
   return {};
 }
 
-// Ends a connection that the epoll watches, for both its sides. A child of fork() may have its descriptor, too: closed
-// only here, the connection would stay up, and the epoll would go on reporting it. In such a child, which is not
-// `owner`, it stays up.
+// Before a descriptor is closed that a child of fork() may have, too: the epoll would go on reporting it.
+inline void remove_from(const Fd& epoll, int fd) { (void)::epoll_ctl(epoll.get(), EPOLL_CTL_DEL, fd, nullptr); }
+
+// Ends a connection or a listener that the epoll watches, for both its sides. A child of fork() may have its
+// descriptor, too: closed only here, the connection would stay up, and the epoll would go on reporting it. In such a
+// child, which is not `owner`, it stays up.
 inline void hang_up(const Fd& epoll, Fd& socket, pid_t owner) {
   if (::getpid() == owner) {
-    (void)::epoll_ctl(epoll.get(), EPOLL_CTL_DEL, socket.get(), nullptr);
+    remove_from(epoll, socket.get());
     (void)::shutdown(socket.get(), SHUT_RDWR);
   }
   socket.reset();

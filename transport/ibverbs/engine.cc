@@ -85,6 +85,10 @@ Result<> IbverbsEngine::open_device() {
 // The endpoints have failed before; what is left is given up in the order of its making, backwards.
 void IbverbsEngine::lose_device() {
   known_to_.clear();
+  if (channel_) remove_from(epoll_, channel_->fd);
+  if (device_) remove_from(epoll_, device_->context()->async_fd);
+  if (manager_) remove_from(epoll_, manager_->fd());
+  if (removal_) remove_from(epoll_, removal_->fd());
   for (auto& [id, registered] : registered_) registered.region.reset();
   slots_.reset();
   receives_.reset();

@@ -1,6 +1,10 @@
 // What becomes of messages, receive buffers and numbers when queue pairs are rebuilt or destroyed, on devices made of
 // software.
 #include <gtest/gtest.h>
+#include <poll.h>
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <algorithm>
 
@@ -208,6 +212,25 @@ TEST_F(VerbsQueuePairs, AllThatAPeerSaidBeforeItWentIsHeardBeforeItsEnd) {
     return !b.closed.empty();
   }));
   EXPECT_EQ(b.messages.size(), 300u);
+}
+
+// A child has the descriptors of the device that was there when it was forked.
+TEST(ForkedChildOfVerbs, KeepsNoEngineAwakeForADeviceThatIsLost) {
+  spdlog::set_level(spdlog::level::off);
+  auto engine = *make_engine("ibverbs:fake0");
+  Fd bell;
+  for (auto* context : fake::contexts)
+    if (std::string_view(context->context.device->name) == "fake0") bell = Fd(::dup(context->pipe_write));
+  const pid_t child = ::fork();
+  while (child == 0) ::pause();
+  fake_verbs_plug("fake0", false);
+  ASSERT_TRUE(within(std::chrono::seconds(20), [&] { return engine->poll().empty() && fake::contexts.empty(); }));
+  ASSERT_EQ(::write(bell.get(), "", 1), 1);
+  pollfd waiting{engine->event_fd(), POLLIN, 0};
+  EXPECT_EQ(::poll(&waiting, 1, 10), 0) << "it is woken by what it has closed";
+  fake_verbs_plug("fake0", true);
+  ::kill(child, SIGKILL);
+  ::waitpid(child, nullptr, 0);
 }
 
 }  // namespace
