@@ -26,6 +26,10 @@ Result<HostPort> SocketAddress::split(const std::string& text) {
 }
 
 Result<SocketAddress> SocketAddress::resolve(const std::string& text) {
+  return resolve_all(text).map([](const auto& all) { return all.front(); });
+}
+
+Result<std::deque<SocketAddress>> SocketAddress::resolve_all(const std::string& text) {
   const auto parts = split(text);
   if (!parts) return tl::unexpected(parts.error());
   addrinfo hints{};
@@ -34,11 +38,14 @@ Result<SocketAddress> SocketAddress::resolve(const std::string& text) {
   addrinfo* found = nullptr;
   if (int error = ::getaddrinfo(parts->host.c_str(), std::to_string(parts->port).c_str(), &hints, &found); error != 0)
     return fail(ErrorCode::invalid_argument, "address '{}': {}", text, ::gai_strerror(error));
-  SocketAddress address;
-  std::memcpy(&address.storage_, found->ai_addr, found->ai_addrlen);
-  address.length_ = found->ai_addrlen;
+  std::deque<SocketAddress> all;
+  for (const addrinfo* each = found; each != nullptr; each = each->ai_next) {
+    SocketAddress& address = all.emplace_back();
+    std::memcpy(&address.storage_, each->ai_addr, each->ai_addrlen);
+    address.length_ = each->ai_addrlen;
+  }
   ::freeaddrinfo(found);
-  return address;
+  return all;
 }
 
 Result<> SocketAddress::check_own(const HostPort& parts) {

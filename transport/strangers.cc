@@ -8,7 +8,7 @@
 namespace rejoin::transport {
 
 void Strangers::refuse(EndpointId id, ErrorCode code, const std::string& from, const std::string& why) {
-  const bool crowd = since_.size() > kMost;
+  const bool crowd = greetings_.size() > kMost;
   remove(id);
   if (code == ErrorCode::unavailable) return;
   refusals::count(code == ErrorCode::refused   ? refusals::Why::key

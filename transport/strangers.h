@@ -2,13 +2,11 @@
 // here; what a stranger costs meanwhile is each backend's own. Time comes in as a parameter.
 #pragma once
 
-#include <algorithm>
-#include <deque>
 #include <optional>
 #include <string>
 
 #include "base/clock.h"
-#include "base/deadlines.h"
+#include "transport/greetings.h"
 #include "transport/transport.h"
 
 namespace rejoin::transport {
@@ -18,29 +16,22 @@ class Strangers {
   static constexpr std::size_t kMost = 256;  // at a time
   static constexpr const char* kTooLate = "it has not greeted in time, or too many do so at once";
 
-  void set_silence(Duration silence) { patience_ = deadlines::kDataProof.of(silence); }
-  void add(EndpointId id, TimePoint now) { since_.push_back({id, now}); }
-  void remove(EndpointId id) {
-    std::erase_if(since_, [&](const Since& each) { return each.id == id; });
-  }
-  bool empty() const { return since_.empty(); }
-  // Who has to go now, to be called until there is nobody: who has had its time, and the oldest where there are too
-  // many. An honest one needs two round trips, and only a flood that is faster than these displaces it; it comes again.
-  std::optional<EndpointId> to_go(TimePoint now) const {
-    if (since_.empty() || (since_.size() <= kMost && now - since_.front().at <= patience_)) return {};
-    return since_.front().id;
+  void set_silence(Duration silence) { greetings_.set_silence(silence); }
+  void add(EndpointId id, TimePoint now) { greetings_.add(id, now); }
+  void remove(EndpointId id) { greetings_.remove(id); }
+  bool empty() const { return greetings_.empty(); }
+  // Who has to go now, to be called once what has come of them was read, until there is nobody: who has had its time,
+  // and the oldest where there are too many. An honest one needs two round trips, and only a flood that is faster than
+  // these displaces it; it comes again.
+  std::optional<EndpointId> to_go(TimePoint now) {
+    return greetings_.size() > kMost ? greetings_.oldest() : greetings_.overdue(now);
   }
   // Removes one that does not come in. They may come for ever: 1, 2, 4, 8 … of them are logged. Who has gone by itself
   // (`unavailable`) was not refused. `from`: its address, where that is known.
   void refuse(EndpointId id, ErrorCode code, const std::string& from, const std::string& why);
 
  private:
-  struct Since {
-    EndpointId id;
-    TimePoint at;
-  };
-  Duration patience_ = deadlines::kDataProof.of(deadlines::kSilence);
-  std::deque<Since> since_;  // oldest first
+  Greetings greetings_;
   std::uint64_t refused_ = 0;
 };
 

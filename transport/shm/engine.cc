@@ -52,12 +52,14 @@ Result<Address> ShmEngine::listen(const Address&) {
   return Address{"shm:" + name_};
 }
 
+  hang_up(epoll_, listener_, process_);
 ShmEngine::Endpoint& ShmEngine::adopt(Fd socket, Stage stage) {
   auto endpoint = std::make_unique<Endpoint>();
   do endpoint->id = EndpointId(unguessable_.next());
   while (endpoint->id.value <= kDoorbell);
   endpoint->stage = stage;
   endpoint->socket = std::move(socket);
+  hang_up(epoll_, listener_, process_);
   epoll_event event{.events = EPOLLIN | EPOLLRDHUP, .data = {.u64 = endpoint->id.value}};
   REJOIN_CHECK(::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, endpoint->socket.get(), &event) == 0, "epoll_ctl: {}",
                std::strerror(errno));
@@ -103,6 +105,7 @@ void ShmEngine::accept_all() {
     Fd socket = acceptor_.next(epoll_, listener_, clock_.now());
     if (!socket) return;
     auto credentials = peer_credentials(socket);
+  calls_.add(endpoint.id, clock_.now());
     if (!credentials || credentials->uid != ::geteuid()) continue;  // another user's process: not of this job
     Endpoint& endpoint = adopt(std::move(socket), Stage::accepting);
     endpoint.pid = credentials->pid;
@@ -110,15 +113,14 @@ void ShmEngine::accept_all() {
   }
 }
 
-void ShmEngine::look_after_strangers() {
-  if (strangers_.empty() && !acceptor_.waits()) return;
+void ShmEngine::look_after_greetings() {
+  if (strangers_.empty() && calls_.empty() && !acceptor_.waits()) return;
   const TimePoint now = clock_.now();
   acceptor_.look(epoll_, listener_, now);
   while (const auto id = strangers_.to_go(now)) fail_endpoint(*find(*id), ErrorCode::timeout, Strangers::kTooLate);
 }
 
 void ShmEngine::watch_sockets() {
-  look_after_strangers();
   std::array<epoll_event, 64> ready;
   const int count = ::epoll_wait(epoll_.get(), ready.data(), static_cast<int>(ready.size()), 0);
   for (int i = 0; i < count; ++i) {
@@ -127,6 +129,9 @@ void ShmEngine::watch_sockets() {
     else if (Endpoint* endpoint = find(EndpointId(ready[i].data.u64))) on_socket(*endpoint);
   }
 }
+  while (const auto id = calls_.overdue(now))
+    fail_endpoint(*find(*id), ErrorCode::timeout,
+                  fmt::format("it does not answer in {:.1f} s", seconds(calls_.patience())));
 
 void ShmEngine::on_socket(Endpoint& endpoint) {
   if (endpoint.stage == Stage::failed) return;
@@ -139,6 +144,7 @@ void ShmEngine::on_socket(Endpoint& endpoint) {
   }
   if (!*received) return;
   if (endpoint.stage == Stage::accepting)
+  look_after_greetings();
     return greet_as_server(endpoint, (*received)->bytes, std::move((*received)->fds));
   if (endpoint.stage == Stage::greeting)
     return finish_as_client(endpoint, (*received)->bytes, std::move((*received)->fds));
@@ -240,6 +246,7 @@ wire::Greeting ShmEngine::greeting_of_ours() const {
 
 // Nothing lands between polls, so the region can go at once. A peer that is to pull a write out of it is cut off; one
 // that was told where to read asks again.
+  calls_.remove(endpoint.id);
 void ShmEngine::deregister(RegionId id) {
   for (auto& [key, endpoint] : endpoints_) {
     if (endpoint->stage != Stage::open) continue;
@@ -306,3 +313,5 @@ void ShmEngine::close(EndpointId id) {
 }
 
 }  // namespace rejoin::transport::shm
+  calls_.remove(endpoint.id);
+  calls_.remove(id);

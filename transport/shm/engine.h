@@ -38,7 +38,10 @@ class ShmEngine final : public Engine {
   ~ShmEngine() override;
 
   Result<Address> listen(const Address& where) override;
-  void set_silence(Duration silence) override { strangers_.set_silence(silence); }
+  void set_silence(Duration silence) override {
+    strangers_.set_silence(silence);
+    calls_.set_silence(silence);
+  }
   Result<EndpointId> connect(const Address& peer, BytesView hello) override;
   Result<RegionId> register_region(std::span<std::byte> memory, MemoryKind kind, Access access) override;
   void deregister(RegionId region) override;
@@ -99,7 +102,7 @@ class ShmEngine final : public Engine {
   Endpoint& adopt(Fd socket, Stage stage);
   void watch_sockets();
   void accept_all();
-  void look_after_strangers();
+  void look_after_greetings();
   void on_socket(Endpoint& endpoint);
   void greet_as_server(Endpoint& endpoint, BytesView bytes, std::vector<Fd> fds);
   void finish_as_client(Endpoint& endpoint, BytesView bytes, std::vector<Fd> fds);
@@ -142,6 +145,7 @@ class ShmEngine final : public Engine {
   Strangers strangers_;  // processes of this user that have not greeted
   std::string name_;
   std::uint64_t probe_ = wire::kMagic;  // peers read it to see whether they may read us
+  Greetings calls_;      // of ours, from connect() on
   Unguessable unguessable_;
   Regions regions_{unguessable_};
   std::unordered_map<std::uint64_t, SharedFile> files_;  // that regions lie in

@@ -23,7 +23,6 @@ constexpr std::uint64_t kTogether = 1 * MiB, kWorthWaiting = 64 * KiB;  // bytes
 std::span<const Event> TcpEngine::poll() {
   // Everything posted since the last poll() leaves in one system call an endpoint.
   flush_posted();
-  look_after_strangers();
   for (auto id : std::exchange(unread_, {})) {
     Endpoint* endpoint = find(id);
     if (endpoint == nullptr || endpoint->stage == Stage::failed) continue;
@@ -43,10 +42,11 @@ std::span<const Event> TcpEngine::poll() {
     if (endpoint->stage == Stage::connecting) finish_connecting(*endpoint);
     else if ((ready[i].events & EPOLLOUT) != 0) flush(*endpoint);
     // One that is unread has had its turn in this poll().
-    if ((endpoint = find(id)) != nullptr && endpoint->stage != Stage::failed && !endpoint->unread &&
-        (ready[i].events & (EPOLLIN | EPOLLRDHUP | EPOLLHUP | EPOLLERR)) != 0)
+    if ((endpoint = find(id)) != nullptr && endpoint->stage != Stage::connecting && endpoint->stage != Stage::failed &&
+        !endpoint->unread && (ready[i].events & (EPOLLIN | EPOLLRDHUP | EPOLLHUP | EPOLLERR)) != 0)
       receive(*endpoint);
   }
+  look_after_greetings();
   if (polled_on_ && !events_.empty()) return events_.take();  // what is left goes out in the next poll()
   flush_posted();
   return events_.take();

@@ -66,6 +66,7 @@ Result<> TcpEngine::start() {
 
 TcpEngine::~TcpEngine() {
   while (!endpoints_.empty()) close(EndpointId(endpoints_.begin()->first));
+  hang_up(epoll_, listener_, process_);  // who is still to be accepted, and whoever listens there next, finds it closed
 }
 
 Result<Address> TcpEngine::listen(const Address& where) {
@@ -83,35 +84,69 @@ Result<Address> TcpEngine::listen(const Address& where) {
   if (::getsockname(socket.get(), reinterpret_cast<sockaddr*>(&bound), &length) != 0) return fail_errno("getsockname");
   epoll_event event{.events = EPOLLIN, .data = {.u64 = kListener}};
   if (::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, socket.get(), &event) != 0) return fail_errno("epoll_ctl");
+  hang_up(epoll_, listener_, process_);
   listener_ = std::move(socket);
   return Address{SocketAddress::format(bound)};
 }
 
 TcpEngine::Endpoint& TcpEngine::adopt(Fd socket, Stage stage) {
-  set_option(socket, IPPROTO_TCP, TCP_NODELAY, 1);
-  set_option(socket, IPPROTO_TCP, TCP_USER_TIMEOUT,
-             static_cast<int>(milliseconds(deadlines::kUnacknowledged.of(silence_))));
   auto endpoint = std::make_unique<Endpoint>();
   do endpoint->id = EndpointId(unguessable_.next());
   while (endpoint->id.value == kListener);
-  endpoint->socket = std::move(socket);
   endpoint->stage = stage;
   endpoint->buffer.resize(stage == Stage::accepting ? kStrangersBuffer : kQuietBuffer);
-  endpoint->wants_write = stage == Stage::connecting;
-  epoll_event event{.events = EPOLLIN | EPOLLRDHUP | (endpoint->wants_write ? EPOLLOUT : 0u),
-                    .data = {.u64 = endpoint->id.value}};
-  REJOIN_CHECK(::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, endpoint->socket.get(), &event) == 0, "epoll_ctl: {}",
-               std::strerror(errno));
+  take_up(*endpoint, std::move(socket));
   Endpoint& adopted = *endpoint;
   endpoints_[adopted.id.value] = std::move(endpoint);
   return adopted;
 }
 
+void TcpEngine::take_up(Endpoint& endpoint, Fd socket) {
+  endpoint.socket = std::move(socket);
+  set_option(endpoint.socket, IPPROTO_TCP, TCP_NODELAY, 1);
+  limit_unacknowledged(endpoint);
+  endpoint.wants_write = endpoint.stage == Stage::connecting;
+  epoll_event event{.events = EPOLLIN | EPOLLRDHUP | (endpoint.wants_write ? EPOLLOUT : 0u),
+                    .data = {.u64 = endpoint.id.value}};
+  REJOIN_CHECK(::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, endpoint.socket.get(), &event) == 0, "epoll_ctl: {}",
+               std::strerror(errno));
+}
+
+// Addresses that have to be tried one after the other share the time that there is for all of them.
+void TcpEngine::limit_unacknowledged(const Endpoint& endpoint) const {
+  const auto parts = static_cast<std::int64_t>(1 + endpoint.further.size());
+  set_option(endpoint.socket, IPPROTO_TCP, TCP_USER_TIMEOUT,
+             static_cast<int>(milliseconds(deadlines::kUnacknowledged.of(silence_)) / parts));
+}
+
 Result<EndpointId> TcpEngine::connect(const Address& peer, BytesView hello) {
   if (auto checked = check_hello(hello); !checked) return tl::unexpected(checked.error());
-  auto address = SocketAddress::resolve(peer.text);
-  if (!address) return tl::unexpected(address.error());
-  Fd socket(::socket(address->get()->sa_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+  auto addresses = SocketAddress::resolve_all(peer.text);
+  if (!addresses) return tl::unexpected(addresses.error());
+  auto socket = begin_connection(*addresses);
+  if (!socket) return fail(socket.error().code, "connecting to {}: {}", peer.text, socket.error().message);
+  Endpoint& endpoint = adopt(std::move(*socket), Stage::connecting);
+  endpoint.further = std::move(*addresses);
+  limit_unacknowledged(endpoint);
+  endpoint.secret = peer.secret;
+  endpoint.hello.assign(hello.begin(), hello.end());
+  calls_.add(endpoint.id, clock_.now());
+  call(endpoint);
+  return endpoint.id;
+}
+
+// To the first of these that does not fail at once; it and those before it are taken out.
+Result<Fd> TcpEngine::begin_connection(std::deque<SocketAddress>& addresses) const {
+  Result<Fd> socket = fail(ErrorCode::unavailable, "no address is left");
+  while (!socket && !addresses.empty()) {
+    socket = begin_connection(addresses.front());
+    addresses.pop_front();
+  }
+  return socket;
+}
+
+Result<Fd> TcpEngine::begin_connection(const SocketAddress& address) const {
+  Fd socket(::socket(address.get()->sa_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
   if (!socket) return fail_errno("socket");
   if (!options_.local.empty()) {
     auto local = SocketAddress::resolve(options_.local + ":0");
@@ -119,20 +154,24 @@ Result<EndpointId> TcpEngine::connect(const Address& peer, BytesView hello) {
     if (::bind(socket.get(), local->get(), local->length()) != 0)
       return fail_errno(fmt::format("rail {}: can't connect from this address", options_.local));
   }
-  if (::connect(socket.get(), address->get(), address->length()) != 0 && errno != EINPROGRESS)
-    return fail_errno(fmt::format("connecting to {}", peer.text));
-  Endpoint& endpoint = adopt(std::move(socket), Stage::connecting);
-  endpoint.secret = peer.secret;
-  endpoint.hello.assign(hello.begin(), hello.end());
-  call(endpoint);
-  return endpoint.id;
+  if (::connect(socket.get(), address.get(), address.length()) != 0 && errno != EINPROGRESS)
+    return fail_errno("connect");
+  return socket;
 }
 
+// A name may have addresses at which nobody listens, as where its machine has IPv6 and the peer listens on IPv4 alone.
 void TcpEngine::finish_connecting(Endpoint& endpoint) {
   int error = 0;
   socklen_t length = sizeof error;
   ::getsockopt(endpoint.socket.get(), SOL_SOCKET, SO_ERROR, &error, &length);
-  if (error != 0) return fail_endpoint(endpoint, ErrorCode::unavailable, std::strerror(error));
+  if (error != 0) {
+    auto next = begin_connection(endpoint.further);
+    if (!next) return fail_endpoint(endpoint, ErrorCode::unavailable, std::strerror(error));
+    hang_up(epoll_, endpoint.socket, process_);
+    return take_up(endpoint, std::move(*next));
+  }
+  endpoint.further.clear();
+  limit_unacknowledged(endpoint);
   use_no_pacing_inside_a_machine(endpoint.socket);
   endpoint.stage = Stage::greeting;
   // Only of a connection that is there it can be known. So far there is nothing but the call to go out.
@@ -178,6 +217,7 @@ void TcpEngine::fail_endpoint(Endpoint& endpoint, ErrorCode code, std::string wh
   const bool unseen = endpoint.stage == Stage::accepting;
   endpoint.stage = Stage::failed;
   endpoint.failure = std::move(why);
+  calls_.remove(endpoint.id);
   if (unseen) refuse(endpoint, code);
   hang_up(epoll_, endpoint.socket, process_);  // the fence
   endpoint.out.clear();
@@ -209,6 +249,7 @@ void TcpEngine::close(EndpointId id) {
   // What was queued is handed to the kernel as far as it takes it now: a farewell just sent should arrive.
   if (endpoint->stage == Stage::open) flush(*endpoint);
   if (endpoint = find(id); endpoint == nullptr) return;
+  calls_.remove(id);
   hang_up(epoll_, endpoint->socket, process_);
   fail_operations(*endpoint, {ErrorCode::cancelled, "the endpoint was closed"});
   endpoints_.erase(id.value);

@@ -19,6 +19,7 @@
 #include "transport/event_queue.h"
 #include "transport/handshake.h"
 #include "transport/regions.h"
+#include "transport/socket_address.h"
 #include "transport/strangers.h"
 #include "transport/tcp/factory.h"
 #include "transport/tcp/records.h"
@@ -51,6 +52,7 @@ class TcpEngine final : public Engine {
   void set_polled_on() override { polled_on_ = true; }
   void set_silence(Duration silence) override {
     silence_ = silence;
+    calls_.set_silence(silence);
     strangers_.set_silence(silence);
   }
   Result<EndpointId> connect(const Address& peer, BytesView hello) override;
@@ -115,8 +117,9 @@ class TcpEngine final : public Engine {
     std::size_t begin = 0, end = 0;
 
     // Until it is open.
-    Secret secret;  // the caller's, or the one that the caller has named
-    Bytes hello;    // the caller's
+    std::deque<SocketAddress> further;  // of the peer's name, for when this one can't be reached
+    Secret secret;                      // the caller's, or the one that the caller has named
+    Bytes hello;                        // the caller's
     Nonce ours{}, theirs{};
     bool challenged = false;  // the listener has proven itself
     std::unique_ptr<KeyExchange> exchange;
@@ -138,6 +141,10 @@ class TcpEngine final : public Engine {
   Endpoint* find(EndpointId id) { return find_endpoint(endpoints_, id); }
   Result<Endpoint*> open_endpoint(EndpointId id) { return find_open_endpoint(endpoints_, id); }
   Endpoint& adopt(Fd socket, Stage stage);
+  void take_up(Endpoint& endpoint, Fd socket);
+  void limit_unacknowledged(const Endpoint& endpoint) const;
+  Result<Fd> begin_connection(std::deque<SocketAddress>& addresses) const;
+  Result<Fd> begin_connection(const SocketAddress& address) const;
   void finish_connecting(Endpoint& endpoint);
   void watch(Endpoint& endpoint, bool wants_write);
   void fail_endpoint(Endpoint& endpoint, ErrorCode code, std::string why);
@@ -146,7 +153,7 @@ class TcpEngine final : public Engine {
 
   // greeting.cc
   void accept_all();
-  void look_after_strangers();
+  void look_after_greetings();
   void refuse(const Endpoint& stranger, ErrorCode code);
   bool greets(const Endpoint& endpoint) const;
   void call(Endpoint& endpoint);
@@ -188,6 +195,7 @@ class TcpEngine final : public Engine {
   Duration silence_ = deadlines::kSilence;
   Acceptor acceptor_{kListener};
   Strangers strangers_;
+  Greetings calls_;                           // of ours, from connect() on
   Seldom damaged_{std::chrono::seconds(10)};  // a line in the log
   Unguessable unguessable_;
   Regions regions_{unguessable_};

@@ -21,11 +21,14 @@ void TcpEngine::accept_all() {
   }
 }
 
-void TcpEngine::look_after_strangers() {
-  if (strangers_.empty() && !acceptor_.waits()) return;
+void TcpEngine::look_after_greetings() {
+  if (strangers_.empty() && calls_.empty() && !acceptor_.waits()) return;
   const TimePoint now = clock_.now();
   acceptor_.look(epoll_, listener_, now);
   while (const auto id = strangers_.to_go(now)) fail_endpoint(*find(*id), ErrorCode::timeout, Strangers::kTooLate);
+  while (const auto id = calls_.overdue(now))
+    fail_endpoint(*find(*id), ErrorCode::timeout,
+                  fmt::format("it does not answer in {:.1f} s", seconds(calls_.patience())));
 }
 
 void TcpEngine::refuse(const Endpoint& stranger, ErrorCode code) {
@@ -140,6 +143,7 @@ bool TcpEngine::begin_records(Endpoint& endpoint, kernel_tls::Direction directio
 bool TcpEngine::open(Endpoint& endpoint) {
   if (endpoint.records && !begin_records(endpoint, kernel_tls::Direction::out)) return false;
   endpoint.stage = Stage::open;
+  calls_.remove(endpoint.id);
   endpoint.buffer.resize(kQuietBuffer);
   return true;
 }

@@ -187,6 +187,25 @@ TEST(ForkedChild, KeepsNoClosedConnectionUpAndNoEngineAwake) {
   }
 }
 
+TEST(ForkedChild, KeepsNoListenerUp) {
+  for (const std::string transports : {"shm", "tcp"}) {
+    SCOPED_TRACE(transports);
+    auto a = make_engine(transports).value(), b = make_engine(transports).value();
+    const Address address = b->listen({"127.0.0.1:0"}).value();
+    const Writer child{::fork()};
+    while (child.pid == 0) ::pause();
+    b = make_engine(transports).value();
+    std::optional<Error> end;
+    if (auto called = a->connect(address, {}); !called) end = called.error();
+    EXPECT_TRUE(within(std::chrono::seconds(5), [&] {
+      for (const auto& event : a->poll())
+        if (event.kind == EventKind::closed) end = event.error;
+      return end.has_value();
+    })) << "who calls it is not refused";
+    EXPECT_TRUE(b->listen(address)) << "its port is still taken";
+  }
+}
+
 TEST(ForkedChild, ThatCleansUpEndsNoConnectionOfItsParents) {
   auto a = make_engine("tcp").value(), b = make_engine("tcp").value();
   const EndpointId there = a->connect(b->listen({"127.0.0.1:0"}).value(), {}).value();

@@ -199,6 +199,21 @@ TEST(ShmEngine, AStoppedListenerHoldsUpNobodyWhoCallsAgainAndAgain) {
   EXPECT_THAT(refused->message, testing::HasSubstr("too many wait there"));
 }
 
+TEST(ShmEngine, AListenerThatDoesNotAnswerIsGivenUp) {
+  const Fd silent = listen_unix(fmt::format("@rejoin-silent-{}", ::getpid())).value();
+  auto caller = make_engine().value();
+  caller->set_silence(std::chrono::milliseconds(20));
+  (void)caller->connect({fmt::format("shm:@rejoin-silent-{}", ::getpid())}, {}).value();
+  std::optional<Error> end;
+  EXPECT_TRUE(within(std::chrono::seconds(5), [&] {
+    for (const auto& event : caller->poll())
+      if (event.kind == EventKind::closed) end = event.error;
+    return end.has_value();
+  }));
+  ASSERT_TRUE(end);
+  EXPECT_EQ(end->code, ErrorCode::timeout);
+}
+
 // Processes of this user that greet nobody: few at a time, and not for long; who greets comes in.
 TEST(StrangersOfShm, HaveTheirTimeAndNoMoreAndKeepNobodyOut) {
   auto listener = make_engine().value(), caller = make_engine().value();

@@ -7,6 +7,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <netinet/in.h>
+#include <poll.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
 
@@ -120,8 +121,17 @@ TEST(Strangers, AreAsManyAsTheBoundAndHaveFiveSilencesAndTheOldestGo) {
   strangers.refuse(EndpointId(1), ErrorCode::timeout, "", Strangers::kTooLate);
   EXPECT_FALSE(strangers.to_go(now));
   const TimePoint third = TimePoint{} + milliseconds(3);
-  EXPECT_FALSE(strangers.to_go(third + milliseconds(500)));
+  while (now < third + milliseconds(500)) EXPECT_FALSE(strangers.to_go(now += milliseconds(1)));
   EXPECT_EQ(strangers.to_go(third + milliseconds(501)), EndpointId(3));
+}
+
+TEST(Strangers, AreNotLateForATimeInWhichNobodyLookedAtThem) {
+  Strangers strangers;
+  strangers.set_silence(milliseconds(100));
+  TimePoint now = SteadyClock().now();
+  strangers.add(EndpointId(1), now);
+  for (int looks = 0; looks < 5; ++looks) EXPECT_FALSE(strangers.to_go(now += std::chrono::hours(1)));
+  EXPECT_EQ(strangers.to_go(now += std::chrono::hours(1)), EndpointId(1)) << "but they don't stay for ever";
 }
 
 TEST(StrangersOfTcp, WhoHasTheSecretComesInWithItsHello) {
@@ -280,6 +290,26 @@ TEST(StrangersOfTcp, WhoSaysNothingHasItsTimeAndNoMore) {
   slow.send(one);
   EXPECT_TRUE(is_refused(listener, silent));
   EXPECT_TRUE(is_refused(listener, slow));
+}
+
+// The proof lies in the socket: it came while the listener's process did something else.
+TEST(StrangersOfTcp, WhoHasAnsweredIsHeardBeforeItIsJudgedBadly) {
+  constexpr auto kSilence = milliseconds(20);
+  Listener listener(kSilence);
+  auto client = make_engine({}).value();
+  const auto endpoint = client->connect({listener.address.text, kKey}, as_bytes("hello")).value();
+  const auto sleeps = [&](Engine& engine) {
+    pollfd waiting{engine.event_fd(), POLLIN, 0};
+    return engine.poll().empty() && engine.arm() && ::poll(&waiting, 1, 1) == 0;
+  };
+  for (int turn = 0; turn < 2; ++turn) {  // the call, then its answer
+    ASSERT_TRUE(within(std::chrono::seconds(20), [&] { return sleeps(*client); }));
+    if (turn == 0) ASSERT_TRUE(within(std::chrono::seconds(20), [&] { return sleeps(*listener.engine); }));
+  }
+  const TimePoint late = SteadyClock().now() + 2 * deadlines::kDataProof.of(kSilence);
+  ASSERT_TRUE(within(std::chrono::seconds(20), [&] { return SteadyClock().now() > late; }));
+  EXPECT_TRUE(within(std::chrono::seconds(5), [&] { return listener.poll(); }));
+  client->close(endpoint);
 }
 
 // It has the secret; each of its writes is refused, and it hears none of that.

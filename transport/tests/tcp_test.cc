@@ -1,7 +1,9 @@
 // The TCP backend over a wire that flips bits.
 #include <arpa/inet.h>
+#include <dlfcn.h>
 #include <fmt/format.h>
 #include <gtest/gtest.h>
+#include <netdb.h>
 #include <netinet/in.h>
 #include <poll.h>
 #include <sys/socket.h>
@@ -186,6 +188,40 @@ TEST_P(TcpEngine, AnswersWaitForTheNextPollOnlyWhereOneIsSureToCome) {
   }
 }
 
+// Its kernel takes the call; its process never says anything.
+TEST(TcpEngines, AListenerThatDoesNotAnswerIsGivenUp) {
+  const Wire silent(0, 0);
+  auto client = make_engine({}).value();
+  client->set_silence(std::chrono::milliseconds(20));
+  (void)client->connect({fmt::format("127.0.0.1:{}", silent.port())}, {}).value();
+  std::optional<Error> end;
+  EXPECT_TRUE(within(std::chrono::seconds(5), [&] {
+    for (const auto& event : client->poll())
+      if (event.kind == EventKind::closed) end = event.error;
+    return end.has_value();
+  }));
+  ASSERT_TRUE(end);
+  EXPECT_EQ(end->code, ErrorCode::timeout);
+}
+
+// This program's getaddrinfo() knows it: nobody listens at the first of its addresses.
+TEST(TcpEngines, APeerIsReachedByAnyAddressThatItsNameHas) {
+  auto server = make_engine({}).value(), client = make_engine({}).value();
+  const std::string address = server->listen({"127.0.0.1:0"})->text;
+  const auto port = address.substr(address.rfind(':'));
+  const auto endpoint = client->connect({"two.addresses.test" + port}, as_bytes("hello")).value();
+  bool connected = false, accepted = false;
+  EXPECT_TRUE(within(std::chrono::seconds(20), [&] {
+    for (const auto& event : client->poll()) {
+      connected |= event.kind == EventKind::connected;
+      if (event.kind == EventKind::closed) ADD_FAILURE() << event.error->message;
+    }
+    for (const auto& event : server->poll()) accepted |= event.kind == EventKind::accepted;
+    return (connected && accepted) || testing::Test::HasFailure();
+  }));
+  client->close(endpoint);
+}
+
 TEST(TcpEngines, OneThatWantsTheKernelToEncryptAndOneThatDoesNotUnderstandEachOther) {
   for (const bool calls : {false, true}) {
     auto server = *make_engine({.local = "", .encrypt = true, .kernel = !calls}),
@@ -211,3 +247,12 @@ TEST(TcpEngines, OneThatWantsTheKernelToEncryptAndOneThatDoesNotUnderstandEachOt
 
 }  // namespace
 }  // namespace rejoin::transport::tcp
+
+// Takes the place of the C library's: two.addresses.test has two addresses.
+extern "C" int getaddrinfo(const char* name, const char* service, const addrinfo* hints, addrinfo** found) {
+  using Own = int(const char*, const char*, const addrinfo*, addrinfo**);
+  static auto* own = reinterpret_cast<Own*>(::dlsym(RTLD_NEXT, "getaddrinfo"));
+  if (name == nullptr || std::string_view(name) != "two.addresses.test") return own(name, service, hints, found);
+  if (const int error = own("127.0.0.9", service, hints, found); error != 0) return error;
+  return own("127.0.0.1", service, hints, &(*found)->ai_next);
+}
