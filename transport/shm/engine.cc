@@ -1,9 +1,11 @@
 #include "transport/shm/engine.h"
 
+#include <fcntl.h>
 #include <sys/epoll.h>
 #include <sys/prctl.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
+#include <sys/timerfd.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
@@ -19,6 +21,12 @@
 
 namespace rejoin::transport::shm {
 
+namespace {
+
+constexpr std::chrono::nanoseconds kLookForRoom = std::chrono::milliseconds(1);
+
+}  // namespace
+
 Result<std::unique_ptr<Engine>> make_engine() { return ShmEngine::make(); }
 
 Result<std::unique_ptr<Engine>> ShmEngine::make() {
@@ -33,33 +41,37 @@ Result<> ShmEngine::start() {
   auto doorbell = make_eventfd();
   if (!doorbell) return tl::unexpected(doorbell.error());
   doorbell_ = std::move(*doorbell);
-  epoll_event event{.events = EPOLLIN, .data = {.u64 = kDoorbell}};
-  if (::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, doorbell_.get(), &event) != 0) return fail_errno("epoll_ctl");
+  room_ = Fd(::timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK));
+  if (!room_) return fail_errno("timerfd_create");
+  for (const auto& [tag, fd] : {std::pair(kDoorbell, &doorbell_), std::pair(kRoom, &room_)}) {
+    epoll_event event{.events = EPOLLIN, .data = {.u64 = tag}};
+    if (::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd->get(), &event) != 0) return fail_errno("epoll_ctl");
+  }
   return {};
 }
 
 ShmEngine::~ShmEngine() {
   while (!endpoints_.empty()) close(EndpointId(endpoints_.begin()->first));
+  hang_up(epoll_, listener_, process_);
 }
 
 Result<Address> ShmEngine::listen(const Address&) {
   name_ = fmt::format("@rejoin-{:016x}{:016x}", unguessable_.next(), unguessable_.next());
   auto socket = listen_unix(name_);
   if (!socket) return tl::unexpected(socket.error());
+  hang_up(epoll_, listener_, process_);
   listener_ = std::move(*socket);
   epoll_event event{.events = EPOLLIN, .data = {.u64 = kListener}};
   if (::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, listener_.get(), &event) != 0) return fail_errno("epoll_ctl");
   return Address{"shm:" + name_};
 }
 
-  hang_up(epoll_, listener_, process_);
 ShmEngine::Endpoint& ShmEngine::adopt(Fd socket, Stage stage) {
   auto endpoint = std::make_unique<Endpoint>();
   do endpoint->id = EndpointId(unguessable_.next());
-  while (endpoint->id.value <= kDoorbell);
+  while (endpoint->id.value <= kRoom);
   endpoint->stage = stage;
   endpoint->socket = std::move(socket);
-  hang_up(epoll_, listener_, process_);
   epoll_event event{.events = EPOLLIN | EPOLLRDHUP, .data = {.u64 = endpoint->id.value}};
   REJOIN_CHECK(::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, endpoint->socket.get(), &event) == 0, "epoll_ctl: {}",
                std::strerror(errno));
@@ -93,6 +105,7 @@ Result<EndpointId> ShmEngine::connect(const Address& peer, BytesView hello) {
   if (auto sent = send_with_fds(*socket, bytes, {memory->get(), doorbell_.get()}); !sent)
     return tl::unexpected(sent.error());
   Endpoint& endpoint = adopt(std::move(*socket), Stage::greeting);
+  calls_.add(endpoint.id, clock_.now());
   endpoint.pid = credentials->pid;
   endpoint.channel = std::move(*channel);
   endpoint.out = RingWriter(&rings->to_server);
@@ -105,7 +118,6 @@ void ShmEngine::accept_all() {
     Fd socket = acceptor_.next(epoll_, listener_, clock_.now());
     if (!socket) return;
     auto credentials = peer_credentials(socket);
-  calls_.add(endpoint.id, clock_.now());
     if (!credentials || credentials->uid != ::geteuid()) continue;  // another user's process: not of this job
     Endpoint& endpoint = adopt(std::move(socket), Stage::accepting);
     endpoint.pid = credentials->pid;
@@ -118,6 +130,9 @@ void ShmEngine::look_after_greetings() {
   const TimePoint now = clock_.now();
   acceptor_.look(epoll_, listener_, now);
   while (const auto id = strangers_.to_go(now)) fail_endpoint(*find(*id), ErrorCode::timeout, Strangers::kTooLate);
+  while (const auto id = calls_.overdue(now))
+    fail_endpoint(*find(*id), ErrorCode::timeout,
+                  fmt::format("it does not answer in {:.1f} s", seconds(calls_.patience())));
 }
 
 void ShmEngine::watch_sockets() {
@@ -126,12 +141,11 @@ void ShmEngine::watch_sockets() {
   for (int i = 0; i < count; ++i) {
     if (ready[i].data.u64 == kListener) accept_all();
     else if (ready[i].data.u64 == kDoorbell) drain_eventfd(doorbell_);
+    else if (ready[i].data.u64 == kRoom) drain_eventfd(room_);  // a timer is read as an eventfd is
     else if (Endpoint* endpoint = find(EndpointId(ready[i].data.u64))) on_socket(*endpoint);
   }
+  look_after_greetings();
 }
-  while (const auto id = calls_.overdue(now))
-    fail_endpoint(*find(*id), ErrorCode::timeout,
-                  fmt::format("it does not answer in {:.1f} s", seconds(calls_.patience())));
 
 void ShmEngine::on_socket(Endpoint& endpoint) {
   if (endpoint.stage == Stage::failed) return;
@@ -144,7 +158,6 @@ void ShmEngine::on_socket(Endpoint& endpoint) {
   }
   if (!*received) return;
   if (endpoint.stage == Stage::accepting)
-  look_after_greetings();
     return greet_as_server(endpoint, (*received)->bytes, std::move((*received)->fds));
   if (endpoint.stage == Stage::greeting)
     return finish_as_client(endpoint, (*received)->bytes, std::move((*received)->fds));
@@ -197,7 +210,8 @@ void ShmEngine::greet_as_server(Endpoint& endpoint, BytesView bytes, std::vector
   auto* rings = reinterpret_cast<Channel*>(endpoint.channel.data());
   endpoint.out = RingWriter(&rings->to_client);
   endpoint.in = RingReader(&rings->to_server);
-  endpoint.doorbell = std::move(fds[1]);
+  if (auto set = set_doorbell(endpoint, std::move(fds[1])); !set)
+    return fail_endpoint(endpoint, set.error().code, set.error().message);
   const wire::Greeting answer = greeting_of_ours();
   if (auto sent = send_with_fds(endpoint.socket, bytes_of(answer), {doorbell_.get()}); !sent)
     return fail_endpoint(endpoint, sent.error().code, sent.error().message);
@@ -211,13 +225,28 @@ void ShmEngine::finish_as_client(Endpoint& endpoint, BytesView bytes, std::vecto
     return fail_endpoint(endpoint, ErrorCode::corrupt, "it is not a Rejoin engine of this version");
   if (auto probed = probe(endpoint, greeting); !probed)
     return fail_endpoint(endpoint, probed.error().code, probed.error().message);
-  endpoint.doorbell = std::move(fds[0]);
+  if (auto set = set_doorbell(endpoint, std::move(fds[0])); !set)
+    return fail_endpoint(endpoint, set.error().code, set.error().message);
   open(endpoint);
   events_.emit({.kind = EventKind::connected, .endpoint = endpoint.id});
 }
 
+// It is the peer's: nobody waits for it, and to write into anything but an eventfd could end this process.
+Result<> ShmEngine::set_doorbell(Endpoint& endpoint, Fd doorbell) const {
+  std::array<char, 64> what{};
+  const auto link = fmt::format("/proc/self/fd/{}", doorbell.get());
+  if (::readlink(link.c_str(), what.data(), what.size() - 1) < 0) return fail_errno(link);
+  if (std::string_view(what.data()) != "anon_inode:[eventfd]")
+    return fail(ErrorCode::corrupt, "what it offers as a doorbell is '{}'", what.data());
+  const int flags = ::fcntl(doorbell.get(), F_GETFL);
+  if (flags < 0 || ::fcntl(doorbell.get(), F_SETFL, flags | O_NONBLOCK) != 0) return fail_errno("its doorbell");
+  endpoint.doorbell = std::move(doorbell);
+  return {};
+}
+
 void ShmEngine::open(Endpoint& endpoint) {
   strangers_.remove(endpoint.id);
+  calls_.remove(endpoint.id);
   endpoint.stage = Stage::open;
   open_.push_back(&endpoint);
 }
@@ -246,7 +275,6 @@ wire::Greeting ShmEngine::greeting_of_ours() const {
 
 // Nothing lands between polls, so the region can go at once. A peer that is to pull a write out of it is cut off; one
 // that was told where to read asks again.
-  calls_.remove(endpoint.id);
 void ShmEngine::deregister(RegionId id) {
   for (auto& [key, endpoint] : endpoints_) {
     if (endpoint->stage != Stage::open) continue;
@@ -271,8 +299,12 @@ bool ShmEngine::arm() {
   if (!events_.empty()) return false;
   slept_ = true;
   for (auto* endpoint : open_) endpoint->in.announce_sleep(true);
-  return std::all_of(open_.begin(), open_.end(),
-                     [](Endpoint* endpoint) { return endpoint->in.empty() && endpoint->pending.empty(); });
+  // Nobody rings when a ring has room again: a reader that stands still may not have any for a long time.
+  if (std::any_of(open_.begin(), open_.end(), [](const Endpoint* endpoint) { return !endpoint->pending.empty(); })) {
+    const itimerspec soon{.it_interval = {}, .it_value = {.tv_sec = 0, .tv_nsec = kLookForRoom.count()}};
+    REJOIN_CHECK(::timerfd_settime(room_.get(), 0, &soon, nullptr) == 0, "timerfd: {}", std::strerror(errno));
+  }
+  return std::all_of(open_.begin(), open_.end(), [](const Endpoint* endpoint) { return endpoint->in.empty(); });
 }
 
 void ShmEngine::fail_operations(Endpoint& endpoint, const Error& error) {
@@ -285,6 +317,7 @@ void ShmEngine::fail_endpoint(Endpoint& endpoint, ErrorCode code, std::string wh
   if (endpoint.stage == Stage::failed) return;
   const bool unseen = endpoint.stage == Stage::accepting;
   std::erase(open_, &endpoint);
+  calls_.remove(endpoint.id);
   endpoint.stage = Stage::failed;
   endpoint.failure = std::move(why);
   endpoint.out.recall_all();
@@ -306,6 +339,7 @@ void ShmEngine::close(EndpointId id) {
   if (endpoint == nullptr) return;
   std::erase(open_, endpoint);
   strangers_.remove(id);
+  calls_.remove(id);
   endpoint->out.recall_all();                   // what the peer still pulls out of our memory does not count
   hang_up(epoll_, endpoint->socket, process_);  // the peer sees it; nothing of its is pulled any more
   fail_operations(*endpoint, {ErrorCode::cancelled, "the endpoint was closed"});
@@ -313,5 +347,3 @@ void ShmEngine::close(EndpointId id) {
 }
 
 }  // namespace rejoin::transport::shm
-  calls_.remove(endpoint.id);
-  calls_.remove(id);

@@ -28,7 +28,7 @@
 
 namespace rejoin::transport::shm {
 
-constexpr std::uint64_t kListener = 0, kDoorbell = 1;  // epoll tags; endpoint ids are neither
+constexpr std::uint64_t kListener = 0, kDoorbell = 1, kRoom = 2;  // epoll tags; endpoint ids are larger
 
 tl::unexpected<Error> unreadable(pid_t process);  // its memory, as errno says
 
@@ -110,6 +110,7 @@ class ShmEngine final : public Engine {
   wire::Greeting greeting_of_ours() const;
   Result<> probe(const Endpoint& endpoint, const wire::Greeting& greeting) const;
   Result<> check_readable() const;
+  Result<> set_doorbell(Endpoint& endpoint, Fd doorbell) const;
   void open(Endpoint& endpoint);
   void fail_endpoint(Endpoint& endpoint, ErrorCode code, std::string why);
   void fail_operations(Endpoint& endpoint, const Error& error);
@@ -139,13 +140,14 @@ class ShmEngine final : public Engine {
   BytesView peer_file(Endpoint& endpoint, const RemoteAddress& remote);
 
   Fd epoll_, listener_, doorbell_;
+  Fd room_;  // a timer: when to look again whether there is room for what is pending
   const SteadyClock clock_{};
   const pid_t process_ = ::getpid();
   Acceptor acceptor_{kListener};
   Strangers strangers_;  // processes of this user that have not greeted
+  Greetings calls_;      // of ours, from connect() on
   std::string name_;
   std::uint64_t probe_ = wire::kMagic;  // peers read it to see whether they may read us
-  Greetings calls_;      // of ours, from connect() on
   Unguessable unguessable_;
   Regions regions_{unguessable_};
   std::unordered_map<std::uint64_t, SharedFile> files_;  // that regions lie in

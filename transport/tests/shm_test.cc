@@ -1,9 +1,11 @@
 // Shared memory where process_vm_readv is forbidden, as container runtimes do.
+#include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <linux/audit.h>
 #include <linux/filter.h>
 #include <linux/seccomp.h>
+#include <poll.h>
 #include <sys/prctl.h>
 #include <sys/resource.h>
 #include <sys/select.h>
@@ -23,6 +25,8 @@
 #include "base/fd.h"
 #include "base/unix_socket.h"
 #include "transport/shm/factory.h"
+#include "transport/shm/ring.h"
+#include "transport/shm/wire.h"
 #include "transport/strangers.h"
 #include "transport/tests/any_access.h"
 #include "transport/tests/within.h"
@@ -212,6 +216,64 @@ TEST(ShmEngine, AListenerThatDoesNotAnswerIsGivenUp) {
   }));
   ASSERT_TRUE(end);
   EXPECT_EQ(end->code, ErrorCode::timeout);
+}
+
+// Nobody tells when there is room again, so it looks; but not all the time.
+TEST(ShmEngine, WhoWaitsForRoomSleepsMeanwhile) {
+  auto sender = make_engine().value(), stopped = make_engine().value();
+  const auto endpoint = sender->connect(stopped->listen({}).value(), {}).value();
+  bool connected = false;
+  ASSERT_TRUE(within(std::chrono::seconds(20), [&] {
+    (void)stopped->poll();
+    for (const auto& event : sender->poll()) connected |= event.kind == EventKind::connected;
+    return connected;
+  }));
+  for (int i = 0; i < 20; ++i) ASSERT_TRUE(sender->send(endpoint, Bytes(60 * KiB)));
+  int sleeps = 0, looks = 0;
+  EXPECT_TRUE(within(std::chrono::seconds(20), [&] {
+    ++looks;
+    if (!sender->poll().empty() || !sender->arm()) return false;
+    pollfd waiting{sender->event_fd(), POLLIN, 0};
+    EXPECT_EQ(::poll(&waiting, 1, 10'000), 1) << "it would not see that there is room";
+    return ++sleeps == 20;
+  }));
+  EXPECT_LT(looks, 40);
+  int heard = 0;
+  EXPECT_TRUE(within(std::chrono::seconds(20), [&] {
+    (void)sender->poll();
+    for (const auto& event : stopped->poll()) heard += event.kind == EventKind::message;
+    return heard == 20;
+  }));
+}
+
+// It has the memory of the channel, and its bell is a pipe that nobody reads any more.
+TEST(ShmEngine, APeerWhoseDoorbellIsNoneLosesItsConnectionAlone) {
+  const std::string name = fmt::format("@rejoin-bell-{}", ::getpid());
+  const Fd listener = listen_unix(name).value();
+  auto caller = make_engine().value();
+  const auto endpoint = caller->connect({"shm:" + name}, {}).value();
+  const Fd peer(::accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC));
+  const auto call = receive_with_fds(peer, sizeof(wire::Greeting)).value().value();
+  auto channel = Mapping::of(call.fds.at(0), sizeof(Channel)).value();
+  auto& rings = *reinterpret_cast<Channel*>(channel.data());
+  RingReader(&rings.to_server).announce_sleep(true);
+  int ends[2];
+  ASSERT_EQ(::pipe2(ends, O_CLOEXEC), 0);
+  const Fd bell(ends[1]);
+  ::close(ends[0]);
+  const std::uint64_t word = wire::kMagic;
+  const wire::Greeting answer{.probe_address = reinterpret_cast<std::uintptr_t>(&word)};
+  ASSERT_TRUE(send_with_fds(peer, bytes_of(answer), {bell.get()}));
+  std::optional<Error> end;
+  EXPECT_TRUE(within(std::chrono::seconds(20), [&] {
+    for (const auto& event : caller->poll()) {
+      if (event.kind == EventKind::connected) (void)caller->send(endpoint, as_bytes("ring"));
+      if (event.kind == EventKind::closed) end = event.error;
+    }
+    return end.has_value();
+  }));
+  ASSERT_TRUE(end);
+  EXPECT_EQ(end->code, ErrorCode::corrupt);
 }
 
 // Processes of this user that greet nobody: few at a time, and not for long; who greets comes in.
