@@ -14,6 +14,10 @@ using transport::EventKind;
 
 namespace {
 
+constexpr int kTries = 5;                                    // of a connection
+constexpr auto kFirstPause = std::chrono::milliseconds(50);  // between two of them; doubles
+constexpr auto kForgotten = std::chrono::minutes(2);         // NCCL calls all the time while it wants a connection
+
 std::array<std::uint64_t, 2> fresh_id() {
   static transport::Unguessable unguessable;
   static std::mutex mutex;
@@ -23,8 +27,9 @@ std::array<std::uint64_t, 2> fresh_id() {
 
 }  // namespace
 
-Result<std::shared_ptr<Device>> Device::make(std::unique_ptr<transport::Engine> engine, const std::string& address) {
-  std::shared_ptr<Device> device(new Device());
+Result<std::shared_ptr<Device>> Device::make(std::unique_ptr<transport::Engine> engine, const std::string& address,
+                                             const Clock& clock) {
+  std::shared_ptr<Device> device(new Device(clock));
   device->engine_ = std::move(engine);
   auto where = device->engine_->listen({address + ":0"});
   if (!where) return tl::unexpected(where.error());
@@ -55,6 +60,7 @@ Device::~Device() {
 
 Result<std::unique_ptr<Listener>> Device::listen(Handle& handle) {
   std::scoped_lock lock(mutex_);
+  give_up_forgotten();
   auto listener = std::make_unique<Listener>();
   listener->device = shared_from_this();
   listener->id = fresh_id();
@@ -63,6 +69,47 @@ Result<std::unique_ptr<Listener>> Device::listen(Handle& handle) {
   std::memcpy(handle.address, text.c_str(), text.size() + 1);
   listeners_[listener->id] = listener.get();
   return listener;
+}
+
+// NCCL has no call that ends a connect under way: a communicator that is aborted meanwhile just does not call again.
+// Each holds on to its device until it has its connection or is forgotten.
+void Device::give_up_forgotten() {
+  for (auto it = connecting_.begin(); it != connecting_.end();) {
+    const auto next = std::next(it);
+    if (clock_.now() - it->second->asked > kForgotten) {
+      end_try(*it->second);
+      connecting_.erase(it);
+    }
+    it = next;
+  }
+}
+
+// What this handle's connection has come to; made where it is new or was forgotten.
+Result<Device::Connecting*> Device::find_connecting(Handle& handle) {
+  const auto found = connecting_.find(handle.connecting);
+  if (found != connecting_.end()) return found->second.get();
+  if (handle.magic != kMagic || ::memchr(handle.address, 0, sizeof handle.address) == nullptr ||
+      (handle.address[0] != '=' && handle.address[0] != '@'))
+    return fail(ErrorCode::mismatch, "the peer's handle is not of this plugin's version; both must load the same");
+  auto begun = std::make_unique<Connecting>();
+  begun->connection = std::make_unique<Connection>();
+  begun->connection->device = shared_from_this();
+  begun->connection->sends = true;
+  begun->connection->requests.resize(kSends);
+  handle.connecting = fresh_id()[0];  // another device has no such one
+  return (connecting_[handle.connecting] = std::move(begun)).get();
+}
+
+Result<> Device::begin_try(Connecting& connecting, const Handle& handle) {
+  connecting.try_at = TimePoint::max();
+  const std::string address = handle.address + 1;
+  if (handle.address[0] == '=') return begin_connection(connecting, handle, address);
+  if (auto opened = open_control(); !opened) return opened;
+  auto control = control_->connect({address}, {});
+  if (!control) return tl::unexpected(control.error());
+  connecting.asking = Asking{.control = *control, .address = {}, .error = {}};
+  asking_[control->value] = &*connecting.asking;
+  return {};
 }
 
 Result<> Device::begin_connection(Connecting& connecting, const Handle& handle, const std::string& address) {
@@ -74,59 +121,59 @@ Result<> Device::begin_connection(Connecting& connecting, const Handle& handle, 
   return {};
 }
 
-Result<std::unique_ptr<Connection>> Device::connect(Handle& handle) {
-  std::scoped_lock lock(mutex_);
-  if (handle.connecting == nullptr) {
-    if (handle.magic != kMagic || ::memchr(handle.address, 0, sizeof handle.address) == nullptr ||
-        (handle.address[0] != '=' && handle.address[0] != '@'))
-      return fail(ErrorCode::mismatch, "the peer's handle is not of this plugin's version; both must load the same");
-    auto begun = std::make_unique<Connecting>();
-    begun->connection = std::make_unique<Connection>();
-    begun->connection->device = shared_from_this();
-    begun->connection->sends = true;
-    begun->connection->requests.resize(kSends);
-    const std::string address = handle.address + 1;
-    if (handle.address[0] == '=') {
-      if (auto done = begin_connection(*begun, handle, address); !done) return tl::unexpected(done.error());
-    } else {
-      if (auto opened = open_control(); !opened) return tl::unexpected(opened.error());
-      auto control = control_->connect({address}, {});
-      if (!control) return tl::unexpected(control.error());
-      begun->asking = Asking{.control = *control, .address = {}, .error = {}};
-      asking_[control->value] = &*begun->asking;
-    }
-    handle.connecting = begun.get();
-    connecting_[begun.get()] = std::move(begun);
-  }
-  auto found = connecting_.find(static_cast<Connecting*>(handle.connecting));
-  if (found == connecting_.end())
-    return fail(ErrorCode::invalid_argument, "connect() with a handle of another connection");
-  Connecting& connecting = *found->second;
-  const auto give_up = [&](Error error) {  // a copy: it may be part of what goes
-    if (connecting.asking) {
-      asking_.erase(connecting.asking->control.value);
-      control_->close(connecting.asking->control);
-    }
-    if (connections_.erase(connecting.connection->endpoint.value) > 0) engine_->close(connecting.connection->endpoint);
-    connecting_.erase(found);
-    handle.connecting = nullptr;
-    return tl::unexpected(std::move(error));
-  };
+// An error: this try has failed.
+Result<> Device::go_on(Connecting& connecting, const Handle& handle) {
+  if (connecting.try_at <= clock_.now())
+    if (auto begun = begin_try(connecting, handle); !begun) return begun;
   progress();
   progress_control();
-  if (connecting.asking && connecting.asking->error) return give_up(*connecting.asking->error);
-  if (connecting.asking && !connecting.asking->address.empty()) {
-    const Asking asked = *std::exchange(connecting.asking, std::nullopt);
-    asking_.erase(asked.control.value);
-    control_->close(asked.control);
-    if (auto done = begin_connection(connecting, handle, asked.address); !done) return give_up(done.error());
+  if (auto& asking = connecting.asking) {
+    if (asking->error) return tl::unexpected(*asking->error);
+    if (asking->address.empty()) return {};
+    const std::string address = asking->address;
+    end_try(connecting);
+    if (auto begun = begin_connection(connecting, handle, address); !begun) return begun;
   }
-  if (connecting.connection->error) return give_up(*connecting.connection->error);
+  if (connecting.connection->error) return tl::unexpected(*connecting.connection->error);
+  return {};
+}
+
+void Device::end_try(Connecting& connecting) {
+  if (connecting.asking) {
+    asking_.erase(connecting.asking->control.value);
+    control_->close(connecting.asking->control);
+    connecting.asking.reset();
+  }
+  Connection& connection = *connecting.connection;
+  if (connections_.erase(connection.endpoint.value) > 0) engine_->close(connection.endpoint);
+  connection.endpoint = {};
+  connection.error.reset();
+}
+
+Result<std::unique_ptr<Connection>> Device::connect(Handle& handle) {
+  std::scoped_lock lock(mutex_);
+  give_up_forgotten();
+  auto found = find_connecting(handle);
+  if (!found) return tl::unexpected(found.error());
+  Connecting& connecting = **found;
+  connecting.asked = clock_.now();
+  const auto gone_on = go_on(connecting, handle);
+  if (!gone_on) {
+    end_try(connecting);
+    const ErrorCode code = gone_on.error().code;
+    // Who has not answered in time may be a process that does something else; who has gone is asked a few times.
+    const bool again = code == ErrorCode::timeout || (code == ErrorCode::unavailable && ++connecting.tries < kTries);
+    if (again) {
+      connecting.try_at = clock_.now() + kFirstPause * (1 << connecting.tries);
+      return nullptr;
+    }
+    connecting_.erase(std::exchange(handle.connecting, 0));
+    return tl::unexpected(gone_on.error());
+  }
   if (!connecting.connection->connected) return nullptr;
   progress();  // the receiver waits to hear of it
   auto connection = std::move(connecting.connection);
-  connecting_.erase(found);
-  handle.connecting = nullptr;
+  connecting_.erase(std::exchange(handle.connecting, 0));
   return connection;
 }
 

@@ -20,6 +20,7 @@
 #include <mutex>
 #include <unordered_map>
 
+#include "base/clock.h"
 #include "nccl/abi.h"
 #include "nccl/devices.h"
 #include "transport/containers.h"
@@ -35,8 +36,8 @@ constexpr std::uint64_t kSends = abi::kMaxRequests * kMaxGroup;
 // The bytes of a handle, which a listener gives to who is to connect.
 struct Handle {
   std::uint64_t magic = 0;
-  std::uint64_t listener[2]{};  // unguessable
-  void* connecting = nullptr;   // state of who connects, from its first call to its last
+  std::uint64_t listener[2]{};   // unguessable
+  std::uint64_t connecting = 0;  // of who connects, from its first call to its last: the number of its Connecting
   char address[88]{};
 };
 static_assert(sizeof(Handle) <= abi::kHandleBytes);
@@ -107,12 +108,14 @@ struct Listener {
 // An engine, and everything of this process that goes over it. The last that uses it destroys it.
 class Device : public std::enable_shared_from_this<Device> {
  public:
-  // Makes one that listens at the address, which is this machine's.
-  static Result<std::shared_ptr<Device>> make(std::unique_ptr<transport::Engine> engine, const std::string& address);
+  // Makes one that listens at the address, which is this machine's. The clock must outlive it.
+  static Result<std::shared_ptr<Device>> make(std::unique_ptr<transport::Engine> engine, const std::string& address,
+                                              const Clock& clock);
   ~Device();
 
   Result<std::unique_ptr<Listener>> listen(Handle& handle);
-  // These two return null where there is no connection yet; NCCL calls again.
+  // These two return null where there is no connection yet; NCCL calls again. A connection that a busy listener has
+  // turned away, or that nobody answers, is begun again. One for which nobody calls any more is given up.
   Result<std::unique_ptr<Connection>> connect(Handle& handle);
   Result<std::unique_ptr<Connection>> accept(Listener& listener);
   enum class Use { send, receive };
@@ -141,9 +144,12 @@ class Device : public std::enable_shared_from_this<Device> {
   struct Connecting {
     std::unique_ptr<Connection> connection;
     std::optional<Asking> asking;
+    int tries = 0;       // that have failed
+    TimePoint try_at{};  // none is under way: when the next one begins
+    TimePoint asked{};   // when NCCL last called
   };
 
-  Device() = default;
+  explicit Device(const Clock& clock) : clock_(clock) {}
   Result<> open_control();
   void progress();
   void progress_control();
@@ -151,18 +157,24 @@ class Device : public std::enable_shared_from_this<Device> {
   void on_event_of_accepted(const transport::Event& event);
   void on_written(Connection& connection, std::uint64_t value);
   Result<> connect_to_self();
+  void give_up_forgotten();
+  Result<Connecting*> find_connecting(Handle& handle);
+  Result<> begin_try(Connecting& connecting, const Handle& handle);
+  Result<> go_on(Connecting& connecting, const Handle& handle);
+  void end_try(Connecting& connecting);
   Result<> begin_connection(Connecting& connecting, const Handle& handle, const std::string& address);
   void fail_connection(Connection& connection, const Error& error);
   Request* take_request(Connection& connection, Request::Kind kind);
 
+  const Clock& clock_;
   std::mutex mutex_;
   std::unique_ptr<transport::Engine> engine_;
   std::unique_ptr<transport::Engine> control_;  // where an address is too long for a handle, here or at a peer
   transport::Address address_, control_address_;
   std::unordered_map<std::uint64_t, Connection*> connections_;  // by endpoint
   std::map<std::array<std::uint64_t, 2>, Listener*> listeners_;
-  std::map<std::uint64_t, Asking*> asking_;  // by control endpoint
-  std::map<Connecting*, std::unique_ptr<Connecting>> connecting_;
+  std::map<std::uint64_t, Asking*> asking_;                          // by control endpoint
+  std::map<std::uint64_t, std::unique_ptr<Connecting>> connecting_;  // by number
   transport::SlotMap<Request*> operations_;
   std::multimap<std::byte*, std::unique_ptr<Region>> regions_;  // by where they begin
   // A connection to itself, for flushes: a read through the device sees all that the device has written.

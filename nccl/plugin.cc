@@ -121,7 +121,7 @@ class Plugin {
     if (!address) return tl::unexpected(address.error());
     auto made = transport::make_engine(transport);
     if (!made) return tl::unexpected(made.error());
-    auto opened = Device::make(std::move(*made), *address);
+    auto opened = Device::make(std::move(*made), *address, clock_);
     if (opened) known = *opened;
     return opened;
   }
@@ -146,6 +146,7 @@ class Plugin {
     return device >= 0 && static_cast<std::size_t>(device) < devices_.size() ? devices_[device].get() : nullptr;
   }
 
+  const SteadyClock clock_{};
   std::mutex mutex_;
   std::shared_ptr<spdlog::logger> before_;
   Settings settings_;

@@ -43,14 +43,15 @@ struct Net : testing::Test {
     std::uint64_t bytes = 0;
   };
   std::vector<Transfer> transfers;
+  VirtualClock clock;
   std::shared_ptr<Device> sender, receiver;
   std::unique_ptr<Listener> listener;
   std::unique_ptr<Connection> sends, receives;
 
   Net() {
     spdlog::set_level(spdlog::level::err);
-    sender = *Device::make(*transport::make_engine("ibverbs:fake0,fake1"), "127.0.0.1");
-    receiver = *Device::make(*transport::make_engine("ibverbs:fake0,fake1"), "127.0.0.1");
+    sender = *Device::make(*transport::make_engine("ibverbs:fake0,fake1"), "127.0.0.1", clock);
+    receiver = *Device::make(*transport::make_engine("ibverbs:fake0,fake1"), "127.0.0.1", clock);
     Handle handle;
     listener = *receiver->listen(handle);
     EXPECT_TRUE(until([&] {
@@ -167,6 +168,86 @@ TEST(NcclDevices, GpuMemoryIsOfferedByItsAddressOnlyWithPeerMemory) {
   EXPECT_FALSE(found(modules, "tcp").cuda) << "sockets reach no GPU, whatever is loaded";
   EXPECT_FALSE(found(modules, "tcp").dma_buf);
   std::filesystem::remove_all(modules);
+}
+
+// A listener of TCP, and one who calls it.
+struct Setup : testing::Test {
+  VirtualClock clock;
+  std::shared_ptr<Device> sender = make(), receiver = make();
+  Handle handle;
+  std::unique_ptr<Listener> listener = *receiver->listen(handle);
+
+  Setup() { spdlog::set_level(spdlog::level::err); }
+  std::shared_ptr<Device> make() const { return *Device::make(*transport::make_engine("tcp"), "127.0.0.1", clock); }
+};
+
+TEST_F(Setup, ACallerThatABusyListenerTurnsAwayComesAgain) {
+  std::vector<Handle> handles(600, handle);
+  std::vector<std::unique_ptr<Connection>> sends(handles.size()), receives;
+  // All call before any is looked at.
+  for (auto& one : handles) ASSERT_TRUE(sender->connect(one));
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+  while (receives.size() < handles.size() && std::chrono::steady_clock::now() < deadline) {
+    clock.advance(std::chrono::milliseconds(1));
+    for (std::size_t i = 0; i < handles.size(); ++i) {
+      if (sends[i]) continue;
+      auto connected = sender->connect(handles[i]);
+      ASSERT_TRUE(connected) << connected.error().message;
+      sends[i] = std::move(*connected);
+    }
+    while (auto accepted = *receiver->accept(*listener)) receives.push_back(std::move(accepted));
+  }
+  EXPECT_EQ(receives.size(), handles.size());
+  for (auto& one : sends)
+    if (one) sender->close(*one);
+  for (auto& one : receives) receiver->close(*one);
+  receiver->close(*listener);
+}
+
+TEST_F(Setup, AListenerThatHasGoneIsAnErrorAfterAFewTries) {
+  receiver->close(*listener);
+  listener.reset();
+  receiver.reset();
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+  for (auto called = sender->connect(handle); called; called = sender->connect(handle)) {
+    clock.advance(std::chrono::milliseconds(1));
+    ASSERT_EQ(*called, nullptr);
+    ASSERT_LT(std::chrono::steady_clock::now(), deadline) << "it calls for ever";
+  }
+}
+
+TEST_F(Setup, WhatNcclAsksForNoMoreIsGivenUpAndHoldsNoDevice) {
+  const std::weak_ptr<Device> device = sender;
+  ASSERT_EQ(*sender->connect(handle), nullptr);
+  Handle other;
+  auto listening = *sender->listen(other);
+  clock.advance(std::chrono::minutes(3));
+  sender->close(*listening);
+  listening = *sender->listen(other);
+  sender->close(*listening);
+  listening.reset();
+  sender.reset();
+  EXPECT_TRUE(device.expired());
+  receiver->close(*listener);
+}
+
+TEST_F(Setup, WhoWasStoppedWhileItConnectedGoesOn) {
+  ASSERT_EQ(*sender->connect(handle), nullptr);
+  Handle second = handle;
+  second.connecting = 0;
+  ASSERT_EQ(*sender->connect(second), nullptr);
+  clock.advance(std::chrono::minutes(3));
+  std::unique_ptr<Connection> one, two, here, there;
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+  while (!(one && two && here && there) && std::chrono::steady_clock::now() < deadline) {
+    if (!one) one = *sender->connect(handle);
+    if (!two) two = *sender->connect(second);
+    for (auto* each : {&here, &there})
+      if (!*each) *each = *receiver->accept(*listener);
+  }
+  ASSERT_TRUE(one && two && here && there);
+  sender->close(*one), sender->close(*two), receiver->close(*here), receiver->close(*there);
+  receiver->close(*listener);
 }
 
 }  // namespace
