@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch")
 from test_job import Job, check_equal  # noqa: E402
 
 from rejoin.distributed import Options  # noqa: E402
+from rejoin.errors import RejoinError  # noqa: E402
 from rejoin.torch._group import SessionGroup  # noqa: E402
 
 LIMIT = timedelta(seconds=30)
@@ -66,7 +67,8 @@ def test_the_thread_that_looks_at_the_members_has_ended_when_the_group_is_shut_d
     assert "rejoin-members" not in [thread.name for thread in threading.enumerate()]
 
 
-def test_an_operation_of_a_step_that_was_given_up_fails_no_later_step():
+@pytest.mark.parametrize("settled", ["by later ones", "by wait()", "by the group's thread"])
+def test_an_operation_of_a_step_that_was_given_up_fails_no_later_step(settled):
     """Others have begun nothing that has failed, and would wait for this one."""
     groups, cards = zip(*(group_of(replica) for replica in range(2)), strict=True)
 
@@ -88,6 +90,9 @@ def test_an_operation_of_a_step_that_was_given_up_fails_no_later_step():
     for group in groups:
         group._refuse(2, "a replica was lost")
     begin(3, 2)
+    for work in {"by later ones": [], "by wait()": left[:1], "by the group's thread": left}[settled]:
+        with pytest.raises(RejoinError, match="a replica was lost"):
+            work.wait() if settled == "by wait()" else work.get_future().wait()
     for _ in range(4):
         assert sums() == [2.0, 2.0]
     assert all(work.exception() for work in left)

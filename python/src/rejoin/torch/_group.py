@@ -44,6 +44,9 @@ class SessionGroup(ProcessGroup):
         with self._changed:
             if self._refused is not None:
                 self._configured = 0  # what has failed is not gone on with
+            if self._configured != epoch:
+                with self._lock:
+                    self._of_before = set(self._pending)
             self._number, self._epoch, self._members = number, epoch, sorted(cards)
             self._refused = None if settled else f"a replica was lost in step {number}"
             without = [replica for replica, card in cards if not card]
@@ -86,8 +89,6 @@ class SessionGroup(ProcessGroup):
             with self._changed:
                 self._check()
                 self._configured = epoch
-                with self._lock:
-                    self._of_before = set(self._pending)
         return super()._start(*operation, **more)
 
     def _check(self) -> None:
@@ -101,15 +102,15 @@ class SessionGroup(ProcessGroup):
             if number != self._number or self._refused is not None:
                 return
             self._refused = why
-        self._native.abort(f"in step {number}, {why}")
+            self._native.abort(f"in step {number}, {why}")  # within the lock: none of a step that begins now
 
     def let_go_of(self, work: Any) -> None:
         """Keep nothing of a work that has been settled; where it has failed, others of its step do, too."""
-        of_before = id(work) in self._of_before
-        self._of_before.discard(id(work))
-        super().let_go_of(work)
-        if work._error is not None and not of_before:
-            with self._changed:
+        with self._changed:
+            of_before = id(work) in self._of_before
+            self._of_before.discard(id(work))
+            super().let_go_of(work)
+            if work._error is not None and not of_before:
                 self._refused = self._refused or f"an operation has failed: {work._error}"
 
     # A member that has died is missed by the group itself; one that hangs, or was put out for another reason, is not.
