@@ -303,20 +303,27 @@ def test_attached_parameters_keep_their_values_and_identity(tmp_path):
     assert torch.isfinite(held).all()
 
 
-def test_the_others_do_not_wait_for_the_workers_of_a_replica_that_leaves(tmp_path):
+def test_the_others_do_not_wait_for_the_workers_and_the_group_of_a_replica_that_leaves(tmp_path):
     class Said(list):
+        def end(self) -> None:
+            self.append("the group ends")
+
         def leave(self) -> None:
             self.append("leaves")
             raise rejoin.Unavailable("the daemon has gone")
+
+        def shutdown(self) -> None:
+            self.append("the group has left")
+            raise rejoin.SystemFailure("its memory can't be freed")
 
         def stop(self) -> None:
             self.append("workers end")
 
     one, said = session(tmp_path), Said()
-    one._native, one._fetchers, one._joined = said, {0: said}, True
-    with pytest.raises(rejoin.Unavailable):
+    one._native, one._group, one._fetchers, one._joined = said, said, {0: said}, True
+    with pytest.raises(rejoin.RejoinError):
         one.leave()
-    assert said == ["leaves", "workers end"]
+    assert said == ["the group ends", "leaves", "the group has left", "workers end"]
 
 
 def test_rejoin_run_says_what_is_missing(capsys):

@@ -66,12 +66,16 @@ class SessionGroup(ProcessGroup):
         """Refuse: the members follow the session's."""
         raise InvalidArgument("the members of session.process_group() follow the session's")
 
-    def shutdown(self) -> None:
-        """Leave."""
+    def end(self) -> None:
+        """Begin nothing any more, and take no loss for one: the session leaves."""
         with self._changed:
             self._over = True
             self._refused = "the session has left the job"
             self._changed.notify_all()
+
+    def shutdown(self) -> None:
+        """Leave."""
+        self.end()
         super().shutdown()
         if self._watcher is not threading.current_thread():
             self._watcher.join(_ENDS_WITHIN)  # left in C++ when the interpreter ends, it would end the process

@@ -6,7 +6,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -216,14 +216,14 @@ class Session:
 
     def leave(self) -> None:
         """End this replica's part in the job; the others go on at once."""
-        if self._group is not None:
-            self._group.shutdown()
-        try:
+        with ExitStack() as ends:  # the others wait for none of these: torch gives each worker 5 s to end
+            for fetcher in self._fetchers.values():
+                ends.callback(fetcher.stop)
+            if self._group is not None:
+                self._group.end()
+                ends.callback(self._group.shutdown)
             if self._joined:
                 self._native.leave()
-        finally:  # torch gives each worker 5 s to end, for which the others are not to wait
-            for fetcher in self._fetchers.values():
-                fetcher.stop()
 
     def __enter__(self) -> Session:
         """Give the session, which leaves the job at the end of the block."""
