@@ -5,6 +5,7 @@ rejoin-run --replicas 2 --ranks 2 --batch 16 --steps 300 -- python hsdp.py data/
 
 import argparse
 import os
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -23,6 +24,8 @@ def main() -> None:
     parser.add_argument("data", type=Path)
     parser.add_argument("--checkpoint", type=Path, help="a directory; the job goes on from what is there")
     given = parser.parse_args()
+    if given.checkpoint:
+        given.checkpoint.mkdir(parents=True, exist_ok=True)
 
     cuda = torch.cuda.is_available()
     dist.init_process_group("nccl" if cuda else "gloo")
@@ -53,11 +56,12 @@ def main() -> None:
         if step.number % 10 == 0 and dist.get_rank() == 0:
             print(f"step {step.number} loss {step.mean('loss'):.4f}", flush=True)
         if given.checkpoint and step.number % 100 == 0 and step.leads:
-            with session.busy("a checkpoint", seconds=60):
+            # Around all of it: who was put out meanwhile does not name an older one again.
+            latest = rj.replacing(given.checkpoint / "latest") if dist.get_rank() == 0 else nullcontext()
+            with session.busy("a checkpoint", seconds=60), latest as file:
                 dcp.save(session.state_dict(), checkpoint_id=given.checkpoint / str(step.number))
-                if dist.get_rank() == 0:  # it is whole
-                    (given.checkpoint / "new").write_text(str(step.number))
-                    (given.checkpoint / "new").rename(given.checkpoint / "latest")
+                if file is not None:  # it is whole
+                    file.write(str(step.number).encode())
     dist.destroy_process_group()
 
 

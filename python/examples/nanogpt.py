@@ -83,9 +83,8 @@ def main() -> None:
             with session.busy("an evaluation", seconds=120), session.averaged():
                 print(f"after step {step.number}: {evaluate(model, held_out):.4f} on what is held out", flush=True)
         if given.checkpoint and step.number % 100 == 0 and step.leads:
-            with session.busy("a checkpoint", seconds=120):
-                torch.save(session.state_dict(), given.checkpoint.with_suffix(".new"))
-                os.replace(given.checkpoint.with_suffix(".new"), given.checkpoint)
+            with session.busy("a checkpoint", seconds=120), rj.replacing(given.checkpoint) as file:
+                torch.save(session.state_dict(), file)
 
 
 if __name__ == "__main__":

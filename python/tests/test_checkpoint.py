@@ -4,7 +4,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from rejoin.torch import Session  # noqa: E402
+from rejoin.errors import Unavailable  # noqa: E402
+from rejoin.torch import Session, replacing  # noqa: E402
 
 
 def tied() -> torch.nn.Module:
@@ -84,3 +85,40 @@ def test_a_distributed_checkpoint_is_a_plain_jobs_too(tmp_path):
         assert one.keys() == saved.keys()
         for name, value in saved.items():
             assert torch.equal(one[name], value), name
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "gpt [1].pt"
+    path.write_bytes(b"old")
+    with replacing(path) as file:
+        torch.save({"step": 1}, file)
+        assert path.read_bytes() == b"old"
+    assert torch.load(path, weights_only=True) == {"step": 1}
+    with pytest.raises(ZeroDivisionError), replacing(path) as file:
+        file.write(b"half")
+        raise ZeroDivisionError
+    assert torch.load(path, weights_only=True) == {"step": 1}
+    assert [one.name for one in tmp_path.iterdir()] == [path.name]
+    with pytest.raises(FileNotFoundError), replacing(tmp_path / "nowhere" / "gpt.pt"):
+        pass
+    with pytest.raises(FileNotFoundError, match="of the script"), replacing(path):
+        raise FileNotFoundError("of the script")
+
+
+def test_a_leader_that_was_stopped_while_it_wrote_leaves_the_next_ones_file_as_it_is(tmp_path):
+    path = tmp_path / "gpt.pt"
+    dead = replacing(path)
+    dead.__enter__().write(b"killed while it wrote")
+    for next_one_is_through in (True, False):
+        stopped, following = replacing(path), replacing(path)
+        stopped.__enter__().write(b"half of it, ")
+        after = following.__enter__()
+        after.write(b"the next one's")
+        if next_one_is_through:
+            following.__exit__(None, None, None)
+        with pytest.raises(Unavailable, match="gpt.pt is not written: another writer has begun since"):
+            stopped.__exit__(None, None, None)
+        if not next_one_is_through:
+            following.__exit__(None, None, None)
+        assert path.read_bytes() == b"the next one's"
+        assert [one.name for one in tmp_path.iterdir()] == ["gpt.pt"]

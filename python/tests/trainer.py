@@ -196,8 +196,8 @@ def main() -> None:
     def write(state, of_step: int) -> None:
         while of_step == given.save_every and now < of_step + 5:  # all train on meanwhile
             time.sleep(0.01)
-        torch.save(state, given.out / "checkpoint.new")
-        os.replace(given.out / "checkpoint.new", given.out / "checkpoint.pt")
+        with rj.replacing(given.out / "checkpoint.pt") as file:
+            torch.save(state, file)
 
     writing = threading.Thread(target=lambda: None)
     writing.start()

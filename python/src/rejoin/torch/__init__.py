@@ -2,7 +2,8 @@
 
 from rejoin import _needs_torch  # noqa: F401 - says what to install
 from rejoin.torch._data import Batches
+from rejoin.torch._files import replacing
 from rejoin.torch._session import Session
 from rejoin.torch._step import Step
 
-__all__ = ["Batches", "Session", "Step"]
+__all__ = ["Batches", "Session", "Step", "replacing"]
