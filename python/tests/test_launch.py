@@ -96,13 +96,14 @@ def test_replicas_of_torchrun_need_a_coordinator_and_nothing_else(tmp_path, key)
 def test_the_daemon_ends_with_its_trainer(key):
     script = (
         "import rejoin._daemon, rejoin, signal, os, sys\n"
-        "print(rejoin._daemon.local_daemon(rejoin.Place(0, 0)), flush=True)\n"
+        "names = {rejoin._daemon.local_daemon(rejoin.Place(0, 0)) for _ in range(2)}\n"  # one for both sessions
+        "print(*names, flush=True)\n"
         "signal.pause()\n"
     )
     environment = {**os.environ, "REJOIN_JOB_KEY_FILE": str(key), "REJOIN_COORDINATOR": "127.0.0.1:9"}
     for _ in range(2):  # the second one takes the name that the first one had
         trainer = subprocess.Popen([sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE, text=True)
-        assert trainer.stdout is not None and trainer.stdout.readline().startswith("@rejoin-")
+        assert trainer.stdout is not None and re.match(r"@rejoin-\S+$", trainer.stdout.readline())
         children = Path(f"/proc/{trainer.pid}/task/{trainer.pid}/children").read_text().split()
         assert len(children) == 1
         os.kill(int(children[0]), signal.SIGKILL)  # it is started again

@@ -18,6 +18,7 @@ from rejoin.launch import Place, local_rank
 log = logging.getLogger("rejoin")
 
 _STARTS_WITHIN_SECONDS = 60.0
+_started: set[tuple[int, str]] = set()  # by the process, which a forked one is not, and the socket
 
 
 def _is_there(name: str) -> bool:
@@ -57,6 +58,9 @@ def local_daemon(place: Place, environment: Mapping[str, str] | None = None) -> 
     if local_rank(variables) != 0:
         _until(True, name, None, "local rank 0 has not started its daemon")
         return name
+    if (os.getpid(), name) in _started:  # for a session before this one; it is there, or started again
+        _until(True, name, None, "rejoind has not started again")
+        return name
     # That of a trainer before this one is about to end with it.
     other = (
         f"another trainer of replica {place.replica} runs here (LOCAL_RANK tells ranks apart): its daemon has not ended"
@@ -75,6 +79,7 @@ def local_daemon(place: Place, environment: Mapping[str, str] | None = None) -> 
 
     process = start()
     _until(True, name, process, "rejoind has not started")
+    _started.add((os.getpid(), name))
     threading.Thread(target=_start_again, args=(process, start), name="rejoind", daemon=True).start()
     return name
 
