@@ -84,11 +84,12 @@ def test_persistent_workers_that_have_died_are_started_again(expected):
     assert not multiprocessing.active_children()
 
 
-def test_loaders_that_would_train_samples_twice_or_keep_connections_are_refused():
+def test_loaders_that_would_train_samples_twice_keep_connections_or_interrupt_are_refused():
     with pytest.raises(InvalidArgument, match="batch_sampler=session.batches"):
         Fetcher(DataLoader(DATA, batch_size=4))
-    with pytest.raises(InvalidArgument, match="forkserver"):
-        Fetcher(DataLoader(DATA, batch_sampler=Batches(101), num_workers=1, multiprocessing_context="fork"))
+    for method, told in (("fork", "keep this process's connections"), ("spawn", "raises an error wherever it is")):
+        with pytest.raises(InvalidArgument, match=f"{told}.*forkserver"):
+            Fetcher(DataLoader(DATA, batch_sampler=Batches(101), num_workers=1, multiprocessing_context=method))
     if "in_order" in inspect.signature(DataLoader.__init__).parameters:  # since torch 2.6
         unordered = {"num_workers": 2, "multiprocessing_context": "forkserver", "in_order": False}
         with pytest.raises(InvalidArgument, match="in_order=True"):

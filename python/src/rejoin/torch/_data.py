@@ -18,6 +18,10 @@ Ranges = tuple[tuple[int, int], ...]
 # For how long the others wait for the data of a step. torch looks at its workers every 5 s, and gives each 5 s to end.
 LONGEST_WAIT = 120.0
 
+_UNFIT = {
+    "fork": "that are forked keep this process's connections open when it has died",
+    "spawn": "that are spawned are this process's own, in which torch raises an error wherever it is when one has died",
+}
 _MOST_AHEAD = 1024  # steps that rejoin_upcoming() tells of
 
 log = logging.getLogger("rejoin")
@@ -102,10 +106,10 @@ class Fetcher:
                 "that each sample is trained once, whatever replica is lost"
             )
         context: Any = loader.multiprocessing_context or torch.multiprocessing
-        if loader.num_workers > 0 and (context.get_start_method(allow_none=True) or "fork") == "fork":
+        method = context.get_start_method(allow_none=True) or "fork"
+        if loader.num_workers > 0 and method in _UNFIT:
             raise InvalidArgument(
-                "DataLoader workers that are forked keep this process's connections open when it has died: give the "
-                "DataLoader multiprocessing_context='forkserver'"
+                f"DataLoader workers {_UNFIT[method]}: give the DataLoader multiprocessing_context='forkserver'"
             )
         if loader.num_workers > 0 and not getattr(loader, "in_order", True):
             raise InvalidArgument(
