@@ -179,7 +179,7 @@ Result<std::optional<StepView>> ProgressThread::wait_for_step(std::uint64_t afte
   if (auto why = ended()) return tl::unexpected(std::move(*why));
   if (finished_) return std::optional<StepView>{};
   taken_ = current_->step;
-  taken_epoch_ = epoch_;
+  intact_ = true;
   taken_contributes_ = current_->contributes;
   const auto step = current_;
   const bool wakes = ask();
@@ -374,9 +374,21 @@ void ProgressThread::publish() {
     finished_ = driver_->finished();
     over_ = driver_->over();
     current_ = driver_->step();
-    epoch_ = driver_->machine().epoch();
+    if (epoch_ != driver_->machine().epoch()) note_epoch();
   }
   changed_.notify_all();
+}
+
+// Under the mutex. Where the trainer's step is not decided yet, some may begin it in this epoch only. One that is
+// decided all have begun, and newcomers are no matter.
+void ProgressThread::note_epoch() {
+  epoch_ = driver_->machine().epoch();
+  std::vector<std::uint32_t> contributors;
+  for (const auto& member : driver_->machine().plan().members())
+    if (!member.catching_up()) contributors.push_back(member.replica());
+  std::ranges::sort(contributors);
+  if (committed_ < taken_ || !std::ranges::includes(contributors, contributors_)) intact_ = false;
+  contributors_ = std::move(contributors);
 }
 
 }  // namespace rejoin

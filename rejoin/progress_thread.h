@@ -42,7 +42,7 @@ class ProgressThread {
   // after interrupt(). The trainer's thread makes them.
   Result<std::optional<StepView>> wait_for_step(std::uint64_t after);  // returns the first step later than `after`
   bool over() const;  // the job had ended before this replica had a part in it
-  // Says whether the epoch is the one in which the trainer began its step, and stays so for `during`.
+  // Says whether the contributors of the trainer's step are all there, with the same step, and stay so for `during`.
   bool intact(std::chrono::milliseconds during);
   Result<> may_go_on() const;  // fails after a failure or an interrupt
   Result<> all_reduce(std::uint32_t bucket);
@@ -82,6 +82,7 @@ class ProgressThread {
   bool poll_daemon(TimePoint now);
   void check_daemon(TimePoint now);
   void publish();
+  void note_epoch();
   void send_all(TimePoint now);
   bool has_line();
   Result<> greet(Fd& socket);
@@ -183,8 +184,10 @@ class ProgressThread {
   std::uint64_t taken_ = 0;                       // the step that the trainer works on
   bool taken_contributes_ = false;                // it works on that step as a contributor
   bool registered_ = false, finished_ = false, over_ = false;
-  Epoch taken_epoch_, epoch_;    // the one in which the trainer began its step; the present one
-  std::uint64_t committed_ = 0;  // the last step decided that this replica took part in
+  bool intact_ = true;  // nobody who contributes with the trainer to its step was lost, or begins it in another epoch
+  Epoch epoch_;         // the present one
+  std::vector<std::uint32_t> contributors_;  // to it, sorted
+  std::uint64_t committed_ = 0;              // the last step decided that this replica took part in
   bool committed_contributes_ = false;
   std::uint32_t committed_contributors_ = 0;
   bool stop_ = false, leaving_ = false;

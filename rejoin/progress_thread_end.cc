@@ -38,7 +38,7 @@ bool ProgressThread::over() const {
 
 bool ProgressThread::intact(std::chrono::milliseconds during) {
   std::unique_lock lock(mutex_);
-  return !changed_.wait_for(lock, during, [&] { return ended() || epoch_ != taken_epoch_; });
+  return !changed_.wait_for(lock, during, [&] { return ended() || !intact_; });
 }
 
 // The coordinator answers each registration at once, whatever the job is doing, if it is there.

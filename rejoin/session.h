@@ -333,9 +333,10 @@ class Session {
   // Returns the last step that commit() has ended here, contributing or catching up, for schedules and logs. It says
   // nothing of the state.
   virtual std::uint64_t committed() const = 0;
-  // Returns false once an epoch has begun since the step under way, or the last one, began here; for up to `during` it
-  // waits for that. One of the step's contributors may then be lost, or begin the step late and unsettled, so who waits
-  // for it by a connection of the trainers' own may wait in vain. Thread: any.
+  // Returns false once an epoch has begun since the step under way began here, or, where that is decided, one without
+  // some contributor of it; for up to `during` it waits for that. One of the step's contributors may then be lost, or
+  // begin the step late and unsettled, so who waits for it by a connection of the trainers' own may wait in vain.
+  // Thread: any.
   virtual bool intact(std::chrono::milliseconds during) = 0;
   // Says whether this replica is still in the job, by the error that begin_step() or commit() would return now. A
   // trainer calls it while it waits for something else within a step or an update, such as another rank.

@@ -83,6 +83,44 @@ TEST_F(Trained, AStepTellsWhatComesNextAndWhoIsThereAsLongAsAllAre) {
   EXPECT_LT(timed([&] { EXPECT_FALSE(sessions[0]->intact(2 * kSilence)); }), kSilence);
 }
 
+// The decision of a step brings the epoch in which somebody joins, while trainers may still be in the step.
+TEST_F(Trained, WhoJoinsIsNoLossToTheStepThatIsDecided) {
+  start(3);
+  auto first = joined(0), second = joined(1), third = joined(2);
+  ASSERT_TRUE(first && second && third);
+  std::uint64_t epoch = 0;
+  const auto end_step = [&] {
+    auto other = std::async(std::launch::async, [&] { return step_once(*second); });
+    for (BucketId bucket : {0, 1}) EXPECT_TRUE(first->all_reduce(bucket));
+    EXPECT_TRUE(commit(*first));
+    EXPECT_TRUE(other.get());
+  };
+  const auto begin_step = [&] {
+    const auto step = first->begin_step();
+    ASSERT_TRUE(step && *step);
+    epoch = (*step)->epoch();
+  };
+  begin_step();
+  ASSERT_TRUE(*third->begin_step());
+  ASSERT_TRUE(third->leave());
+  EXPECT_LT(timed([&] { EXPECT_FALSE(first->intact(2 * kSilence)); }), kSilence);
+  end_step();
+  EXPECT_FALSE(first->intact(0ms)) << "somebody was lost before the step was decided";
+  begin_step();
+  end_step();
+  const auto of_two = epoch;
+  third = joined(2);
+  ASSERT_TRUE(third);
+  const auto catching_up = trains(*third);
+  while (epoch == of_two && !HasFailure()) {
+    begin_step();
+    end_step();
+    EXPECT_TRUE(first->intact(0ms));
+  }
+  ASSERT_TRUE(second->leave());
+  EXPECT_LT(timed([&] { EXPECT_FALSE(first->intact(2 * kSilence)); }), kSilence);
+}
+
 // The mean is over samples: of one replica, too, which has all of them.
 TEST_F(Trained, AJobOfAConstantBatchTakesTrainersThatWeighTheirGradients) {
   processes.push_back(start_coordinator({"--replicas", "1", "--ranks", "1", "--batch", "24", "--constant-batch"}));

@@ -38,11 +38,25 @@ def test_a_replica_that_dies_or_stands_still_in_a_collective_ends_it_for_the_oth
     assert all(float(seconds) < 20 for _, seconds, _ in broken), broken
 
 
+def test_a_replica_that_joins_ends_no_collective_of_a_step_that_is_decided(tmp_path):
+    job = Job(tmp_path, "--group", replicas=2, steps=40, kill={1: ("forward", 10)})
+    job.until(lambda: job.killed(1))
+    joined, busy = job.hold(1, "joined"), job.hold(0, "busy")
+    job.until(lambda: joined.exists() and busy.exists())
+    joined.unlink(), busy.unlink()
+    job.wait()
+    assert "replicas 0 1 (catching up)" in job.audit(), job.audit()
+    failed = {int(step) for step in re.findall(r"(?:group|decided) (\d+) failed", job.log(0))}
+    lost = next(step for step, members in job.contributors().items() if members == [0])
+    assert failed <= {lost}, job.log(0)
+
+
 class Members:
-    """In the place of a session: all are there."""
+    """In the place of a session: all are there, until one is lost."""
 
     def __init__(self) -> None:
         self.looked_at = threading.Event()
+        self.one_is_lost = False
 
     def set_card(self, card: str) -> None:
         self.card = card
@@ -50,7 +64,7 @@ class Members:
     def intact(self, milliseconds: int) -> bool:
         self.looked_at.set()
         time.sleep(milliseconds / 1000)
-        return True
+        return not self.one_is_lost
 
 
 def group_of(replica: int) -> tuple[SessionGroup, str]:
@@ -96,5 +110,48 @@ def test_an_operation_of_a_step_that_was_given_up_fails_no_later_step(settled):
     for _ in range(4):
         assert sums() == [2.0, 2.0]
     assert all(work.exception() for work in left)
+    for group in groups:
+        group.shutdown()
+
+
+def test_an_epoch_in_which_somebody_joins_ends_no_operation_and_a_loss_does_though_nobody_has_looked():
+    groups, cards = zip(*(group_of(replica) for replica in range(3)), strict=True)
+    options = torch.distributed.GatherOptions()
+    options.rootRank = 1
+
+    def begin(step: int, epoch: int, *of: int) -> None:
+        for group in of or range(3):
+            groups[group].begin(step, epoch, True, list(enumerate(cards)))
+
+    def gather(group: int, of: list):
+        return groups[group].gather([of] if group == 1 else [], [torch.tensor([group + 1.0])], options)
+
+    def all_gather() -> list[float]:
+        gathered = [torch.zeros(1) for _ in groups]
+        with ThreadPoolExecutor(3) as pool:
+            assert all(pool.map(lambda group: gather(group, gathered).wait(), range(3)))
+        return [float(one) for one in gathered]
+
+    begin(1, 1)
+    assert all_gather() == [1.0, 2.0, 3.0]
+    before, after = ([torch.zeros(1) for _ in groups] for _ in range(2))
+    works = [gather(1, before), gather(0, before)]
+    works[1].wait()
+    begin(2, 2, 0)
+    works.append(gather(0, after))
+    works.append(gather(2, before))
+    assert all(work.wait() for work in (works[0], works[3]))
+    begin(2, 2, 1, 2)
+    assert all(work.wait() for work in [gather(1, after), gather(2, after), works[2]])
+    assert before == after == [torch.tensor([one]) for one in (1.0, 2.0, 3.0)]
+
+    epoch, configured = groups[0]._epoch, [group._configured for group in groups]
+    for group in groups:
+        group._session.one_is_lost = True
+        group.end_step()
+        group._session.one_is_lost = False
+    begin(3, epoch + 1)
+    assert all(group._configured != of_before for group, of_before in zip(groups, configured, strict=True))
+    assert all_gather() == [1.0, 2.0, 3.0]
     for group in groups:
         group.shutdown()

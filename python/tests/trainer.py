@@ -180,8 +180,8 @@ def main() -> None:
     session.join()
     holds(0, "joined")
 
-    def collective(step: int) -> None:
-        dies(step, "group")
+    def collective(step: int, where: str) -> None:
+        dies(step, where)
         if told(given.out / f"kill.{me}", step, "group stands"):
             subprocess.Popen(["sh", "-c", f"sleep 20; kill -9 {os.getpid()}"])
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -189,9 +189,9 @@ def main() -> None:
         try:
             dist.all_reduce(total, group=group)
         except rejoin.RejoinError as error:
-            print(f"group {step} failed after {time.monotonic() - began:.2f} s: {error}", flush=True)
+            print(f"{where} {step} failed after {time.monotonic() - began:.2f} s: {error}", flush=True)
         else:
-            print(f"group {step} {group.size()} {float(total)}", flush=True)
+            print(f"{where} {step} {group.size()} {float(total)}", flush=True)
 
     def write(state, of_step: int) -> None:
         while of_step == given.save_every and now < of_step + 5:  # all train on meanwhile
@@ -231,8 +231,10 @@ def main() -> None:
             assert f"{loss}" and loss.cpu().item() == loss.item()  # anywhere
             dies(now, "step")
             if group is not None:
-                collective(now)
+                collective(now, "group")
             optimizer.step()
+            if group is not None:
+                collective(now, "decided")
             assert loss.item() == loss.item()
             dies(now, "after")
             if given.slow and session.rank:  # say it writes its part of a checkpoint

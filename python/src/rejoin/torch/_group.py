@@ -31,8 +31,9 @@ class SessionGroup(ProcessGroup):
         native.set_card(self.get_reconfigure_handle())
         self._session, self._replica = native, replica
         self._changed = threading.Condition(threading.RLock())  # guards all below
-        self._number, self._epoch, self._configured = 0, 0, 0
+        self._number, self._epoch = 0, 0
         self._members: list[tuple[int, str]] = []
+        self._configured: list[tuple[int, str]] = []  # among whom it has connections
         self._of_before: set[int] = set()  # works that were begun among other members; others need not have any
         self._refused: str | None = "the first step has not begun"
         self._over = False
@@ -43,16 +44,21 @@ class SessionGroup(ProcessGroup):
         """Begin a step, with these members; where it is not settled, they may not all know the same ones."""
         with self._changed:
             if self._refused is not None:
-                self._configured = 0  # what has failed is not gone on with
-            if self._configured != epoch:
+                self._configured = []  # what has failed is not gone on with
+            self._number, self._epoch, self._members = number, epoch, sorted(cards)
+            if self._configured != self._members:
                 with self._lock:
                     self._of_before = set(self._pending)
-            self._number, self._epoch, self._members = number, epoch, sorted(cards)
             self._refused = None if settled else f"a replica was lost in step {number}"
             without = [replica for replica, card in cards if not card]
             if without:
                 self._refused = f"replica {without[0]} has made no process_group()"
             self._changed.notify_all()
+
+    def end_step(self) -> None:
+        """Refuse more of the step where a replica was lost in it, which all of its members know now."""
+        if not self._session.intact(0):
+            self._refuse(self._number, "a replica was lost")
 
     def getRank(self) -> int:  # noqa: N802 - the names that torch calls
         """Give this replica's place among the members."""
@@ -83,16 +89,18 @@ class SessionGroup(ProcessGroup):
     def _start(self, *operation: Any, **more: Any) -> Any:
         with self._changed:
             self._check()
-            number, epoch, handles = self._number, self._epoch, [card for _, card in self._members]
-        if self._configured != epoch:
+            number, epoch, members = self._number, self._epoch, self._members
+        # Not in each epoch: where somebody joins, others may still be in operations of the step before.
+        if self._configured != members:
             try:
+                handles = [card for _, card in members]
                 self._native.reconfigure(epoch << 32 | number & 0xFFFFFFFF, handles, self._limit(None))
             except BaseException as error:
                 self._refuse(number, f"its members have not come together: {error}")
                 raise
             with self._changed:
                 self._check()
-                self._configured = epoch
+                self._configured = members
         return super()._start(*operation, **more)
 
     def _check(self) -> None:

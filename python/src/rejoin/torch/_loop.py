@@ -25,6 +25,8 @@ def begin_step(session: Session) -> Step | None:
     assert session._ranks is not None
     # Ranks that train a step together end it together: leaves_after() says with which one.
     while not session._leaving.is_set() or (session._ranks.several and session._contributed):
+        if session._group is not None:
+            session._group.end_step()
         with session._leaving.waiting(at_once=not (session._ranks.several and session._contributed)):
             begun = session._native.begin_step()
         if begun is None:
