@@ -383,9 +383,9 @@ void ProgressThread::publish() {
 // decided all have begun, and newcomers are no matter.
 void ProgressThread::note_epoch() {
   epoch_ = driver_->machine().epoch();
-  std::vector<std::uint32_t> contributors;
+  std::vector<std::uint64_t> contributors;
   for (const auto& member : driver_->machine().plan().members())
-    if (!member.catching_up()) contributors.push_back(member.replica());
+    if (!member.catching_up()) contributors.push_back(member.incarnation());
   std::ranges::sort(contributors);
   if (committed_ < taken_ || !std::ranges::includes(contributors, contributors_)) intact_ = false;
   contributors_ = std::move(contributors);
