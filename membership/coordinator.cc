@@ -69,7 +69,8 @@ void Coordinator::lose_node(NodeId node, TimePoint now) {
   std::erase_if(misfits_, [&](const Differing& one) { return one.node == node; });
   for (auto& [place, stranger] : strangers_)
     if (stranger.node == node) stranger.lost_at = now;
-  for (auto& [id, replica] : replicas_)
+  for (auto& [id, replica] : replicas_) {
+    replica.statuses.forget(node);
     for (auto& rank : replica.ranks)
       if (rank.connected_node && rank.node == node) {
         rank.connected_node = false;
@@ -79,6 +80,7 @@ void Coordinator::lose_node(NodeId node, TimePoint now) {
                             ? fmt::format("its node {} is not connected", own)
                             : fmt::format("relay {}, through which its node {} reports, is not connected", name, own);
       }
+  }
   if (!gone.empty()) ask_the_other_nodes(node, gone.mapped());
 }
 
@@ -115,9 +117,10 @@ void Coordinator::on_rank_down(NodeId node, const proto::RankDown& down, TimePoi
     return try_start(now);
   }
   const auto is_over = [&](const auto& one) { return concerns(one.node) && same_process(one.up, down); };
-  std::erase_if(claims_, is_over);
+  const bool waited = std::erase_if(claims_, is_over) > 0;
   std::erase_if(misfits_, is_over);
   std::erase(nodes_[node].moved, ConnectedNode::Process{down.replica(), down.rank(), down.instance()});
+  if (waited && !down.ended()) ask_the_other_nodes(node, {});
   RankState* rank = rank_of(down.replica(), down.rank(), down.instance());
   if (rank == nullptr || !concerns(rank->node)) return;  // of an instance that is over already, or elsewhere
   const std::string why = shortened(down.reason(), kLongestReason);

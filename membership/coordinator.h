@@ -45,7 +45,6 @@
 #include "base/refusals.h"
 #include "control.pb.h"
 #include "membership/coordinator_actions.h"
-#include "membership/coordinator_state.h"
 #include "membership/drift_audit.h"
 #include "membership/job_config.h"
 #include "membership/ledger.h"
@@ -54,6 +53,7 @@
 #include "membership/process.h"
 #include "membership/prospect.h"
 #include "membership/rank_set.h"
+#include "membership/statuses.h"
 
 namespace rejoin::membership {
 
@@ -103,11 +103,11 @@ class Coordinator {
   };
   struct ReplicaState {
     Incarnation incarnation;
-    std::vector<RankState> ranks;          // all of the job's, by number
-    std::uint32_t registered = 0;          // of them
-    Declaration* declaration = nullptr;    // what they have declared
-    bool mixed = false;                    // … and not all the same
-    std::vector<ConnectedRanks> statuses;  // disjoint
+    std::vector<RankState> ranks;        // all of the job's, by number
+    std::uint32_t registered = 0;        // of them
+    Declaration* declaration = nullptr;  // what they have declared
+    bool mixed = false;                  // … and not all the same
+    Statuses statuses;
     RankSet caught_up;  // of this incarnation, ever: a daemon that is started again has to find it out anew
   };
   struct MemberState {

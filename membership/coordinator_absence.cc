@@ -274,11 +274,15 @@ void Coordinator::next_epoch(const std::string& reason, Begun step) {
 void Coordinator::drop_registration(ReplicaId id, const std::string& reason) {
   auto found = replicas_.find(id);
   if (found == replicas_.end()) return;
-  std::set<NodeId> asked;
-  for (const auto& rank : found->second.ranks) {
-    if (!rank.connected_node || !asked.insert(rank.node).second) continue;
-    evict(rank.node, id, found->second.incarnation, reason, job_);
-  }
+  std::set<NodeId> told;  // also where its ranks may stand, though they were heard another way behind that
+  for (const auto& rank : found->second.ranks)
+    if (rank.connected_node) told.insert(rank.node);
+  for (const auto& [node, state] : nodes_)
+    if (std::ranges::any_of(state.moved, [&](const auto& one) {
+          return one.replica == id.value && rank_of(one.replica, one.rank, one.instance) != nullptr;
+        }))
+      told.insert(node);
+  for (const auto node : told) evict(node, id, found->second.incarnation, reason, job_);
   proto::ToNode gone;
   gone.mutable_peers()->add_gone(found->second.incarnation.value);
   replicas_.erase(found);
@@ -330,7 +334,7 @@ bool Coordinator::may_be_complete(const MemberState& m) const {
   if (here == nullptr) return true;
   if (fully_registered(*here)) return false;  // all have come, and had their time to say so
   RankSet behind;                             // ranks that have sent a status, and in it not that they have caught up
-  for (const auto& status : here->statuses) behind.add(status.ranks);
+  for (const auto& status : here->statuses.current()) behind.add(status.ranks);
   behind.remove(here->caught_up);
   return behind.empty();
 }

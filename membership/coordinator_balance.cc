@@ -64,7 +64,7 @@ void Coordinator::look_for_slow_link(TimePoint now) {
     const ReplicaState* here = registration(members_[i].replica, members_[i].incarnation);
     if (here == nullptr) continue;
     LinkRates rates;
-    for (const auto& status : here->statuses) rates.keep_lower(status.rates);
+    for (const auto& status : here->statuses.current()) rates.keep_lower(status.rates);
     std::set neighbours{(i + 1) % members_.size(), (i + members_.size() - 1) % members_.size()};
     for (auto next : neighbours)
       if (const auto link = rates.of(members_[next].incarnation.value))

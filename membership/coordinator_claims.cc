@@ -38,7 +38,14 @@ bool Coordinator::former_may_come_back(const proto::RankUp& up, TimePoint now) c
 
 // True: it waits.
 bool Coordinator::claims_place(NodeId node, const proto::RankUp& up, TimePoint now) {
-  std::erase_if(claims_, [&](const Claim& one) { return same_process(one.up, up); });
+  const ConnectedNode::Process process{up.replica(), up.rank(), up.instance()};
+  std::erase_if(claims_, [&](const Claim& one) {
+    const bool again = same_process(one.up, up);
+    if (const auto before = nodes_.find(one.node); again && one.node != node && before != nodes_.end())
+      before->second.moved.push_back(process);
+    return again;
+  });
+  std::erase(nodes_[node].moved, process);
   RankState* holder = holder_against(up, now);
   if (holder == nullptr && !former_may_come_back(up, now)) return false;
   if (too_many(claims_, up)) {

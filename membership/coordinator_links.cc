@@ -28,27 +28,23 @@ RankSet here(const Coordinator::ReplicaState& replica, const RankSet& ranks, Nod
 
 }  // namespace
 
-// That a replica has caught up is acted on at the next step boundary, or when nobody else is left. Of ranks that have
-// come another way since, only that counts: where else they stand now is said there.
+// That a replica has caught up is acted on at the next step boundary, or when nobody else is left, whoever says it.
 void Coordinator::on_replica_status(NodeId node, const proto::ReplicaStatus& status, TimePoint now) {
   auto found = replicas_.find(ReplicaId(status.replica()));
   if (found == replicas_.end() || found->second.incarnation.value != status.incarnation()) return;
   const RankSet named(status.ranks(), config_.ranks);
   if (status.caught_up()) found->second.caught_up.add(named);
-  ConnectedRanks current{.ranks = here(found->second, named, node),
+  ConnectedRanks current{.ranks = {},
                          .links = Incarnations(status.links(), ~std::uint64_t{0}),
                          .unreached = {status.unreached().begin(), status.unreached().end()},
                          .round_trips = RoundTrips(status.round_trips()),
                          .rates = LinkRates(status.rates())};
-  auto& statuses = found->second.statuses;
   const RoundTrips trips_before = round_trips(found->first, found->second.incarnation);
-  for (auto& before : statuses) before.ranks.remove(current.ranks);
-  std::erase_if(statuses, [](const ConnectedRanks& before) { return before.ranks.empty(); });
   if (MemberState* m = member(found->first); m != nullptr && m->catching_up && !m->complete && caught_up(*m)) {
     m->complete = true;
     actions_.append.emplace_back().mutable_caught_up()->set_incarnation(m->incarnation.value);
   }
-  if (!current.ranks.empty()) statuses.push_back(std::move(current));
+  found->second.statuses.say(node, std::move(current), named, here(found->second, named, node));
   near_.stale = near_.stale || round_trips(found->first, found->second.incarnation) != trips_before;
   if (member(found->first) == nullptr && out_for_now(found->first) == nullptr)
     for (auto& line : unreached_lines(found->first, found->second)) warn_once(std::move(line));
@@ -62,7 +58,7 @@ bool Coordinator::linked(const ReplicaState& replica, const Incarnations& incarn
   others.remove(self);
   if (others.empty()) return true;
   std::uint64_t count = 0;
-  for (const auto& status : replica.statuses)
+  for (const auto& status : replica.statuses.current())
     if (status.links.includes(others)) count += status.ranks.size();
   return count == config_.ranks;
 }
@@ -90,7 +86,7 @@ std::optional<Located> Coordinator::located(ReplicaId id, Incarnation incarnatio
 RoundTrips Coordinator::round_trips(ReplicaId id, Incarnation incarnation) const {
   RoundTrips all;
   if (const ReplicaState* here = registration(id, incarnation))
-    for (const auto& status : here->statuses) all.keep_longer(status.round_trips);
+    for (const auto& status : here->statuses.current()) all.keep_longer(status.round_trips);
   return all;
 }
 

@@ -215,6 +215,7 @@ Coordinator::RankState& Coordinator::keep(ReplicaState& replica, NodeId node, co
     before->second.moved.push_back(process);
   std::erase(nodes_[node].moved, process);
   rank.node = node;
+  near_.stale |= replica.statuses.come(up.rank(), node);
   rank.instance = up.instance();
   rank.version = up.version();
   rank.digest = up.digest();
@@ -256,9 +257,13 @@ bool Coordinator::ask_the_other_nodes(NodeId lost, const ConnectedNode& was) {
   for (auto& [node, state] : nodes_)
     std::erase_if(state.moved, [&, node = node](const auto& one) {
       const RankState* rank = rank_of(one.replica, one.rank, one.instance);
-      const bool asks = rank != nullptr && !rank->connected_node && rank->node == lost;
+      const auto waits = [&](const Claim& claim) {
+        return claim.up.instance() == one.instance && claim.up.replica() == one.replica && claim.up.rank() == one.rank;
+      };
+      const bool asks =
+          rank != nullptr ? !rank->connected_node && rank->node == lost : std::ranges::none_of(claims_, waits);
       if (asks) asked.insert(node);
-      return asks || rank == nullptr;
+      return asks;
     });
   if (asked.empty()) return false;
   proto::ToNode message;

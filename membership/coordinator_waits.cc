@@ -77,7 +77,7 @@ void Coordinator::tell_why_it_waits(TimePoint now) {
 // With whom it can't connect, so that it can't start, or be admitted.
 std::vector<std::string> Coordinator::unreached_lines(ReplicaId id, const ReplicaState& replica) const {
   std::vector<std::string> lines;
-  for (const auto& status : replica.statuses)
+  for (const auto& status : replica.statuses.current())
     for (const auto& one : status.unreached)
       if (registration(ReplicaId(one.replica()), Incarnation(one.incarnation())) != nullptr)
         lines.push_back(fmt::format("replica {} rank {}: it can't connect with replica {} rank {}: {}", id, one.rank(),

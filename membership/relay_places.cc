@@ -9,6 +9,11 @@ void Relay::on_rank_up(NodeId node, const proto::RankUp& up) {
   const RankKey key{up.replica(), up.rank()};
   drop_claim(key, up.instance());  // it comes another way now
   const auto present = ranks_.find(key);
+  // The answer to its first message was on its way to it when it said so once more, and it may have told since where it
+  // stands as who it is now, which it says once.
+  if (present != ranks_.end() && present->second.connected && present->second.node == node &&
+      present->second.instance == up.instance() && present->second.incarnation != 0 && up.incarnation() == 0)
+    return;
   const bool taken = present != ranks_.end() && present->second.instance != up.instance() &&
                      (!present->second.connected || present->second.node != node);
   RankState& rank = taken ? claim(key, node, up.instance()) : take_place(key, node, up.instance());

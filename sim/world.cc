@@ -238,7 +238,7 @@ void World::describe() {
   if (deciding() == nullptr) return note("nobody decides");
   const auto& decisions = *deciding();
   for (const auto& [id, replica] : decisions.replicas())
-    for (const auto& status : replica.statuses)
+    for (const auto& status : replica.statuses.current())
       note("the coordinator knows replica {} ranks {}: incarnation {}, {}connected with {}", id, status.ranks.text(),
            replica.incarnation, replica.caught_up.includes(status.ranks) ? "caught up, " : "", status.links.text());
   for (const auto& line : decisions.waiting_for(now_at(leader()->machine))) note("the step waits for {}", line);

@@ -34,7 +34,8 @@ std::ostream& operator<<(std::ostream& out, const Fault& fault) {
                                    "stop daemon",
                                    "stop coordinator",
                                    "restart relay",
-                                   "relay stops or loses coordinator"};
+                                   "relay stops or loses coordinator",
+                                   "connects elsewhere"};
   return out << "{at " << fault.at << ": " << kinds[fault.kind] << " " << fault.replica << "." << fault.rank
              << ", chance " << fault.chance << "}";
 }
@@ -105,7 +106,7 @@ TEST(MembershipProperty, InvariantsHoldUnderRandomOrdersLossesAndCrashes) {
 
 rc::Gen<std::vector<Fault>> some_faults() {
   return rc::gen::container<std::vector<Fault>>(rc::gen::build<Fault>(
-      rc::gen::set(&Fault::at, rc::gen::inRange(0, kSteps)), rc::gen::set(&Fault::kind, rc::gen::inRange(0u, 12u)),
+      rc::gen::set(&Fault::at, rc::gen::inRange(0, kSteps)), rc::gen::set(&Fault::kind, rc::gen::inRange(0u, 13u)),
       rc::gen::set(&Fault::replica, rc::gen::inRange(0u, 3u)), rc::gen::set(&Fault::rank, rc::gen::inRange(0u, 2u)),
       rc::gen::set(&Fault::chance, rc::gen::inRange(0u, 1000u))));
 }
@@ -147,6 +148,23 @@ TEST(MembershipProperty, ADaemonIsHeardFromItsAnswerToTheLastIntroduceOn) { EXPE
 // Found by the same: its daemon was gone when the coordinator gave it the place, and the relay did not know it.
 TEST(MembershipProperty, ARankThatIsLostBeforeTheRelayHearsOfItsRegistrationIsFoundGone) {
   EXPECT_EQ(play(0, true, {{657, 2, 0, 0, 0}, {939, 3, 0, 0, 0}, {855, 0, 0, 0, 0}, {445, 0, 0, 0, 0}}), "");
+}
+
+TEST(MembershipProperty, TheSameHoldsWhereDaemonsGoFromRelayToRelay) {
+  constexpr std::uint64_t seeds = kSanitized ? 20 : 400;
+  for (std::uint64_t seed = 0; seed < seeds; ++seed) {
+    std::mt19937 random(static_cast<std::uint32_t>(seed));
+    const auto any = [&](std::uint32_t below) { return static_cast<std::uint32_t>(random() % below); };
+    std::vector<Fault> faults;
+    for (int i = 0; i < 20; ++i)
+      faults.push_back({.at = static_cast<int>(any(kSteps)),
+                        .kind = any(2) == 0 ? 12 : any(13),
+                        .replica = any(3),
+                        .rank = any(2),
+                        .chance = any(1000)});
+    for (const bool relays : {true, false})
+      ASSERT_EQ(play(seed, relays, faults), "") << "seed " << seed << ", relays: " << relays;
+  }
 }
 
 TEST(MembershipProperty, TheSameHoldsForManySeeds) {

@@ -218,6 +218,37 @@ TEST(Coordinator, WhereARankStandsIsSaidByTheRelayThatItIsBehindNow) {
   EXPECT_EQ(bench.contributors(), 3u);
 }
 
+// … which says it once, also where the rank was heard through the other one meanwhile.
+TEST(Coordinator, WhatARelayHasSaidOfARankCountsWhenItIsHeardThroughThatAgain) {
+  Bench bench;
+  for (std::uint32_t r : {0u, 1u, 2u}) bench.up(r);
+  bench.back(1, 11);
+  bench.back(1, 1);  // which it had said before
+  for (std::uint32_t rank : {0u, 1u}) {
+    for (std::uint32_t r : {0u, 2u}) bench.stand(r, rank, false);
+    bench.stand(1, rank, false, 11);
+  }
+  EXPECT_EQ(bench.contributors(), 0u);
+  bench.back(1, 11);
+  EXPECT_EQ(bench.contributors(), 3u);
+}
+
+TEST(Coordinator, WhoseReplicaIsOutHearsItWhereverItStands) {
+  Rivals job;
+  for (std::uint64_t node : {12, 1}) job.back_with(1, 1, node, 1);  // what it has said before is heard last
+  job.down(1, 1, 0);
+  for (std::uint64_t node : {12, 1})
+    EXPECT_TRUE(std::ranges::any_of(job.inbox[node], [](const auto& sent) { return sent.has_evicted(); })) << node;
+}
+
+TEST(Coordinator, WhoAsksForAPlaceSaysSoAgainWhenTheRelayThatItHasLeftTakesItForSilent) {
+  Rivals job;
+  job.second();
+  job.send(10, Rivals::of(1, 0, 2, 509));  // as it had said before
+  job.send(10, not_back(1, 0, 2));
+  EXPECT_TRUE(std::ranges::any_of(job.inbox[9], [](const auto& sent) { return sent.has_introduce(); }));
+}
+
 TEST(Coordinator, WhoAsksForAPlaceThroughAnotherRelayIsNotForgottenBecauseItDidNotComeBackToTheFirst) {
   Rivals job;
   job.second();

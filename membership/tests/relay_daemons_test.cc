@@ -223,5 +223,19 @@ TEST(Relay, AReportThatWaitsForADaemonThatHasLeftIsMadeWithoutIt) {
   }
 }
 
+// Found by the property of random faults: it has heard who it is, and then its relay hears what it said before.
+TEST(Relay, WhereARankStandsIsPassedOnThoughItHadSaidMeanwhileThatItWasNotRegistered) {
+  Behind relay;
+  relay.up(1, 100);
+  relay.registers(100, 5);
+  relay.up(1, 100);
+  relay.said.clear();
+  proto::FromNode message;
+  message.mutable_replica_status()->set_incarnation(5);
+  RankSet(0).to(message.mutable_replica_status()->mutable_ranks());
+  relay.keep(relay.relay.on_node_message(NodeId(1), message, relay.now));
+  EXPECT_TRUE(std::ranges::any_of(relay.said, [](const auto& one) { return one.has_replica_status(); }));
+}
+
 }  // namespace
 }  // namespace rejoin::membership

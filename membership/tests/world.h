@@ -54,6 +54,7 @@ struct World {
     std::deque<proto::FromNode> to_coordinator;
     std::deque<proto::ToNode> from_coordinator;
     std::vector<std::optional<RankProcess>> ranks;
+    std::optional<std::size_t> relay = {};  // where it has left that of its replica
   };
   std::vector<NodeProcess> nodes;
   struct RelayProcess {
@@ -68,7 +69,8 @@ struct World {
     return nodes[relays.empty() ? replica : replica * config.ranks + number];
   }
   RelayProcess* relay_of(const NodeProcess& node) {
-    return relays.empty() ? nullptr : &relays[static_cast<std::size_t>(&node - nodes.data()) / config.ranks];
+    if (relays.empty()) return nullptr;
+    return &relays[node.relay.value_or(static_cast<std::size_t>(&node - nodes.data()) / config.ranks)];
   }
   std::uint64_t connections = 0, instances = 0;
   TimePoint coordinator_stopped_until{};
@@ -124,6 +126,8 @@ struct World {
   void kill_rank(NodeProcess& node, std::uint32_t number);
   // The daemon dies; its ranks find the new one and register again as who they are.
   void restart_daemon(NodeProcess& node, std::uint32_t replica);
+  // Its daemon connects anew, with any relay, perhaps before its former connection is known to be over.
+  void connect_elsewhere(NodeProcess& node);
   // It dies and another starts in its place; the daemons find it.
   void restart_relay(RelayProcess& relay);
 

@@ -6,6 +6,7 @@ namespace rejoin::membership {
 void World::fail(std::uint64_t kind, std::uint32_t replica, std::uint32_t number) {
   NodeProcess& node = node_of(replica, number);
   RelayProcess* relay = relay_of(node);
+  if (kind == 12) return connect_elsewhere(node);
   if (relay == nullptr) kind %= 10;
   switch (kind) {
     case 0:
@@ -60,6 +61,14 @@ void World::restart_daemon(NodeProcess& node, std::uint32_t replica) {
     if (!rank) continue;
     greet_again(node, replica, number);
   }
+}
+
+void World::connect_elsewhere(NodeProcess& node) {
+  if (stopped(node)) return;
+  if (pick(2) == 0) disconnect(node);
+  else cut(node);
+  if (!relays.empty()) node.relay = pick(relays.size());
+  connect(node);
 }
 
 void World::restart_relay(RelayProcess& relay) {
