@@ -82,16 +82,16 @@ Origins Communicator::origins() const {
   };
   for (const auto& bucket : buckets_) {
     auto& segments = origins.buckets.emplace_back();
+    if (whole) {
+      segments.assign(1, {0, self_.replica});
+      for (const auto range : ranges_of(bucket)) add(0, range);
+      continue;
+    }
     if (direct(bucket)) {  // what everybody contributed, as it came here
       for (std::uint32_t c = 0; c < n; ++c) {
         const BytesView input = c == p ? bucket.contribution() : received(bucket, c);
         segments.push_back({rejoin::digest(input), ring_[c].member.replica});
       }
-      continue;
-    }
-    if (whole) {
-      segments.assign(1, {0, self_.replica});
-      for (const auto range : ranges_of(bucket)) add(0, range);
       continue;
     }
     if (doubled(bucket)) {  // sums as they came and went; those that did not pass here count as this member's

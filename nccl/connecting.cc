@@ -147,6 +147,7 @@ void Device::end_try(Connecting& connecting) {
   Connection& connection = *connecting.connection;
   if (connections_.erase(connection.endpoint.value) > 0) engine_->close(connection.endpoint);
   connection.endpoint = {};
+  connection.connected = false;
   connection.error.reset();
 }
 

@@ -245,9 +245,10 @@ void Driver::on_control_message(const proto::ToNode& message, TimePoint now) {
     case proto::ToNode::kRegistered: {
       const auto incarnation = message.registered().incarnation();
       // Its first message had come to a later leader, too: nobody reaches it by what it heard from the one before.
-      if (machine_.incarnation() != Incarnation{} && incarnation > machine_.incarnation().value && !machine_.member())
-        return put_out("another leader has registered it anew", now);
-      if (machine_.incarnation() != Incarnation{}) return;
+      if (machine_.incarnation() != Incarnation{}) {
+        const bool anew = incarnation > machine_.incarnation().value && !machine_.member() && !finished_;
+        return anew ? put_out("another leader has registered it anew", now) : void();
+      }
       if (incarnation == 0)
         return fail({ErrorCode::corrupt,
                      "the daemon has registered this rank without an incarnation: run a daemon of this release"});

@@ -180,6 +180,7 @@ Result<std::optional<StepView>> ProgressThread::wait_for_step(std::uint64_t afte
   if (finished_) return std::optional<StepView>{};
   taken_ = current_->step;
   intact_ = true;
+  taken_with_ = contributors_;
   taken_contributes_ = current_->contributes;
   const auto step = current_;
   const bool wakes = ask();
@@ -387,7 +388,7 @@ void ProgressThread::note_epoch() {
   for (const auto& member : driver_->machine().plan().members())
     if (!member.catching_up()) contributors.push_back(member.incarnation());
   std::ranges::sort(contributors);
-  if (committed_ < taken_ || !std::ranges::includes(contributors, contributors_)) intact_ = false;
+  if (committed_ < taken_ || !std::ranges::includes(contributors, taken_with_)) intact_ = false;
   contributors_ = std::move(contributors);
 }
 

@@ -186,8 +186,9 @@ class ProgressThread {
   bool registered_ = false, finished_ = false, over_ = false;
   bool intact_ = true;  // nobody who contributes with the trainer to its step was lost, or begins it in another epoch
   Epoch epoch_;         // the present one
-  std::vector<std::uint64_t> contributors_;  // to it: their incarnations, sorted
-  std::uint64_t committed_ = 0;              // the last step decided that this replica took part in
+  // The contributors to it, and those to the trainer's step: their incarnations, sorted.
+  std::vector<std::uint64_t> contributors_, taken_with_;
+  std::uint64_t committed_ = 0;  // the last step decided that this replica took part in
   bool committed_contributes_ = false;
   std::uint32_t committed_contributors_ = 0;
   bool stop_ = false, leaving_ = false;

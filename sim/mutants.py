@@ -53,7 +53,7 @@ MUTANTS = [
     ("one rank's report that a replica has caught up", "membership/coordinator.cc",
      "return replica.caught_up.size() == config_.ranks;", "return replica.caught_up.size() > 0;"),
     ("who has heard an earlier leader first ignores what a later one calls it", "rejoin/driver.cc",
-     "incarnation > machine_.incarnation().value && !machine_.member())", "false)"),
+     "incarnation > machine_.incarnation().value && !machine_.member()", "false"),
     ("who is out for now does not count for what all speak", "membership/coordinator_versions.cc",
      "if (!out.ended) lower_to(out);", "(void)out;"),
     ("reductions of an older step count", "membership/coordinator.cc",

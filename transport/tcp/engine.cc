@@ -114,7 +114,7 @@ void TcpEngine::take_up(Endpoint& endpoint, Fd socket) {
 
 // Addresses that have to be tried one after the other share the time that there is for all of them.
 void TcpEngine::limit_unacknowledged(const Endpoint& endpoint) const {
-  const auto parts = static_cast<std::int64_t>(1 + endpoint.further.size());
+  const std::int64_t parts = endpoint.stage == Stage::connecting ? endpoint.addresses : 1;
   set_option(endpoint.socket, IPPROTO_TCP, TCP_USER_TIMEOUT,
              static_cast<int>(milliseconds(deadlines::kUnacknowledged.of(silence_)) / parts));
 }
@@ -127,6 +127,7 @@ Result<EndpointId> TcpEngine::connect(const Address& peer, BytesView hello) {
   if (!socket) return fail(socket.error().code, "connecting to {}: {}", peer.text, socket.error().message);
   Endpoint& endpoint = adopt(std::move(*socket), Stage::connecting);
   endpoint.further = std::move(*addresses);
+  endpoint.addresses += static_cast<std::uint32_t>(endpoint.further.size());
   limit_unacknowledged(endpoint);
   endpoint.secret = peer.secret;
   endpoint.hello.assign(hello.begin(), hello.end());
@@ -171,9 +172,9 @@ void TcpEngine::finish_connecting(Endpoint& endpoint) {
     return take_up(endpoint, std::move(*next));
   }
   endpoint.further.clear();
+  endpoint.stage = Stage::greeting;
   limit_unacknowledged(endpoint);
   use_no_pacing_inside_a_machine(endpoint.socket);
-  endpoint.stage = Stage::greeting;
   // Only of a connection that is there it can be known. So far there is nothing but the call to go out.
   endpoint.by_kernel = by_kernel_ && kernel_tls::attach(endpoint.socket);
   if (endpoint.by_kernel) endpoint.out.front().header.key = wire::kByKernel;

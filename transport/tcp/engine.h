@@ -118,6 +118,7 @@ class TcpEngine final : public Engine {
 
     // Until it is open.
     std::deque<SocketAddress> further;  // of the peer's name, for when this one can't be reached
+    std::uint32_t addresses = 1;        // with those that have been tried
     Secret secret;                      // the caller's, or the one that the caller has named
     Bytes hello;                        // the caller's
     Nonce ours{}, theirs{};

@@ -26,9 +26,12 @@ void TcpEngine::look_after_greetings() {
   const TimePoint now = clock_.now();
   acceptor_.look(epoll_, listener_, now);
   while (const auto id = strangers_.to_go(now)) fail_endpoint(*find(*id), ErrorCode::timeout, Strangers::kTooLate);
-  while (const auto id = calls_.overdue(now))
-    fail_endpoint(*find(*id), ErrorCode::timeout,
+  while (const auto id = calls_.overdue(now)) {
+    Endpoint& call = *find(*id);
+    const bool there = call.stage != Stage::connecting;  // its kernel is
+    fail_endpoint(call, there ? ErrorCode::timeout : ErrorCode::unavailable,
                   fmt::format("it does not answer in {:.1f} s", seconds(calls_.patience())));
+  }
 }
 
 void TcpEngine::refuse(const Endpoint& stranger, ErrorCode code) {

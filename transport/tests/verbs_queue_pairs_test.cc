@@ -223,14 +223,16 @@ TEST(ForkedChildOfVerbs, KeepsNoEngineAwakeForADeviceThatIsLost) {
     if (std::string_view(context->context.device->name) == "fake0") bell = Fd(::dup(context->pipe_write));
   const pid_t child = ::fork();
   while (child == 0) ::pause();
+  const std::shared_ptr<void> ends(nullptr, [child](void*) {
+    ::kill(child, SIGKILL);
+    ::waitpid(child, nullptr, 0);
+  });
   fake_verbs_plug("fake0", false);
   ASSERT_TRUE(within(std::chrono::seconds(20), [&] { return engine->poll().empty() && fake::contexts.empty(); }));
   ASSERT_EQ(::write(bell.get(), "", 1), 1);
   pollfd waiting{engine->event_fd(), POLLIN, 0};
   EXPECT_EQ(::poll(&waiting, 1, 10), 0) << "it is woken by what it has closed";
   fake_verbs_plug("fake0", true);
-  ::kill(child, SIGKILL);
-  ::waitpid(child, nullptr, 0);
 }
 
 }  // namespace
