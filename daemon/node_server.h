@@ -41,8 +41,8 @@ class NodeServer {
                                                    const JobKeys& keys);
   ~NodeServer();
   nlohmann::json status() const;
-  // Takes no more trainers, and calls `call` on the daemon's thread when none is connected: at once, or when the last
-  // has gone and the coordinator has had a moment to hear of it.
+  // Takes no more trainers, and calls `call` on the daemon's thread when none is connected and the
+  // coordinator has had a moment to hear of the last.
   void retire(std::function<void()> call);
 
  private:
@@ -104,6 +104,8 @@ class NodeServer {
   void write(Trainer& trainer);
   void write_later(Trainer& trainer);
   void drop_who_reads_nothing();
+  void send_at_last(Trainer& trainer, const proto::ToTrainer& message);
+  void end_if_nobody_is_left();
   void tick();
   void give_sign_of_life();
   void tell();

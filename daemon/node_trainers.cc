@@ -192,7 +192,7 @@ Result<> NodeServer::on_descriptors(Trainer& trainer, std::vector<Fd> fds) {
 void NodeServer::refuse(membership::RankConnection id, const Error& error) {
   proto::ToTrainer refusal;
   refusal.set_refusal(error.message);
-  send(trainers_.at(id), refusal);
+  send_at_last(trainers_.at(id), refusal);
   ++rejected_;
   refusals::count(error.code == ErrorCode::mismatch  ? refusals::Why::version
                   : error.code == ErrorCode::refused ? refusals::Why::place
@@ -301,7 +301,7 @@ void NodeServer::on_leave(membership::RankConnection id, const proto::LocalLeave
   const std::string why = printable(leave.why(), longest);
   proto::ToTrainer answer;
   answer.mutable_left();
-  send(trainers_.at(id), answer);
+  send_at_last(trainers_.at(id), answer);
   if (!why.empty()) return drop(id, "it has left: " + why, Gone::ended);
   drop(id, machine_.plan().finished() ? "the job is finished" : "of its own accord", Gone::left);
 }
@@ -338,6 +338,10 @@ void NodeServer::drop(membership::RankConnection id, const std::string& reason, 
     trainer.own->remote->disconnect();  // so that its thread waits for no trainer; it may still be at work for long
     asio::post(opener_, [stream = std::move(trainer.own)] {});
   }
+  end_if_nobody_is_left();
+}
+
+void NodeServer::end_if_nobody_is_left() {
   if (!trainers_.empty() || !nobody_is_left_) return;
   last_words_.expires_after(kLastWords);
   last_words_.async_wait([this](asio::error_code cancelled) {
@@ -349,7 +353,7 @@ void NodeServer::retire(std::function<void()> call) {
   listener_.close();
   listener_fd_.reset();
   nobody_is_left_ = std::move(call);
-  if (trainers_.empty()) nobody_is_left_();
+  end_if_nobody_is_left();
 }
 
 }  // namespace rejoin::daemon

@@ -24,6 +24,13 @@ void NodeServer::send(Trainer& trainer, const proto::ToTrainer& message) {
     asio::post(io_, [this, id = trainer.id] { drop(id, "it does not read what is sent to it", Gone::silent); });
 }
 
+// What else was to be said is of no use to who leaves or is refused.
+void NodeServer::send_at_last(Trainer& trainer, const proto::ToTrainer& message) {
+  trainer.unsent.clear();
+  trainer.unsent_bytes = 0;
+  send(trainer, message);
+}
+
 // As much as its socket takes.
 void NodeServer::write(Trainer& trainer) {
   while (!trainer.unsent.empty()) {
@@ -41,7 +48,8 @@ void NodeServer::write_later(Trainer& trainer) {
   if (std::exchange(trainer.awaits_room, true)) return;
   trainer.readable->async_wait(asio::posix::stream_descriptor::wait_write,
                                [this, id = trainer.id](asio::error_code error) {
-                                 const auto found = error ? trainers_.end() : trainers_.find(id);
+                                 if (error) return;
+                                 const auto found = trainers_.find(id);
                                  if (found == trainers_.end()) return;
                                  found->second.awaits_room = false;
                                  write(found->second);

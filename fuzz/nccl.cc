@@ -15,7 +15,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   VirtualClock clock;
   transport::sim::Fabric fabric({.seed = 1, .late_writes = true}, clock);
   auto peer = fabric.make_engine();
-  auto device = *nccl::Device::make(fabric.make_engine(), "");
+  auto device = *nccl::Device::make(fabric.make_engine(), "", clock);
   std::vector<std::byte> memory(256), theirs(256);
   const auto from = *peer->register_region(theirs, transport::MemoryKind::host, transport::Access::remote_write);
   transport::EndpointId at_peer;

@@ -65,6 +65,9 @@ Actions Coordinator::on_node_lost(NodeId node, TimePoint now) {
 void Coordinator::lose_node(NodeId node, TimePoint now) {
   const auto gone = nodes_.extract(node);
   const std::string name = gone.empty() ? "" : gone.mapped().name;
+  ConnectedNode::Processes dropped;
+  for (const auto& claim : claims_)
+    if (claim.node == node) dropped.push_back({claim.up.replica(), claim.up.rank(), claim.up.instance()});
   std::erase_if(claims_, [&](const Claim& claim) { return claim.node == node; });
   std::erase_if(misfits_, [&](const Differing& one) { return one.node == node; });
   for (auto& [place, stranger] : strangers_)
@@ -81,7 +84,7 @@ void Coordinator::lose_node(NodeId node, TimePoint now) {
                             : fmt::format("relay {}, through which its node {} reports, is not connected", name, own);
       }
   }
-  if (!gone.empty()) ask_the_other_nodes(node, gone.mapped());
+  if (!gone.empty()) ask_the_other_nodes(node, gone.mapped(), dropped);
 }
 
 Actions Coordinator::on_tick(TimePoint now) {
@@ -117,10 +120,11 @@ void Coordinator::on_rank_down(NodeId node, const proto::RankDown& down, TimePoi
     return try_start(now);
   }
   const auto is_over = [&](const auto& one) { return concerns(one.node) && same_process(one.up, down); };
+  const ConnectedNode::Process process{down.replica(), down.rank(), down.instance()};
   const bool waited = std::erase_if(claims_, is_over) > 0;
   std::erase_if(misfits_, is_over);
-  std::erase(nodes_[node].moved, ConnectedNode::Process{down.replica(), down.rank(), down.instance()});
-  if (waited && !down.ended()) ask_the_other_nodes(node, {});
+  std::erase(nodes_[node].moved, process);
+  if (waited && !down.ended()) ask_the_other_nodes(node, {}, {process});
   RankState* rank = rank_of(down.replica(), down.rank(), down.instance());
   if (rank == nullptr || !concerns(rank->node)) return;  // of an instance that is over already, or elsewhere
   const std::string why = shortened(down.reason(), kLongestReason);
@@ -131,7 +135,7 @@ void Coordinator::on_rank_down(NodeId node, const proto::RankDown& down, TimePoi
   }
   note("replica {} rank {}: {}", down.replica(), down.rank(), why);
   rank->connected_node = false;
-  rank->lost_at = ask_the_other_nodes(node, {}) ? now : now - config_.silence;
+  rank->lost_at = ask_the_other_nodes(node, {}, {}) ? now : now - config_.silence;
   rank->lost_why = why;
   if (!finished() && !recovering_until_ && !pause_detector_.just_paused(now)) settle_absent(now);
 }

@@ -315,7 +315,7 @@ class Coordinator {
   void tell_prospect_of_start(const std::vector<ReplicaId>& to_start);
   void tell_prospect();
   RankState& keep(ReplicaState& replica, NodeId node, const proto::RankUp& up);
-  bool ask_the_other_nodes(NodeId lost, const ConnectedNode& was);
+  bool ask_the_other_nodes(NodeId lost, const ConnectedNode& was, const ConnectedNode::Processes& dropped);
   MemberState* member(ReplicaId replica);
   Suspended* out_for_now(ReplicaId replica);
   const ReplicaState* registration(ReplicaId replica, Incarnation incarnation) const;

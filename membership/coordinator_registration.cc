@@ -248,8 +248,8 @@ Coordinator::RankState& Coordinator::keep(ReplicaState& replica, NodeId node, co
 
 // Where this process was stopped, what a daemon sent over a connection that it has left since may be heard behind what
 // it sent over the next one. So whoever was heard over both when the first of them is lost says once more where it
-// stands. False: nobody was.
-bool Coordinator::ask_the_other_nodes(NodeId lost, const ConnectedNode& was) {
+// stands. `dropped`: those that asked for a place, and do no more. False: nobody was heard over both.
+bool Coordinator::ask_the_other_nodes(NodeId lost, const ConnectedNode& was, const ConnectedNode::Processes& dropped) {
   std::set<NodeId> asked;
   for (const auto& one : was.moved)
     if (const RankState* rank = rank_of(one.replica, one.rank, one.instance); rank != nullptr && rank->connected_node)
@@ -260,10 +260,10 @@ bool Coordinator::ask_the_other_nodes(NodeId lost, const ConnectedNode& was) {
       const auto waits = [&](const Claim& claim) {
         return claim.up.instance() == one.instance && claim.up.replica() == one.replica && claim.up.rank() == one.rank;
       };
-      const bool asks =
-          rank != nullptr ? !rank->connected_node && rank->node == lost : std::ranges::none_of(claims_, waits);
+      const bool asks = rank != nullptr ? !rank->connected_node && rank->node == lost
+                                        : std::ranges::find(dropped, one) != dropped.end();
       if (asks) asked.insert(node);
-      return asks;
+      return asks || (rank == nullptr && std::ranges::none_of(claims_, waits));
     });
   if (asked.empty()) return false;
   proto::ToNode message;

@@ -37,7 +37,8 @@ struct ConnectedNode {
     std::uint64_t instance = 0;
     bool operator==(const Process&) const = default;
   };
-  std::vector<Process> moved{};  // that have registered through it, and then through another connection
+  using Processes = std::vector<Process>;
+  Processes moved{};  // that have registered through it, and then through another connection
 };
 
 // A replica that the job runs without.

@@ -132,8 +132,8 @@ TEST(Relay, WhoTakesAPlaceWhileItsDaemonIsGoneIsSaidToBeGoneAfterTheSilence) {
 }
 
 // The coordinator has lost another connection of one of its daemons, and asks all again where they stand.
-struct Asked : Behind {
-  Asked() {
+struct AskedAgain : Behind {
+  AskedAgain() {
     for (std::uint64_t node : {1, 2}) comes(node);
     for (std::uint64_t node : {1, 2}) stands(node);
     heard.clear(), said.clear();
@@ -170,7 +170,7 @@ struct Asked : Behind {
 };
 
 TEST(Relay, WhoIsLostOrEndsBeforeItHasIntroducedItselfAgainIsReported) {
-  Asked relay;
+  AskedAgain relay;
   relay.ask();
   ASSERT_TRUE(relay.said.back().has_hello());
   relay.ends(2);
@@ -184,7 +184,7 @@ TEST(Relay, WhoIsLostOrEndsBeforeItHasIntroducedItselfAgainIsReported) {
 }
 
 TEST(Relay, WhoIsAskedTwiceToIntroduceItselfIsHeardBetweenItsAnswers) {
-  Asked relay;
+  AskedAgain relay;
   relay.ask();
   const auto first = relay.number(2);
   relay.ask();
@@ -195,7 +195,7 @@ TEST(Relay, WhoIsAskedTwiceToIntroduceItselfIsHeardBetweenItsAnswers) {
 
 // What the coordinator heard of it last may have come over the connection that it has lost.
 TEST(Relay, WhereRanksStandIsSaidAgainToACoordinatorThatAsks) {
-  Asked relay;
+  AskedAgain relay;
   relay.ask();
   relay.said.clear();
   for (std::uint64_t node : {1, 2}) {
@@ -212,7 +212,7 @@ TEST(Relay, WhereRanksStandIsSaidAgainToACoordinatorThatAsks) {
 // report waited for that of a daemon which had gone to another relay.
 TEST(Relay, AReportThatWaitsForADaemonThatHasLeftIsMadeWithoutIt) {
   for (const bool lost : {true, false}) {
-    Asked relay;
+    AskedAgain relay;
     relay.comes(2);  // and has yet to say where it stands
     relay.stands(1);
     EXPECT_TRUE(std::ranges::none_of(relay.said, [](const auto& one) { return one.has_replica_status(); }));
