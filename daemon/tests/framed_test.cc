@@ -304,7 +304,6 @@ TEST(NodeListener, ANodeOfALaterProtocolIsToldWhy) {
       << why;
 }
 
-// A time less than this can't be, whatever the machine has to do.
 // As where a machine loses its power: neither side would say anything more.
 TEST(NodeListener, ANodeThatIsGoneWithoutAWordIsFoundOut) {
   proto::FromNode hello;
@@ -321,6 +320,7 @@ TEST(NodeListener, ANodeThatIsGoneWithoutAWordIsFoundOut) {
   EXPECT_TRUE(caller.until([&] { return caller.listener.nodes() == 0; }));
 }
 
+// A time less than this can't be, whatever the machine has to do.
 TEST(Upstream, ANodeOfAnotherVersionIsRefusedAndComesAgainEverLessOften) {
   asio::io_context io{1};
   const JobKeys keys{kKey};
