@@ -67,7 +67,7 @@ void Coordinator::lose_node(NodeId node, TimePoint now) {
   const std::string name = gone.empty() ? "" : gone.mapped().name;
   ConnectedNode::Processes dropped;
   for (const auto& claim : claims_)
-    if (claim.node == node) dropped.push_back({claim.up.replica(), claim.up.rank(), claim.up.instance()});
+    if (claim.node == node) dropped.push_back(ConnectedNode::Process::of(claim.up));
   std::erase_if(claims_, [&](const Claim& claim) { return claim.node == node; });
   std::erase_if(misfits_, [&](const Differing& one) { return one.node == node; });
   for (auto& [place, stranger] : strangers_)
@@ -120,7 +120,7 @@ void Coordinator::on_rank_down(NodeId node, const proto::RankDown& down, TimePoi
     return try_start(now);
   }
   const auto is_over = [&](const auto& one) { return concerns(one.node) && same_process(one.up, down); };
-  const ConnectedNode::Process process{down.replica(), down.rank(), down.instance()};
+  const auto process = ConnectedNode::Process::of(down);
   const bool waited = std::erase_if(claims_, is_over) > 0;
   std::erase_if(misfits_, is_over);
   std::erase(nodes_[node].moved, process);

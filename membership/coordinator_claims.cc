@@ -38,7 +38,7 @@ bool Coordinator::former_may_come_back(const proto::RankUp& up, TimePoint now) c
 
 // True: it waits.
 bool Coordinator::claims_place(NodeId node, const proto::RankUp& up, TimePoint now) {
-  const ConnectedNode::Process process{up.replica(), up.rank(), up.instance()};
+  const auto process = ConnectedNode::Process::of(up);
   std::erase_if(claims_, [&](const Claim& one) {
     const bool again = same_process(one.up, up);
     if (const auto before = nodes_.find(one.node); again && one.node != node && before != nodes_.end())

@@ -209,7 +209,7 @@ Coordinator::RankState& Coordinator::keep(ReplicaState& replica, NodeId node, co
   if (auto refused = refused_.find(ReplicaId(up.replica()));
       refused != refused_.end() && refused->second.first == up.rank())
     refused_.erase(refused);
-  const ConnectedNode::Process process{up.replica(), up.rank(), up.instance()};
+  const auto process = ConnectedNode::Process::of(up);
   if (const auto before = nodes_.find(rank.node);
       rank.connected_node && rank.instance == up.instance() && rank.node != node && before != nodes_.end())
     before->second.moved.push_back(process);
@@ -257,9 +257,7 @@ bool Coordinator::ask_the_other_nodes(NodeId lost, const ConnectedNode& was, con
   for (auto& [node, state] : nodes_)
     std::erase_if(state.moved, [&, node = node](const auto& one) {
       const RankState* rank = rank_of(one.replica, one.rank, one.instance);
-      const auto waits = [&](const Claim& claim) {
-        return claim.up.instance() == one.instance && claim.up.replica() == one.replica && claim.up.rank() == one.rank;
-      };
+      const auto waits = [&](const Claim& claim) { return ConnectedNode::Process::of(claim.up) == one; };
       const bool asks = rank != nullptr ? !rank->connected_node && rank->node == lost
                                         : std::ranges::find(dropped, one) != dropped.end();
       if (asks) asked.insert(node);

@@ -36,6 +36,7 @@ struct ConnectedNode {
     std::uint32_t replica = 0, rank = 0;
     std::uint64_t instance = 0;
     bool operator==(const Process&) const = default;
+    static Process of(const auto& message) { return {message.replica(), message.rank(), message.instance()}; }
   };
   using Processes = std::vector<Process>;
   Processes moved{};  // that have registered through it, and then through another connection

@@ -228,9 +228,9 @@ void Driver::submit_wanted(TimePoint now) {
   if (!current_ || current_->step != machine_.step().value) return;
   if (inspection_) return;  // outputs and state stay as they are until it has ended
   // A joiner's outputs hold the gradients of the step before until the trainer is done with them.
-  if (!machine_.contributes() && taken_ != machine_.step().value) return;
-  ring_->notice(now);
   const bool contributes = machine_.contributes();  // which looks for this replica among all members
+  if (!contributes && taken_ != machine_.step().value) return;
+  ring_->notice(now);
   for (std::uint32_t b = 0; b < buckets_.size(); ++b) {
     if (submitted_[b] || (contributes && !wanted_[b])) continue;
     submitted_[b] = true;

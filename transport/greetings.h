@@ -1,9 +1,12 @@
 // Connections whose greeting is under way, and the time that each has had for it. Time comes in as a parameter.
 #pragma once
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <deque>
 #include <optional>
+#include <string>
 
 #include "base/clock.h"
 #include "base/deadlines.h"
@@ -16,7 +19,7 @@ namespace rejoin::transport {
 class Greetings {
  public:
   void set_silence(Duration silence) { patience_ = deadlines::kDataProof.of(silence); }
-  Duration patience() const { return patience_; }
+  std::string too_late() const { return fmt::format("it does not answer in {:.1f} s", seconds(patience_)); }
   void add(EndpointId id, TimePoint now) {
     look(now);
     since_.push_back({id, attended_});

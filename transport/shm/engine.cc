@@ -130,9 +130,7 @@ void ShmEngine::look_after_greetings() {
   const TimePoint now = clock_.now();
   acceptor_.look(epoll_, listener_, now);
   while (const auto id = strangers_.to_go(now)) fail_endpoint(*find(*id), ErrorCode::timeout, Strangers::kTooLate);
-  while (const auto id = calls_.overdue(now))
-    fail_endpoint(*find(*id), ErrorCode::timeout,
-                  fmt::format("it does not answer in {:.1f} s", seconds(calls_.patience())));
+  while (const auto id = calls_.overdue(now)) fail_endpoint(*find(*id), ErrorCode::timeout, calls_.too_late());
 }
 
 void ShmEngine::watch_sockets() {

@@ -29,8 +29,7 @@ void TcpEngine::look_after_greetings() {
   while (const auto id = calls_.overdue(now)) {
     Endpoint& call = *find(*id);
     const bool there = call.stage != Stage::connecting;  // its kernel is
-    fail_endpoint(call, there ? ErrorCode::timeout : ErrorCode::unavailable,
-                  fmt::format("it does not answer in {:.1f} s", seconds(calls_.patience())));
+    fail_endpoint(call, there ? ErrorCode::timeout : ErrorCode::unavailable, calls_.too_late());
   }
 }
 

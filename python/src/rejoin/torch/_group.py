@@ -30,7 +30,7 @@ class SessionGroup(ProcessGroup):
         super().__init__(timeout, options)
         native.set_card(self.get_reconfigure_handle())
         self._session, self._replica = native, replica
-        self._changed = threading.Condition(threading.RLock())  # guards all below
+        self._changed = threading.Condition(self._lock)  # which guards all below, too
         self._number, self._epoch = 0, 0
         self._members: list[tuple[int, str]] = []
         self._configured: list[tuple[int, str]] = []  # among whom it has connections
@@ -47,8 +47,7 @@ class SessionGroup(ProcessGroup):
                 self._configured = []  # what has failed is not gone on with
             self._number, self._epoch, self._members = number, epoch, sorted(cards)
             if self._configured != self._members:
-                with self._lock:
-                    self._of_before = set(self._pending)
+                self._of_before = set(self._pending)
             self._refused = None if settled else f"a replica was lost in step {number}"
             without = [replica for replica, card in cards if not card]
             if without:
