@@ -10,7 +10,7 @@ namespace {
 
 constexpr std::int64_t kWindow = 10'000'000'000;  // ns
 constexpr double kMostDrift = 1e-4;               // of one clock against another, where it can't be measured
-constexpr double kMostSlew = 1e-3;                // … while its time of the day is put right
+constexpr double kMostSlew = 0.1;                 // … while its time of the day is put right: adjtimex(2)'s most
 constexpr double kJump = 1e8;                     // ns: what stood for less is an error like others
 
 // Both are what a file says; no sum of them may overflow.

@@ -52,7 +52,7 @@ void emit_recovered(const membership::Coordinator& machine) {
   for (const auto& m : machine.members()) add_member(members, m.replica.value, m.catching_up);
   flight::set_job(machine.job());
   events::record(events::Kind::recovered, {.epoch = machine.epoch().value, .step = machine.committed().value + 1},
-                 members);
+                 members + "\n");
 }
 
 void send_all(NodeListener& nodes, const std::vector<std::pair<std::vector<membership::NodeId>, proto::ToNode>>& send,

@@ -37,6 +37,8 @@ void Coordinators::send(const proto::FromNode& message) {
   if (leader_) all_[*leader_]->send(message);
 }
 
+void Coordinators::finish(std::function<void()> over) { all_[leader_.value_or(0)]->finish(std::move(over)); }
+
 void Coordinators::check(TimePoint heard) {
   if (leader_) all_[*leader_]->check(heard);
 }

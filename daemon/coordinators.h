@@ -24,6 +24,8 @@ class Coordinators {
                Upstream::Handlers handlers);
   void connect();
   void send(const proto::FromNode& message);
+  // Nothing more is sent. `over` is called once, when all that was sent to the one that leads has been read, or can't be.
+  void finish(std::function<void()> over);
   // Connects anew with the one that leads if that was last heard too long ago.
   void check(TimePoint heard);
   void tick(TimePoint now);  // at least every silence / 8

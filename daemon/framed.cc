@@ -169,7 +169,7 @@ void Framed::read_body(std::uint32_t length) {
 }
 
 void Framed::send(const std::string& message) {
-  if (!open_ || closed_) return;
+  if (!open_ || closed_ || finishing_) return;
   if (message.size() > kMaxFrame)  // the peer would close the connection, and the same would follow again
     return end(
         fmt::format("a message for it has {} bytes, over the limit of {}: fewer ranks or replicas at one "
@@ -202,7 +202,21 @@ void Framed::write_next() {
                       self->out_bytes_ -= self->out_.front().size();
                       self->out_.pop_front();
                       if (!self->out_.empty()) self->write_next();
+                      else if (self->finishing_) self->send_end();
                     });
+}
+
+void Framed::finish(std::function<void()> over) {
+  handlers_ = std::make_shared<const Handlers>(
+      Handlers{.ready = [] {}, .message = [](auto) {}, .closed = [over = std::move(over)](const auto&) { over(); }});
+  finishing_ = true;
+  if (out_.empty()) send_end();
+}
+
+void Framed::send_end() {
+  asio::error_code error;
+  tls_->stream.next_layer().shutdown(asio::ip::tcp::socket::shutdown_send, error);
+  if (error) end(error.message());
 }
 
 void Framed::end(const std::string& why) {

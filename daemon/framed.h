@@ -37,6 +37,9 @@ class Framed : public std::enable_shared_from_this<Framed> {
   void close();
   // The last that is sent. What still comes is not heard; the other side closes the connection, or the deadline does.
   void send_last(const std::string& message, std::chrono::milliseconds deadline);
+  // Nothing more is sent. `over` is called once, when the other side has read all and closed it, or it has broken; what
+  // still comes is not heard.
+  void finish(std::function<void()> over);
   // Ends it, as one that has not proven the job key. A server counts it by its kind.
   void refuse(refusals::Why kind, const std::string& why);
   std::string remote() const { return remote_; }
@@ -57,6 +60,7 @@ class Framed : public std::enable_shared_from_this<Framed> {
   void read_body(std::uint32_t length);
   void end(const std::string& why);
   void write_next();
+  void send_end();
 
   const std::unique_ptr<Tls> tls_;
   asio::steady_timer timer_;
@@ -67,7 +71,7 @@ class Framed : public std::enable_shared_from_this<Framed> {
   std::string body_;
   std::deque<std::string> out_;
   std::size_t out_bytes_ = 0;
-  bool open_ = false, closed_ = false, refused_ = false;
+  bool open_ = false, closed_ = false, refused_ = false, finishing_ = false;
   std::string remote_;
 };
 

@@ -21,7 +21,6 @@ NodeServer::NodeServer(asio::io_context& io, const NodeOptions& options, const J
       listener_(io),
       accept_again_(io),
       timer_(io),
-      last_words_(io),
       family_(transport::family_of(options.transport)),
       machine_(options.name, options.silence, random_number(), options.location),
       streams_(family_, Location::parse(options.location).value_or(Location())),

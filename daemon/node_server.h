@@ -41,8 +41,8 @@ class NodeServer {
                                                    const JobKeys& keys);
   ~NodeServer();
   nlohmann::json status() const;
-  // Takes no more trainers, and calls `call` on the daemon's thread when none is connected and the
-  // coordinator has had a moment to hear of the last.
+  // Takes no more trainers, and calls `call` once on the daemon's thread when none is connected and the coordinator has
+  // heard of the last, or is not connected.
   void retire(std::function<void()> call);
 
  private:
@@ -144,7 +144,6 @@ class NodeServer {
   asio::steady_timer accept_again_;
   Seldom without_descriptors_{std::chrono::seconds(10)};  // limits the log line that descriptors have run out
   asio::steady_timer timer_;
-  asio::steady_timer last_words_;
   const std::string family_;  // of the catch-up streams
   membership::Node machine_;
   Streams streams_;

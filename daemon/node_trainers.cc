@@ -27,10 +27,6 @@ constexpr std::size_t kOfTrainer = 16;
 // Of callers, and of one trainer's messages: whoever comes or sends without end leaves the thread to others in between.
 constexpr int kCallersAtOnce = 16, kMessagesAtOnce = 64;
 
-// Messages that wait for one before them on their way to the coordinator. Without them it would learn by a silence, and
-// not of each rank, that its trainers have left.
-constexpr std::chrono::milliseconds kLastWords(100);
-
 bool readable_now(int fd) {
   pollfd look{fd, POLLIN | POLLRDHUP, 0};
   return ::poll(&look, 1, 0) > 0 && look.revents != 0;
@@ -341,12 +337,10 @@ void NodeServer::drop(membership::RankConnection id, const std::string& reason, 
   end_if_nobody_is_left();
 }
 
+// What still waits to be sent is of those who have left: without it the coordinator would learn by a silence, and not of
+// each rank, that they have.
 void NodeServer::end_if_nobody_is_left() {
-  if (!trainers_.empty() || !nobody_is_left_) return;
-  last_words_.expires_after(kLastWords);
-  last_words_.async_wait([this](asio::error_code cancelled) {
-    if (!cancelled) nobody_is_left_();
-  });
+  if (trainers_.empty() && nobody_is_left_) coordinators_.finish(std::exchange(nobody_is_left_, nullptr));
 }
 
 void NodeServer::retire(std::function<void()> call) {

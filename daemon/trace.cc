@@ -255,12 +255,26 @@ std::string some_of(std::vector<std::string> names) {
   return fmt::format("{}{}", fmt::join(names, ", "), more == 0 ? "" : fmt::format(" and {} more", more));
 }
 
+// Where the reference's time of the day has changed against its monotonic clock: put right by hand, or suspended.
+nlohmann::json times_of_day(const Recordings& recordings) {
+  constexpr std::int64_t change = 1'000'000'000;  // ns
+  auto times = nlohmann::json::array();
+  std::int64_t last = 0;
+  for (const auto& [from, offset] : recordings.wall_offsets)
+    if (times.empty() || std::abs(offset - last) >= change) {
+      times.push_back({{"from_us", us_of(from)}, {"add_for_ns_since_1970", offset}});
+      last = offset;
+    }
+  return times;
+}
+
 nlohmann::json about(const Recordings& recordings) {
   nlohmann::json all{{"times", "ns by the coordinator's CLOCK_MONOTONIC"},
                      {"add_for_ns_since_1970", recordings.wall_offset},
                      {"clocks", recordings.clocks},
                      {"clocks_differ_by_at_most_us", us_of(recordings.clock_error)},
                      {"notes", recordings.notes}};
+  if (auto times = times_of_day(recordings); times.size() > 1) all["times_of_day"] = std::move(times);
   if (recordings.job != 0) all["job"] = fmt::format("{:016x}", recordings.job);
   return all;
 }

@@ -142,6 +142,11 @@ void Upstream::on_welcome(const proto::NodeWelcome& welcome) {
                  release_, release(), spoken_.version());
 }
 
+void Upstream::finish(std::function<void()> over) {
+  if (!up_) return asio::post(io_, std::move(over));
+  connection_->finish(std::move(over));
+}
+
 void Upstream::send(const proto::FromNode& message) {
   if (!connection_) return;
   std::string bytes = message.SerializeAsString();

@@ -46,6 +46,8 @@ class Upstream {
   Upstream& operator=(const Upstream&) = delete;
   void connect();
   void send(const proto::FromNode& message);
+  // Nothing more is sent. `over` is called once, when all that was sent has been read, or can't be any more.
+  void finish(std::function<void()> over);
   // Connects anew if the coordinator was last heard too long ago, since a silent coordinator is as good as gone.
   void check(TimePoint heard);
   void connect_anew(const std::string& why);

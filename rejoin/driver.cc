@@ -359,7 +359,7 @@ void Driver::record_epoch() const {
   std::string members;
   for (const auto& m : machine_.plan().members())
     members += fmt::format("{}{}{}", members.empty() ? "" : ",", m.replica(), m.catching_up() ? "c" : "");
-  events::record(events::Kind::enter_epoch, numbers, members);
+  events::record(events::Kind::enter_epoch, numbers, members + "\n");
 }
 
 // In the plan's order. What a trainer says of itself comes with its address, before it is a member.
