@@ -1,6 +1,6 @@
-// The arithmetic of an all-reduce, element by element: the same code, and the same bits, on every CPU and GPU. (The one
-// exception is a NaN's payload, which a GPU's additions do not keep.) Compilers must not contract any of it into fused
-// multiply-adds: -ffp-contract=off, nvcc's -fmad=false.
+// The arithmetic of an all-reduce, element by element: the same code, and the same bits, on every CPU and GPU, NaNs
+// included. Compilers must not contract any of it into fused multiply-adds: -ffp-contract=off, nvcc's -fmad=false. The
+// thread rounds to nearest, and flushes nothing to zero (base/start_thread.h).
 #pragma once
 
 #include <bit>
@@ -82,6 +82,14 @@ REJOIN_INLINE T sum_of(T a, T b) {
   } else {
     return a + b;
   }
+}
+
+// Which of two NaNs an addition gives is up to the compiler on a CPU, and a GPU gives one of its own: a result that is
+// none of the numbers is always the same one.
+template <typename T>
+REJOIN_INLINE T one_nan(T value) {
+  if constexpr (std::is_floating_point_v<T>) return value == value ? value : std::numeric_limits<T>::quiet_NaN();
+  else return value;
 }
 
 // What turns a sum into a mean. Made once for many elements.

@@ -98,8 +98,8 @@ struct Traits {
   bool in_event_files = false;
 };
 
-// Whether it says in words who is a member: "0,1,2c", c of one that catches up, then a line feed, and perhaps more. A list
-// without the line feed may have been cut.
+// Whether it says in words who is a member: "0,1,2c", c of one that catches up, then a line feed, and perhaps more. A
+// list without the line feed may have been cut.
 constexpr bool names_members(Kind kind) {
   return kind == Kind::epoch || kind == Kind::enter_epoch || kind == Kind::recovered;
 }

@@ -84,7 +84,8 @@ void record(Kind kind, const Numbers& numbers, std::string_view text) {
   add(its.b, numbers.b);
   const std::size_t end = its.more_text.empty() && !names_members(kind) ? text.size() : text.find('\n');
   if (!its.text.empty()) fields.emplace_back(its.text, std::string(text.substr(0, end)));
-  if (end < text.size() && !its.more_text.empty()) fields.emplace_back(its.more_text, std::string(text.substr(end + 1)));
+  if (!its.more_text.empty() && end < text.size())
+    fields.emplace_back(its.more_text, std::string(text.substr(end + 1)));
   emit(its.name, fields);
 }
 

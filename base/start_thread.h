@@ -1,5 +1,8 @@
-// Threads that may not be had.
+// Threads that may not be had. Each rounds to nearest and keeps subnormal numbers, whatever the thread that starts it
+// does: a replica whose trainer flushes them to zero adds up the same bits as the others.
 #pragma once
+
+#include <xmmintrin.h>
 
 #include <system_error>
 #include <thread>
@@ -13,7 +16,10 @@ namespace rejoin {
 template <typename Run>
 Result<> start_thread(std::thread& thread, Run run) {
   try {
-    thread = std::thread(std::move(run));
+    thread = std::thread([run = std::move(run)]() mutable {
+      _mm_setcsr(0x1f80);  // MXCSR as a process begins with it
+      run();
+    });
     return {};
   } catch (const std::system_error& error) {
     return fail(ErrorCode::exhausted,

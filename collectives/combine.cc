@@ -15,7 +15,7 @@ T combined(Combine how, T a, T b) {
   if constexpr (std::is_floating_point_v<T>) {
     if (how == Combine::maximum) return std::isnan(a) || a > b ? a : b;
     if (how == Combine::minimum) return std::isnan(a) || a < b ? a : b;
-    return a * b;
+    return arithmetic::one_nan(a * b);
   } else {
     using Unsigned = std::make_unsigned_t<T>;  // wraps
     if (how == Combine::maximum) return a > b ? a : b;

@@ -24,7 +24,7 @@ class Coordinators {
                Upstream::Handlers handlers);
   void connect();
   void send(const proto::FromNode& message);
-  // Nothing more is sent. `over` is called once, when all that was sent to the one that leads has been read, or can't be.
+  // Nothing more is sent. `over` is called once, when the one that leads has read all that was sent to it, or can't.
   void finish(std::function<void()> over);
   // Connects anew with the one that leads if that was last heard too long ago.
   void check(TimePoint heard);

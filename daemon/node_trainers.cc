@@ -337,8 +337,8 @@ void NodeServer::drop(membership::RankConnection id, const std::string& reason, 
   end_if_nobody_is_left();
 }
 
-// What still waits to be sent is of those who have left: without it the coordinator would learn by a silence, and not of
-// each rank, that they have.
+// What still waits to be sent is of those who have left: without it the coordinator would learn by a silence, and not
+// of each rank, that they have.
 void NodeServer::end_if_nobody_is_left() {
   if (trainers_.empty() && nobody_is_left_) coordinators_.finish(std::exchange(nobody_is_left_, nullptr));
 }

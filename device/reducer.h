@@ -37,7 +37,7 @@ class Reducer {
   ~Reducer();  // waits for what the kernel has begun
 
   // ---- one thread, which gives the works
-  // out = a + b, as ftar::add() of the host (same bits, but for a NaN's payload), in device memory; resp. out = in, in
+  // out = a + b, as ftar::add() of the host (same bits), in device memory; resp. out = in, in
   // device memory or pinned memory. To be left alone until it is done, by other works as well: they run beside each
   // other. Pointers need the alignment of an element; multiples of 16 bytes, or the same distance to one, are faster.
   // Numbers count up from 1. Errors: of the device; nothing works on it any more.

@@ -4,6 +4,7 @@
 #include <immintrin.h>
 
 #include <cstring>
+#include <limits>
 
 #include "base/arithmetic.h"
 
@@ -32,11 +33,11 @@ REJOIN_INLINE void loop(void* out, const void* a, const void* b, std::size_t cou
   };
   if (divisor <= 1) {
 #pragma GCC ivdep
-    for (std::size_t i = 0; i < count; ++i) put(i, sum_of(at(x, i), at(y, i)));
+    for (std::size_t i = 0; i < count; ++i) put(i, one_nan(sum_of(at(x, i), at(y, i))));
   } else {
     const Divisor<Value> mean(divisor);
 #pragma GCC ivdep
-    for (std::size_t i = 0; i < count; ++i) put(i, mean(sum_of(at(x, i), at(y, i))));
+    for (std::size_t i = 0; i < count; ++i) put(i, one_nan(mean(sum_of(at(x, i), at(y, i)))));
   }
 }
 
@@ -60,6 +61,7 @@ void generic(DataType type, void* out, const void* a, const void* b, std::size_t
 [[gnu::target("avx2,f16c")]] void float16_f16c(void* out, const void* a, const void* b, std::size_t count,
                                                std::uint32_t divisor) {
   const __m256 scale = _mm256_set1_ps(divisor <= 1 ? 1.0f : 1.0f / static_cast<float>(divisor));
+  const __m256 nan = _mm256_set1_ps(std::numeric_limits<float>::quiet_NaN());
   const auto* x = static_cast<const std::byte*>(a);
   const auto* y = static_cast<const std::byte*>(b);
   std::size_t i = 0;
@@ -68,6 +70,7 @@ void generic(DataType type, void* out, const void* a, const void* b, std::size_t
     const __m256 right = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(y + 2 * i)));
     __m256 sum = _mm256_add_ps(left, right);
     if (divisor > 1) sum = _mm256_mul_ps(sum, scale);
+    sum = _mm256_blendv_ps(sum, nan, _mm256_cmp_ps(sum, sum, _CMP_UNORD_Q));
     _mm_storeu_si128(reinterpret_cast<__m128i*>(static_cast<std::byte*>(out) + 2 * i),
                      _mm256_cvtps_ph(sum, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
   }

@@ -16,8 +16,8 @@ template <typename Element, bool kMean, typename Machine, typename Value>
 REJOIN_INLINE typename Element::Storage reduced(Machine& m, typename Element::Storage a, typename Element::Storage b,
                                                 const arithmetic::Divisor<Value>& mean) {
   const Value sum = arithmetic::sum_of<Value>(m.template value<Element>(a), m.template value<Element>(b));
-  if constexpr (kMean) return m.template stored<Element>(mean(sum));
-  else return m.template stored<Element>(sum);
+  if constexpr (kMean) return m.template stored<Element>(arithmetic::one_nan(mean(sum)));
+  else return m.template stored<Element>(arithmetic::one_nan(sum));
 }
 
 // Items `from` to count - 1, shared among the lanes, with loads of several in flight: what `load` gives `put` gets. The
