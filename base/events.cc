@@ -11,6 +11,7 @@
 #include "base/fail.h"
 #include "base/fd.h"
 #include "base/flight.h"
+#include "base/no_signals.h"
 
 namespace rejoin::events {
 
@@ -62,7 +63,8 @@ void emit(std::string_view kind, const Fields& fields) {
                                  json_text(speaker), json_text(kind));
   for (const auto& [name, value] : fields) line += fmt::format(",{}:{}", json_text(name), shown(value));
   line += "}\n";
-  // One write of one line. A full disk costs the events, not the process.
+  // One write of one line. A full disk, or a file that may not grow, costs the events, not the process.
+  const NoFileSizeSignal none;
   if (::write(file.get(), line.data(), line.size()) < 0) written = false;
 }
 

@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <sys/eventfd.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -86,8 +87,9 @@ struct Shareables {
   std::mutex mutex;
   std::map<const std::byte*, Shareable> by_address;
 };
+// For as long as the process: a session may be a static object, which is destroyed after all that it has made.
 Shareables& shareables() {
-  static Shareables all;
+  static auto& all = *new Shareables;
   return all;
 }
 
@@ -151,6 +153,11 @@ Result<Mapping> Mapping::anonymous(std::size_t size) {
 }
 
 Result<Fd> make_sealed_memfd(const std::string& name, std::size_t size) {
+  rlimit limit{};  // beyond it there would be a signal that ends the process
+  if (::getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur < size)
+    return fail(ErrorCode::exhausted,
+                "memfd '{}' of {}: a file of this process may have {}; raise it with 'ulimit -f unlimited'", name,
+                human_bytes(size), human_bytes(limit.rlim_cur));
   Fd fd(::memfd_create(name.c_str(), MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (!fd) return fail_errno("memfd_create");
   if (::ftruncate(fd.get(), static_cast<off_t>(size)) != 0)

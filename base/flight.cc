@@ -8,12 +8,14 @@
 #include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
+#include <sys/vfs.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cstring>
 #include <memory>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 #include "base/clock.h"
@@ -103,6 +105,23 @@ std::vector<Left> left_in(const Fd& folder) {
   return found;
 }
 
+// One that writes a block to another place each time needs room for that, and where there is none left, whoever stores
+// into mapped memory gets SIGBUS, though the file had all its blocks.
+Result<> must_keep_blocks(const Fd& folder) {
+  constexpr std::pair<decltype(statfs::f_type), const char*> which[] = {
+      {0x9123683e, "btrfs"}, {0x2fc12fc1, "ZFS"}, {static_cast<decltype(statfs::f_type)>(0xca451a4e), "bcachefs"}};
+  struct statfs system {};
+  if (::fstatfs(folder.get(), &system) != 0) return {};
+  for (const auto& [type, name] : which)
+    if (system.f_type == type)
+      return fail(
+          ErrorCode::unavailable,
+          "it lies on {}, where a full disk would end this process; give a directory of another file system, or "
+          "none: it lies in memory then",
+          name);
+  return {};
+}
+
 void clean(const Fd& folder) {
   constexpr time_t week = 7 * 24 * 3600;
   std::uint64_t most = kMostBytesLeft;
@@ -169,6 +188,7 @@ Result<> try_open(const std::string& directory, const std::string& who, const st
   }
   auto folder = open_directory(directory);
   if (!folder) return tl::unexpected(folder.error());
+  if (auto keeps = must_keep_blocks(*folder); !keeps) return keeps;
   clean(*folder);
   const std::string name = fmt::format("{}.{}.{:08x}{}", plain(who), ::getpid(), random_number() >> 32, kSuffix);
   Fd file(::openat(folder->get(), name.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0600));

@@ -2,12 +2,19 @@
 // nanoseconds.
 #pragma once
 
-#include <chrono>
 #include <cstdint>
+
+#include "base/clock.h"
 
 namespace rejoin {
 
 constexpr std::uint64_t kLongestTimeMs = std::uint64_t{1} << 40;  // 34 years
 constexpr std::chrono::milliseconds kLongestTime{kLongestTimeMs};
+
+// In so long, which may be for ever.
+inline TimePoint in(Duration limit) {
+  const TimePoint now = SteadyClock().now();
+  return limit < TimePoint::max() - now ? now + limit : TimePoint::max();
+}
 
 }  // namespace rejoin

@@ -22,4 +22,25 @@ class NoSignals {
   sigset_t before_;
 };
 
+// While it lives, a file that this thread may not let grow (RLIMIT_FSIZE) is an error, EFBIG, and no SIGXFSZ, which
+// ends a process unless it says otherwise.
+class NoFileSizeSignal {
+ public:
+  NoFileSizeSignal() {
+    ::sigemptyset(&this_);
+    ::sigaddset(&this_, SIGXFSZ);
+    ::pthread_sigmask(SIG_BLOCK, &this_, &before_);
+  }
+  ~NoFileSizeSignal() {
+    constexpr timespec now{};
+    while (::sigismember(&before_, SIGXFSZ) == 0 && ::sigtimedwait(&this_, nullptr, &now) == SIGXFSZ) {
+    }
+    ::pthread_sigmask(SIG_SETMASK, &before_, nullptr);
+  }
+  NoFileSizeSignal(const NoFileSizeSignal&) = delete;
+
+ private:
+  sigset_t this_, before_;
+};
+
 }  // namespace rejoin

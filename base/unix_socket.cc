@@ -10,6 +10,7 @@
 #include <cstring>
 
 #include "base/fail.h"
+#include "base/fd.h"
 
 namespace rejoin {
 
@@ -48,7 +49,9 @@ Result<> remove_left_socket(const std::string& name) {
                 "the socket",
                 name, status.st_uid);
   // Other errors than a refusal come from sockets that are in use: of another type, or with a full backlog.
-  if (connect_unix(name) || errno != ECONNREFUSED)
+  const bool connected = connect_unix(name).has_value();
+  if (!connected && without_descriptors(errno)) return fail_errno(fmt::format("looking who is at {}", name));
+  if (connected || errno != ECONNREFUSED)
     return fail(ErrorCode::exhausted, "{} is in use by a running process; stop it or choose another socket", name);
   if (::unlink(name.c_str()) != 0) return fail_errno(fmt::format("removing {}", name));
   return {};
@@ -130,6 +133,9 @@ Result<> send_with_fds(const Fd& socket, BytesView bytes, const std::vector<int>
     if (errno == EINTR) continue;
     if (errno == EAGAIN || errno == EWOULDBLOCK || errno == ENOBUFS)
       return fail(ErrorCode::exhausted, "the peer does not read its socket");
+    if (errno == ETOOMANYREFS)
+      return fail(ErrorCode::exhausted,
+                  "too many descriptors of this user are under way between processes; raise 'ulimit -n'");
     return fail(ErrorCode::unavailable, "the peer is gone: {}", std::strerror(errno));
   }
 }

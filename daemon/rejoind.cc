@@ -242,6 +242,7 @@ void raise_descriptor_limit() {
 int main(int argc, char** argv) {
   using namespace rejoin;
   ::signal(SIGXFSZ, SIG_IGN);  // a file that may not grow is an error like a full disk
+  ::signal(SIGPIPE, SIG_IGN);  // whoever read the log may have gone
   daemon::Config config;
   CommandLine line("The Rejoin daemon: one on each node, and one with --coordinator for the job.");
   daemon::bind(line, config);

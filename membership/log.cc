@@ -202,8 +202,10 @@ Result<Log> Log::open(const std::string& directory, Disk disk) {
   do {  // until it is the one at its path: another coordinator may just have compacted it, and ended
     log.file_ = Fd(::open(log.path_.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600));
     if (!log.file_) return fail_errno(log.path_);
-    if (::flock(log.file_.get(), LOCK_EX | LOCK_NB) != 0)
+    if (::flock(log.file_.get(), LOCK_EX | LOCK_NB) != 0) {
+      if (errno != EWOULDBLOCK) return fail_errno(fmt::format("locking {}", log.path_));
       return fail(ErrorCode::exhausted, "{} is in use by another coordinator", log.path_);
+    }
   } while (!log.in_its_place());
   (void)::unlink(log.next_path().c_str());  // of a compaction that a crash has cut short
   if (auto recovered = log.recover(); !recovered) return tl::unexpected(recovered.error());

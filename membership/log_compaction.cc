@@ -34,21 +34,29 @@ std::optional<struct stat> look_at(const std::string& path) {
 
 bool same_file(const struct stat& a, const struct stat& b) { return a.st_dev == b.st_dev && a.st_ino == b.st_ino; }
 
-// The numbers of the archives beside a log; the newest has the greatest.
-std::set<std::uint64_t> archives_beside(const std::string& path) {
+// The number of an archive of that log, by its name.
+std::optional<std::uint64_t> number_of(const std::filesystem::path& archive, const std::string& path) {
   constexpr std::uint64_t kMost = 1'000'000'000;
+  const std::string digits = archive.stem().extension().string();
+  std::uint64_t number = 0;
+  if (digits.size() < 2 ||
+      std::from_chars(digits.data() + 1, digits.data() + digits.size(), number).ec != std::errc{} || number > kMost ||
+      std::filesystem::path(archive_of(path, number)).filename() != archive.filename())
+    return std::nullopt;
+  return number;
+}
+
+// The numbers of the archives beside a log; the newest has the greatest. One that is not seen would be taken for one
+// that is not there.
+Result<std::set<std::uint64_t>> archives_beside(const std::string& path) {
   std::set<std::uint64_t> numbers;
-  std::error_code error;
+  std::error_code error, ignored;
   const auto parent = std::filesystem::path(path).parent_path();
-  for (const auto& entry : std::filesystem::directory_iterator(parent.empty() ? "." : parent, error)) {
-    const std::string digits = entry.path().stem().extension().string();
-    std::uint64_t number = 0;
-    if (digits.size() < 2 ||
-        std::from_chars(digits.data() + 1, digits.data() + digits.size(), number).ec != std::errc{} || number > kMost ||
-        !entry.is_regular_file(error))
-      continue;
-    if (std::filesystem::path(archive_of(path, number)).filename() == entry.path().filename()) numbers.insert(number);
-  }
+  std::filesystem::directory_iterator each(parent.empty() ? "." : parent, error);
+  for (; !error && each != std::filesystem::directory_iterator(); each.increment(error))
+    if (const auto number = number_of(each->path(), path); number && each->is_regular_file(ignored))
+      numbers.insert(*number);
+  if (error) return fail(ErrorCode::io, "{}, whose archives can't be listed: {}", path, error.message());
   return numbers;
 }
 
@@ -72,10 +80,11 @@ Result<Fd> Log::write_next(const proto::LogRecord& snapshot, std::uint64_t& end)
 // From the link on the old file has two names, until the new one takes over the first of them.
 Result<> Log::put_in_place() const {
   const auto numbers = archives_beside(path_);
-  const auto newest = numbers.empty() ? std::nullopt : look_at(archive_of(path_, *numbers.rbegin()));
+  if (!numbers) return tl::unexpected(numbers.error());
+  const auto newest = numbers->empty() ? std::nullopt : look_at(archive_of(path_, *numbers->rbegin()));
   const auto ours = look_at(path_);
   const bool linked = newest && ours && same_file(*newest, *ours);  // by a compaction that came no further
-  const auto name = archive_of(path_, numbers.empty() ? 1 : *numbers.rbegin() + 1);
+  const auto name = archive_of(path_, numbers->empty() ? 1 : *numbers->rbegin() + 1);
   if (!linked && disk_.link(path_.c_str(), name.c_str()) != 0) return fail_errno(name);
   if (disk_.sync(folder_.get()) != 0) return fail_errno(path_);
   if (disk_.rename(next_path().c_str(), path_.c_str()) != 0) return fail_errno(next_path());
@@ -102,12 +111,14 @@ Result<> Log::compact(const proto::LogRecord& snapshot) {
 
 // A log without a record, where archives say that there was one.
 Result<> Log::check_new() const {
+  if (!records_.empty()) return {};
   const auto archives = archives_beside(path_);
-  if (!records_.empty() || archives.empty()) return {};
+  if (!archives) return tl::unexpected(archives.error());
+  if (archives->empty()) return {};
   return fail(ErrorCode::not_found,
               "{} holds no decision, and {} says that a job was under way here: put the log back, or a copy of it. To "
               "start a new job, use another log directory, or move the archives away",
-              path_, archive_of(path_, *archives.rbegin()));
+              path_, archive_of(path_, *archives->rbegin()));
 }
 
 const proto::LogRecord::Job& job_of(const proto::LogRecord& first) {
@@ -144,11 +155,12 @@ Result<std::vector<std::string>> archives_before(const Fd& log, const std::strin
   struct stat current {};
   if (!first || ::fstat(log.get(), &current) != 0) return archives;
   const auto numbers = archives_beside(path);
-  auto number = numbers.empty() ? 0 : *numbers.rbegin();
+  if (!numbers) return tl::unexpected(numbers.error());
+  auto number = numbers->empty() ? 0 : *numbers->rbegin();
   // It has become one itself: it was compacted since it was opened, or a crash has cut a compaction short.
-  for (auto each : numbers)
+  for (auto each : *numbers)
     if (const auto there = look_at(archive_of(path, each)); there && same_file(*there, current)) number = each - 1;
-  for (std::string later = path; first->has_snapshot() && numbers.contains(number); --number) {
+  for (std::string later = path; first->has_snapshot() && numbers->contains(number); --number) {
     const std::string name = archive_of(path, number);
     const Fd file(::open(name.c_str(), O_RDONLY | O_CLOEXEC));
     if (!file && errno == ENOENT) break;  // just removed, and so are those before it

@@ -73,7 +73,11 @@ rejoin_code rejoin_open(const char* const* settings, size_t count, rejoin_sessio
   return guarded([&] {
     std::vector<std::string> arguments;
     rejoin::SessionConfig config;
-    for (std::size_t i = 0; i < count; ++i) arguments.push_back(std::string("--") + settings[i]);
+    for (std::size_t i = 0; i < count; ++i) {
+      if (settings[i] == nullptr)
+        return failed({ErrorCode::invalid_argument, fmt::format("setting {} of {} is null", i, count)});
+      arguments.push_back(std::string("--") + settings[i]);
+    }
     auto opened = std::make_unique<rejoin_session>();
     rejoin::CommandLine line("");
     config.bind(line);
@@ -99,6 +103,7 @@ void rejoin_while_waiting(rejoin_session* session, void (*call)(void*), void* wi
 rejoin_code rejoin_add(rejoin_session* session, const rejoin_tensor_spec* spec, const rejoin_memory* memory,
                        uint32_t* tensor) {
   return guarded([&] {
+    if (spec->name == nullptr) return failed({ErrorCode::invalid_argument, "a tensor without a name"});
     rejoin::TensorSpec added{.name = spec->name,
                              .type = static_cast<rejoin::DataType>(spec->type),
                              .count = spec->count,
@@ -283,7 +288,8 @@ rejoin_code rejoin_abandon_update(rejoin_session* session, const char* what) {
 }
 
 rejoin_code rejoin_busy(rejoin_session* session, uint64_t limit_ms, const char* reason) {
-  return guarded([&] { return code(session->session->busy(milliseconds_of(limit_ms), reason)); });
+  return guarded(
+      [&] { return code(session->session->busy(milliseconds_of(limit_ms), reason != nullptr ? reason : "")); });
 }
 rejoin_code rejoin_done(rejoin_session* session) {
   return guarded([&] { return code(session->session->done()); });

@@ -3,6 +3,7 @@
 
 #include "base/digest.h"
 #include "base/fail.h"
+#include "base/longest_time.h"
 #include "checkpoint.pb.h"
 #include "rejoin/checkpoint_limits.h"
 #include "rejoin/checkpoint_transfer.h"
@@ -37,7 +38,7 @@ class Fetch final : public CheckpointFetch {
     auto engine = transport::make_engine(transport);
     if (!engine) return tl::unexpected(engine.error());
     std::unique_ptr<Fetch> fetch(new Fetch(std::move(*engine), server->address, step, std::move(cancelled)));
-    fetch->deadline_ = fetch->clock_.now() + limit;
+    fetch->deadline_ = in(limit);
     if (auto opened = fetch->get_contents(server->secret); !opened) return tl::unexpected(opened.error());
     return fetch;
   }
@@ -49,7 +50,7 @@ class Fetch final : public CheckpointFetch {
     if (buffers.size() != sizes_.size())
       return fail(ErrorCode::invalid_argument, "the checkpoint has {} buffers, and {} were given", sizes_.size(),
                   buffers.size());
-    deadline_ = clock_.now() + limit;
+    deadline_ = in(limit);
     for (std::size_t i = 0; i < buffers.size(); ++i)
       if (const auto& theirs = contents_.buffers(static_cast<int>(i)); buffers[i].size() != theirs.length())
         return fail(ErrorCode::invalid_argument, "buffer {} of the checkpoint has {} bytes, and room for {} was given",

@@ -14,10 +14,12 @@ class Interrupt {
  public:
   explicit Interrupt(Fd eventfd) : eventfd_(std::move(eventfd)) {}
 
-  // Async-signal-safe: a store, and a write to an eventfd. For good.
+  // Async-signal-safe: a store, and a write to an eventfd, which a child of fork() shares with its parent, and leaves
+  // to it. For good.
   void raise() noexcept {
-    const int before = errno;
     raised_.store(true);
+    if (::getpid() != process_) return;
+    const int before = errno;
     const std::uint64_t one = 1;
     // It can't fail but where the counter is full, and then the reader knows already.
     [[maybe_unused]] const auto written = ::write(eventfd_.get(), &one, sizeof one);
@@ -28,6 +30,7 @@ class Interrupt {
 
  private:
   static_assert(std::atomic<bool>::is_always_lock_free);
+  const pid_t process_ = ::getpid();
   const Fd eventfd_;
   std::atomic<bool> raised_ = false;
 };

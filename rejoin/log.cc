@@ -34,14 +34,16 @@ class Redirect final : public spdlog::sinks::base_sink<std::mutex> {
   spdlog::sinks::stderr_sink_st stderr_;
 };
 
-std::shared_ptr<Redirect> redirect() {
-  static const auto sink = [] {
+const std::shared_ptr<Redirect>& redirect() {
+  static const auto& sink = *new auto([] {
     auto made = std::make_shared<Redirect>();
     auto logger = std::make_shared<spdlog::logger>("rejoin", made);
     logger->set_level(spdlog::default_logger_raw()->level());
-    spdlog::set_default_logger(std::move(logger));
+    // For as long as the process: while it ends, threads of sessions that live may still have something to say.
+    static const auto& kept = *new std::shared_ptr<spdlog::logger>(std::move(logger));
+    spdlog::set_default_logger(kept);
     return made;
-  }();
+  }());
   return sink;
 }
 

@@ -9,6 +9,7 @@
 
 #include "base/fail.h"
 #include "base/fd.h"
+#include "base/longest_time.h"
 #include "base/start_thread.h"
 #include "collectives/call.h"
 #include "rejoin/group_device.h"
@@ -23,11 +24,6 @@ namespace {
 constexpr std::string_view kScheme = "rejoin-member-1";
 constexpr std::string_view kNoMember = "member of a process group: give what its handle() has returned";
 constexpr Duration kAskCancelled = std::chrono::milliseconds(50);
-
-TimePoint in(Duration limit) {
-  const auto now = SteadyClock().now();
-  return limit < TimePoint::max() - now ? now + limit : TimePoint::max();
-}
 
 // Numbers of operations that have ended.
 struct Ended {
@@ -181,6 +177,8 @@ class Threaded final : public ProcessGroup {
     if (call.on_device && !device_)
       return fail(ErrorCode::invalid_argument,
                   "buffers in a device's memory, and this process group was opened without a device");
+    if (size_of(call.type) == 0)
+      return fail(ErrorCode::invalid_argument, "type {} is no DataType", static_cast<int>(call.type));
     const auto memory = call.on_device ? device::MemoryKind::cuda : device::MemoryKind::host;
     auto operation = collectives::prepare(
         {call.kind, call.type, call.combine, call.root, call.tag, call.inputs, call.outputs, memory}, now.rank,
@@ -194,7 +192,7 @@ class Threaded final : public ProcessGroup {
 
   Result<std::uint64_t> next_done(Duration limit) override {
     std::unique_lock lock(ended_->mutex);
-    ended_->changed.wait_for(lock, limit, [&] { return !ended_->numbers.empty() || ended_->closed; });
+    ended_->changed.wait_until(lock, in(limit), [&] { return !ended_->numbers.empty() || ended_->closed; });
     if (ended_->numbers.empty())
       return ended_->closed ? fail(ErrorCode::cancelled, "the process group was shut down")
                             : fail(ErrorCode::timeout, "no operation has ended");

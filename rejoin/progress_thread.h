@@ -57,6 +57,8 @@ class ProgressThread {
     membership::Samples trained;     // all samples trained up to this step
   };
   Result<Decision> wait_for_commit(std::uint64_t step);
+  // The reason, as others are shown it. Errors: `invalid_argument`.
+  static Result<std::string> check_busy(std::chrono::milliseconds limit, std::string_view reason);
   // The trainer says what it is busy with from now on, for at most `limit`, and by done() that it is not any more.
   Result<> busy(std::chrono::milliseconds limit, std::string reason);
   Result<> done();
@@ -90,7 +92,7 @@ class ProgressThread {
   Result<transport::Secret> take_secrets(const proto::LocalWelcome& welcome);
   Result<> send_offer(const Fd& socket, const proto::FromTrainer& message);  // with as many descriptors as go at once
   void reconnect(TimePoint now);
-  bool register_again(TimePoint now);
+  Result<> register_again(TimePoint now);
   void lose_daemon(const std::string& why);
   Result<> wait_a_little(const Fd& socket);
   Result<Fd> reach_daemon(TimePoint deadline);

@@ -1,7 +1,25 @@
 // What the trainer is busy with: see "Busy" in docs/design-notes.md. On the trainer's thread.
+#include "base/bytes.h"
+#include "base/fail.h"
 #include "rejoin/progress_thread.h"
 
 namespace rejoin {
+
+Result<std::string> ProgressThread::check_busy(std::chrono::milliseconds limit, std::string_view reason) {
+  constexpr std::chrono::milliseconds longest = std::chrono::hours(24 * 7);
+  constexpr std::size_t longest_reason = 200;
+  if (reason.empty() || reason.size() > longest_reason)
+    return rejoin::fail(ErrorCode::invalid_argument, "busy() for a reason of {} bytes; there must be 1 to {}",
+                        reason.size(), longest_reason);
+  const std::string what = printable(reason, longest_reason);
+  if (limit.count() < 1 || limit > longest)
+    return rejoin::fail(
+        ErrorCode::invalid_argument,
+        "busy() with '{}' for up to {} ms; there must be 1 to {}: it is how long the others would wait for one that "
+        "hangs",
+        what, limit.count(), longest.count());
+  return what;
+}
 
 Result<> ProgressThread::busy(std::chrono::milliseconds limit, std::string reason) {
   const TimePoint now = clock_.now();

@@ -58,14 +58,16 @@ Result<Fd> ProgressThread::reach_daemon(TimePoint deadline) {
       if (auto right = check_user(*socket); !right) return tl::unexpected(right.error());
       return socket;
     }
-    const bool may_come = errno == ENOENT || errno == ECONNREFUSED || errno == EAGAIN;
+    const bool lacks = without_descriptors(errno);
+    const bool may_come = lacks || errno == ENOENT || errno == ECONNREFUSED || errno == EAGAIN;
+    if (lacks && clock_.now() >= deadline) return tl::unexpected(socket.error());
     if (!may_come || clock_.now() >= deadline)
       return rejoin::fail(ErrorCode::unavailable,
                           "no Rejoin daemon at {}: {}; start rejoind on this node with --socket {}", config_.socket,
                           socket.error().message, config_.socket);
     if (!logged)
-      spdlog::warn("no Rejoin daemon at {} yet; it is waited for (--patience-ms {})", config_.socket,
-                   config_.patience.count());
+      spdlog::warn("no connection with a Rejoin daemon at {} yet: {}; it is waited for (--patience-ms {})",
+                   config_.socket, socket.error().message, config_.patience.count());
     if (auto may = wait_a_little({}); !may) return tl::unexpected(may.error());
   }
 }
@@ -87,7 +89,9 @@ Result<> ProgressThread::introduce() {
       daemon_seen_ = clock_.now();
       return {};
     }
-    if (registered.error().code != ErrorCode::unavailable || clock_.now() >= deadline) return registered;
+    const bool may_pass = registered.error().code == ErrorCode::unavailable ||
+                          registered.error().code == ErrorCode::exhausted;  // descriptors are under way, or it is busy
+    if (!may_pass || clock_.now() >= deadline) return registered;
     if (!logged)
       spdlog::warn("{}, and has not taken this rank yet; the next one is waited for", registered.error().message);
     if (auto may = wait_a_little({}); !may) return may;
@@ -96,8 +100,9 @@ Result<> ProgressThread::introduce() {
 
 // `unavailable`: the daemon has ended, or closed the connection.
 Result<> ProgressThread::register_with(Fd& socket, TimePoint deadline) {
+  std::string why;  // the daemon closes the connection, as it says
   const auto gone = [&](const Error& error) {
-    return rejoin::fail(error.code, "the daemon at {}: {}", config_.socket, error.message);
+    return rejoin::fail(error.code, "the daemon at {}: {}", config_.socket, why.empty() ? error.message : why);
   };
   if (auto greeted = greet(socket); !greeted && !says_why(greeted.error())) return gone(greeted.error());
   for (;;) {
@@ -114,6 +119,7 @@ Result<> ProgressThread::register_with(Fd& socket, TimePoint deadline) {
       return rejoin::fail(ErrorCode::corrupt, "what answers at {} is not a Rejoin daemon", config_.socket);
     if (message.kind_case() == proto::ToTrainer::kRefusal)
       return rejoin::fail(ErrorCode::refused, "the daemon at {} refused: {}", config_.socket, message.refusal());
+    if (message.kind_case() == proto::ToTrainer::kDropped) why = message.dropped();
     if (message.has_more())
       if (auto sent = send_offer(socket, more()); !sent && !says_why(sent.error())) return gone(sent.error());
     if (!message.has_welcome()) continue;
@@ -212,27 +218,28 @@ Result<> ProgressThread::send_offer(const Fd& socket, const proto::FromTrainer& 
 void ProgressThread::reconnect(TimePoint now) {
   if (now < retry_at_ || driver_->finished()) return;  // nothing is left to report to it
   retry_at_ = now + kReconnect;
-  if (register_again(now) || now - daemon_seen_ <= config_.patience) return;
-  fail({ErrorCode::timeout,
-        fmt::format("no daemon at {} for {} ms (--patience-ms)", config_.socket, config_.patience.count())});
+  const auto registered = register_again(now);
+  if (registered || now - daemon_seen_ <= config_.patience) return;
+  fail({ErrorCode::timeout, fmt::format("no daemon at {} for {} ms (--patience-ms): {}", config_.socket,
+                                        config_.patience.count(), registered.error().message)});
 }
 
-bool ProgressThread::register_again(TimePoint now) {
-  if (!has_line()) return false;
+Result<> ProgressThread::register_again(TimePoint now) {
+  if (!has_line()) return rejoin::fail(ErrorCode::exhausted, "its GPU memory can't be offered yet");
   auto socket = connect_unix(config_.socket);
-  if (!socket) return false;
+  if (!socket) return tl::unexpected(socket.error());
   if (auto right = check_user(*socket); !right) {  // it has taken the name; the daemon may come yet
     if (strange_daemon_.may_say(now)) spdlog::warn("{}", right.error().message);
-    return false;
+    return right;
   }
-  if (!greet(*socket)) return false;
+  if (auto greeted = greet(*socket); !greeted) return greeted;
   daemon_ = std::move(*socket);
   unsent_.clear();  // the registration says it; what comes after it waits for the welcome
   daemon_seen_ = now;
   spdlog::info("registered again with the daemon at {}", config_.socket);
   events::record(events::Kind::daemon_back);
   driver_->on_daemon_back();
-  return true;
+  return {};
 }
 
 void ProgressThread::send_all(TimePoint now) {

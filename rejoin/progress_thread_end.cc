@@ -3,6 +3,7 @@
 #include "base/events.h"
 #include "base/fail.h"
 #include "base/log.h"
+#include "base/longest_time.h"
 #include "local.pb.h"
 #include "rejoin/progress_thread.h"
 
@@ -37,8 +38,9 @@ bool ProgressThread::over() const {
 }
 
 bool ProgressThread::intact(std::chrono::milliseconds during) {
+  const auto until = in(std::min<std::chrono::milliseconds>(during, kLongestTime));
   std::unique_lock lock(mutex_);
-  return !changed_.wait_for(lock, during, [&] { return ended() || !intact_; });
+  return !changed_.wait_until(lock, until, [&] { return ended() || !intact_; });
 }
 
 // The coordinator answers each registration at once, whatever the job is doing, if it is there.

@@ -79,11 +79,16 @@ class SessionImpl final : public Session {
           "the checkpoint that the position was saved with; where they are meant to differ, give join() the "
           "position without_digest()",
           version, *digest, *from.digest());
-    version_at_join_ = version;
-    stands_ = from;
+    joined_from_ = from;
     progress_ = std::make_unique<ProgressThread>(config_, state_, interrupt_, card_, weighted_);
-    auto joined = progress_->join(from, *digest, took);
-    if (!joined) progress_.reset(), stands_.reset();
+    Result<> joined;
+    try {
+      joined = progress_->join(from, *digest, took);
+    } catch (...) {  // while_waiting has thrown: nothing has been joined
+      progress_.reset();
+      throw;
+    }
+    if (!joined) progress_.reset();
     return joined && busy_ ? progress_->busy(busy_->first, busy_->second) : joined;
   }
 
@@ -94,7 +99,7 @@ class SessionImpl final : public Session {
     auto view = progress_->wait_for_step(last_);
     if (!view) return tl::unexpected(view.error());
     if (!*view) {
-      if (progress_->over()) complete_version_ = version_at_join_;
+      if (progress_->over()) complete_version_ = joined_from_.step(), stands_ = joined_from_;
       return std::optional<Step>{};
     }
     step_ = (*view)->step;
@@ -140,7 +145,7 @@ class SessionImpl final : public Session {
   }
   Error abandon_update(const std::string& what) override {
     if (ended_) return *ended_;
-    if (stage_ != Stage::updating)
+    if (stage_ != Stage::updating || applying_)
       return {ErrorCode::invalid_argument, "abandon_update() without an update: begin_update() begins one"};
     return tear(of_optimizer("failed", printable(what, kLongestReason))).error();
   }
@@ -158,21 +163,13 @@ class SessionImpl final : public Session {
   }
 
   Result<> busy(std::chrono::milliseconds limit, std::string_view reason) override {
-    constexpr std::chrono::milliseconds longest = std::chrono::hours(24 * 7);
-    constexpr std::size_t longest_reason = 200;
     if (ended_) return tl::unexpected(*ended_);
-    if (reason.empty() || reason.size() > longest_reason)
-      return fail(ErrorCode::invalid_argument, "busy() for a reason of {} bytes; there must be 1 to {}", reason.size(),
-                  longest_reason);
-    if (limit.count() < 1 || limit > longest)
-      return fail(ErrorCode::invalid_argument,
-                  "busy() with '{}' for up to {} ms; there must be 1 to {}: it is how long the others would wait for "
-                  "one that hangs",
-                  printable(reason, longest_reason), limit.count(), longest.count());
+    const auto what = ProgressThread::check_busy(limit, reason);
+    if (!what) return tl::unexpected(what.error());
     if (busy_)
       return fail(ErrorCode::invalid_argument, "busy() with '{}', but busy with '{}' already: done() comes first",
-                  printable(reason, longest_reason), busy_->second);
-    busy_ = {limit, printable(reason, longest_reason)};
+                  *what, busy_->second);
+    busy_ = {limit, *what};
     return progress_ ? progress_->busy(busy_->first, busy_->second) : Result<>();
   }
   Result<> done() override {
@@ -194,8 +191,8 @@ class SessionImpl final : public Session {
     if (!progress_) return fail(ErrorCode::invalid_argument, "position() before join()");
     if (!stands_)
       return fail(ErrorCode::unavailable,
-                  "position() of a state that is of no one step: this replica catches up, or is within commit(); take "
-                  "the checkpoint between steps, on a replica whose step contributes()");
+                  "position() of a state that is of no one step: this replica has not begun one, catches up, or is "
+                  "within commit(); take the checkpoint between steps, on a replica whose step contributes()");
     const auto digest = state_digest();
     if (!digest) return tl::unexpected(digest.error());
     return Position(stands_->step(), stands_->trained(), *digest);
@@ -299,7 +296,7 @@ class SessionImpl final : public Session {
   template <typename End>
   Result<> end_update(const End& end) {
     if (ended_) return tl::unexpected(*ended_);
-    if (stage_ != Stage::updating)
+    if (stage_ != Stage::updating || applying_)
       return fail(ErrorCode::invalid_argument, "end_update() without an update: begin_update() begins one");
     if (auto ended = end(decision_.contributed); !ended) return tear(ended.error());
     stage_ = Stage::between;
@@ -321,8 +318,10 @@ class SessionImpl final : public Session {
     if (!*committed) return {};
     const auto updates = begin_updates();
     if (!updates) return tl::unexpected(updates.error());
-    if (auto applied = apply(*updates, optimizer); !applied) return tear(applied.error());
-    return end();
+    applying_ = true;
+    const auto applied = apply(*updates, optimizer);
+    applying_ = false;
+    return applied ? end() : tear(applied.error());
   }
 
   Error of_optimizer(const char* did, const std::string& what) const {
@@ -335,7 +334,7 @@ class SessionImpl final : public Session {
   Result<> apply(const std::vector<Update>& updates, const std::function<void(const Update&)>& optimizer) {
     const auto thrown = [&](const std::string& what) { return tl::unexpected(of_optimizer("threw", what)); };
     try {
-      if (look_) look_(step_);
+      if (const auto look = look_) look(step_);  // it may set another one
       for (const auto& update : updates) optimizer(update);
     } catch (const abi::__forced_unwind&) {  // the thread is being cancelled, which nobody may stop
       (void)tear(thrown("its thread was cancelled").value());
@@ -368,14 +367,16 @@ class SessionImpl final : public Session {
   std::unique_ptr<ProgressThread> progress_;
   Stage stage_ = Stage::between;
   std::vector<bool> handed_over_;  // buckets, in this step
-  std::uint64_t step_ = 0, last_ = 0, version_at_join_ = 0;
+  std::uint64_t step_ = 0, last_ = 0;
   std::optional<std::uint64_t> complete_version_;  // the state's version, where it follows from this replica's role
   std::optional<Error> ended_;                     // by leave(), or by an update that broke off
+  bool applying_ = false;                          // the update under way is commit()'s own
   bool torn_ = false;                              // … which has left a state of no version
   std::optional<std::pair<std::chrono::milliseconds, std::string>> busy_;  // for at most so long, with what
   std::function<void(std::uint64_t)> look_;
   ProgressThread::Decision decision_;  // on the step whose update is under way
-  std::optional<Position> stands_;     // of the state, where it is of one step
+  Position joined_from_;
+  std::optional<Position> stands_;  // of the state, where it is of one step. Until the first the daemon may write to it
 };
 
 }  // namespace

@@ -342,8 +342,8 @@ class Session {
   // trainer calls it while it waits for something else within a step or an update, such as another rank.
   virtual Result<> check() const = 0;
   // Returns where the job stands with the state as it is. A checkpoint is this rank's weights, its moments, and this.
-  // The call reads all of the state, for its digest. Errors: `unavailable` while the replica catches up and within
-  // commit(), when the state is of no one step.
+  // The call reads all of the state, for its digest. Errors: `unavailable` before the first step, while the replica
+  // catches up, and within commit(), when the state is of no one step.
   virtual Result<Position> position() const = 0;
   // Returns the digest of weights and moments, which is equal on all replicas at the same version. It waits for the
   // last commit's stream. Errors: of the device; `invalid_argument` before allocate().

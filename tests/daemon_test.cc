@@ -1,12 +1,16 @@
 // Jobs of rejoind and the minimal trainer as a user runs them: relays, logs, sockets, transports, a GPU.
+#include <fcntl.h>
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <signal.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 #include <filesystem>
 #include <map>
 #include <set>
 
+#include "base/fd.h"
 #include "base/unix_socket.h"
 #include "tests/daemon_support.h"
 
@@ -89,6 +93,35 @@ TEST(Relay, ReplicasOfManyNodesGoThroughItAndOutliveIt) {
   const auto then = committed();
   EXPECT_TRUE(eventually([&] { return committed() > then + 20; })) << job.status().dump();
   EXPECT_EQ(job.status().at("epoch"), epoch) << "nobody was lost";
+}
+
+// A terminal that was stopped, a pipe whose reader hangs or has gone.
+TEST(Coordinator, WhoseLogNobodyReadsGoesOn) {
+  Job job;
+  const std::string log = job.file("coordinator.out");
+  ASSERT_EQ(::mkfifo(log.c_str(), 0600), 0);
+  Fd reader(::open(log.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC));
+  const Fd writer(::open(log.c_str(), O_WRONLY | O_NONBLOCK | O_CLOEXEC));
+  while (::write(writer.get(), "full", 4) > 0) {
+  }
+  ASSERT_EQ(errno, EAGAIN);
+  job.start(1, 0);
+  const Process trainer({kMinimal}, job.file("trainer"), job.environment(0));
+  const auto a_stranger_calls = [&] {
+    const auto at = job.coordinator.rfind(':');
+    run({"/bin/bash", "-c",
+         "exec 3<>/dev/tcp/" + job.coordinator.substr(0, at) + "/" + job.coordinator.substr(at + 1) + "; echo x >&3"});
+  };
+  const auto goes_on = [&] {
+    const auto committed = [&] { return job.status().at("committed").get<std::uint64_t>(); };
+    const auto then = committed();
+    return eventually([&] { return committed() > then + 20; });
+  };
+  a_stranger_calls();
+  EXPECT_TRUE(goes_on()) << job.status().dump();
+  reader.reset();
+  a_stranger_calls();
+  EXPECT_TRUE(goes_on()) << job.status().dump();
 }
 
 // Somebody has removed the first one's file, and a second daemon has bound the path.

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""librejoin.so shows the symbols that its public headers declare: no other, and none is missing.
+"""librejoin.so shows the symbols that its public headers declare: no other, and none is missing. A program that has
+closed it ends in peace.
 
   exports_test.py BUILD
 """
@@ -92,5 +93,18 @@ for archive in ARCHIVES:
 for name in public[""]:  # of C
     if name.startswith("rejoin_") and name not in shown:
         failures.append(f"librejoin.so has no {name}, which rejoin/c.h declares")
+# What the library has given to others, and its threads, may be called until the process ends.
+CLOSES = """
+import _ctypes, ctypes, sys
+library, session = ctypes.CDLL(sys.argv[1]), ctypes.c_void_p()
+settings = (ctypes.c_char_p * 2)(b"socket=/nowhere", b"flight-dir=off")
+if library.rejoin_open(settings, 2, ctypes.byref(session)) != 0:
+    sys.exit("rejoin_open() failed")
+library.rejoin_close(session)
+_ctypes.dlclose(library._handle)
+"""
+closes = subprocess.run([sys.executable, "-c", CLOSES, LIBRARY], capture_output=True, text=True, timeout=60, check=False)
+if closes.returncode != 0:
+    failures.append(f"a program that has closed librejoin.so ends with {closes.returncode}: {closes.stderr}")
 print("\n".join(sorted(set(failures))) or f"{len(shown)} symbols")
 sys.exit(1 if failures or len(shown) < 80 else 0)

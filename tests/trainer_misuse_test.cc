@@ -1,5 +1,11 @@
 // Calls that are not due, declarations that differ, values out of range: each refused by name, and nothing changes.
 #include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <functional>
+#include <thread>
 
 #include "base/bytes.h"
 #include "base/unix_socket.h"
@@ -54,11 +60,107 @@ TEST_F(Trained, CallsThatAreNotDueAreRefusedAndChangeNothing) {
     EXPECT_REFUSED(session->begin_step(), ErrorCode::invalid_argument, "begin_step() inside of an optimizer");
     EXPECT_REFUSED(session->all_reduce(0), ErrorCode::invalid_argument, "all_reduce() inside of an optimizer");
     EXPECT_REFUSED(session->leave(), ErrorCode::invalid_argument, "leave() inside of an optimizer");
+    EXPECT_REFUSED(session->end_update(), ErrorCode::invalid_argument,
+                   "end_update() without an update: begin_update()");
+    EXPECT_EQ(session->abandon_update("no reason").code, ErrorCode::invalid_argument);
     EXPECT_FALSE(session->version()) << "it is between two";
   }));
   EXPECT_EQ(session->version(), 1u);
   EXPECT_REFUSED(commit(*session), ErrorCode::invalid_argument, "commit() without a step");
   EXPECT_TRUE(step_once(*session));
+}
+
+TEST_F(Trained, WhoLooksOnceAtWhatIsReducedMayForgetItsCallWithinIt) {
+  start(1);
+  auto session = joined(0);
+  std::vector<std::uint64_t> seen;
+  const std::string here(100, 'x');  // which has to live until the call returns
+  session->when_reduced([&, here](std::uint64_t step) {
+    session->when_reduced({});
+    seen.push_back(step);
+    EXPECT_EQ(here, std::string(100, 'x'));
+  });
+  ASSERT_TRUE(step_once(*session));
+  ASSERT_TRUE(step_once(*session));
+  EXPECT_EQ(seen, std::vector<std::uint64_t>{1});
+}
+
+// As a call of Python's does, where a signal's handler raises.
+TEST_F(Trained, AJoinWhoseWaitingThrowsMayBeTriedAgain) {
+  struct Signal {};
+  bool throws = true;
+  auto session = declared([&] {
+    auto config = this->config(0);
+    config.while_waiting = [&] {
+      if (throws) throw Signal();
+    };
+    return config;
+  }());
+  EXPECT_THROW((void)session->join(), Signal);
+  throws = false;
+  start(1);
+  ASSERT_TRUE(session->join());
+  EXPECT_TRUE(step_once(*session));
+}
+
+// Its daemon writes to it, as soon as it is admitted: a position would be one of step 0 with other weights.
+TEST_F(Trained, WhoHasJoinedHasNoPositionBeforeItsFirstStep) {
+  start(2);
+  auto first = joined(0);
+  EXPECT_REFUSED(first->position(), ErrorCode::unavailable, "has not begun one");
+  auto second = joined(1);
+  std::atomic<std::uint64_t> steps = 0;
+  auto trained = trains(*first, &steps);
+  for (int i = 0; i < 3; ++i) ASSERT_TRUE(step_once(*second));
+  EXPECT_EQ(second->position()->step(), 3u);
+  second.reset();
+  second = joined(1);
+  EXPECT_REFUSED(second->position(), ErrorCode::unavailable, "has not begun one");
+  ASSERT_TRUE(eventually([&] { return second->begin_step().value()->contributes() || !commit(*second); }));
+  EXPECT_TRUE(second->position());
+}
+
+// ---- processes that end, or fork, while a session lives
+
+// What is destroyed last was made first, and a session may have been asked for by a static object.
+TEST_F(Trained, AProcessMayEndWithASessionThatNobodyHasDestroyed) {
+  start(1);
+  const pid_t child = ::fork();
+  if (child == 0) {
+    static std::unique_ptr<Session> kept;
+    kept = joined(0);
+    std::exit(kept && step_once(*kept) && kept->leave() ? 0 : 1);
+  }
+  int status = -1;
+  ASSERT_EQ(::waitpid(child, &status, 0), child);
+  EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << status;
+}
+
+TEST_F(Trained, AChildThatDestroysOrInterruptsASessionOfItsParentsChangesNothing) {
+  start(2);
+  auto first = joined(0), second = joined(1);
+  auto trained = trains(*first);
+  for (int i = 0; i < 3; ++i) ASSERT_TRUE(step_once(*second));
+  const auto in_child = [&](const std::function<void()>& does) {
+    const pid_t child = ::fork();
+    if (child == 0) does(), ::_exit(0);
+    int status = -1;
+    EXPECT_EQ(::waitpid(child, &status, 0), child);
+    EXPECT_EQ(status, 0);
+  };
+  in_child([&] { second->interrupt(); });
+  // It and the other replica wait for this one, and nothing spins: of the next second little is used.
+  const auto cpu = [] {
+    timespec used{};
+    ::clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &used);
+    return std::chrono::seconds(used.tv_sec) + std::chrono::nanoseconds(used.tv_nsec);
+  };
+  const auto before = cpu();
+  EXPECT_FALSE(eventually([&] { return cpu() - before > 500ms; }, 1s));
+  in_child([&] { second.reset(); });
+  for (int i = 0; i < 20; ++i) ASSERT_TRUE(step_once(*second));
+  EXPECT_EQ(status().at("epoch"), 1);
+  second->interrupt();
 }
 
 // ---- what replicas must declare alike

@@ -4,6 +4,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <sched.h>
+#include <signal.h>
 #include <sys/mount.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
@@ -14,6 +15,7 @@
 #include <fstream>
 #include <thread>
 
+#include "base/events.h"
 #include "base/fail.h"
 #include "base/flight.h"
 #include "base/flight_ring.h"
@@ -284,6 +286,35 @@ TEST(Flight, WhereNoneCanBeWrittenTheProcessGoesOn) {
   flight::open(scratch.path + "/file", "r0.0", "test");
   EXPECT_FALSE(flight::is_open());
   flight::record(events::Kind::note, {}, "nobody hears it");
+}
+
+TEST(EventFile, ThatMayNotGrowEndsAndTheProcessGoesOn) {
+  const test::Scratch scratch;
+  ASSERT_TRUE(events::open(scratch.path, "r0.0"));
+  rlimit before{};
+  ASSERT_EQ(::getrlimit(RLIMIT_FSIZE, &before), 0);
+  rlimit small = before;
+  small.rlim_cur = 1000;
+  ASSERT_EQ(::setrlimit(RLIMIT_FSIZE, &small), 0);
+  for (int i = 0; i < 100; ++i) events::emit("note", {{"text", std::string(100, 'x')}});
+  ASSERT_EQ(::setrlimit(RLIMIT_FSIZE, &before), 0);
+  sigset_t pending;
+  ::sigpending(&pending);
+  EXPECT_FALSE(::sigismember(&pending, SIGXFSZ));
+  for (const auto& file : std::filesystem::directory_iterator(scratch.path)) EXPECT_LE(file.file_size(), 1000u);
+}
+
+// A signal would end the process.
+TEST(SealedMemory, ThatIsLargerThanAFileMayBeIsAnErrorThatSaysSo) {
+  rlimit before{};
+  ASSERT_EQ(::getrlimit(RLIMIT_FSIZE, &before), 0);
+  rlimit lower = before;
+  lower.rlim_cur = 1 << 20;
+  ASSERT_EQ(::setrlimit(RLIMIT_FSIZE, &lower), 0);
+  const auto made = make_sealed_memfd("state", 2 << 20);
+  ASSERT_EQ(::setrlimit(RLIMIT_FSIZE, &before), 0);
+  ASSERT_FALSE(made);
+  EXPECT_NE(made.error().message.find("ulimit -f"), std::string::npos) << made.error().message;
 }
 
 TEST(ClockStamp, IsReadBehindAnyMessageAndNowhereElse) {

@@ -1,6 +1,7 @@
 // A decision log on disks that fail, fill up, or lose power.
 #include <fcntl.h>
 #include <fmt/format.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include <array>
@@ -204,6 +205,37 @@ TEST(Log, AFullDiskIsAnErrorThatStopsTheDeciding) {
   const test::Scratch scratch;
   std::filesystem::create_symlink("/dev/full", scratch.path + "/decisions.log");
   EXPECT_FALSE(Log::open(scratch.path)) << "not even the header fits";
+}
+
+// Archives that can't be seen are not taken for none: the next one's number would be an older one's.
+TEST_F(LogFile, WithoutADescriptorToListItsArchivesIsNotCompacted) {
+  const auto archive = [&](int number) { return fmt::format("{}/decisions.{}.log", directory, number); };
+  const auto snapshot_after = [](std::uint64_t step) {
+    proto::LogRecord record;
+    record.mutable_snapshot()->set_committed(step);
+    return record;
+  };
+  auto log = Log::open(directory).value();
+  for (std::uint64_t step = 1; step <= 2; ++step) {
+    ASSERT_TRUE(log.append({commit(step)}));
+    ASSERT_TRUE(log.compact(snapshot_after(step)));
+  }
+  std::filesystem::remove(archive(1));
+  const int next = ::dup(0);
+  ::close(next);
+  rlimit before{};
+  ASSERT_EQ(::getrlimit(RLIMIT_NOFILE, &before), 0);
+  rlimit lower = before;
+  lower.rlim_cur = static_cast<rlim_t>(next) + 1;  // one for the new file
+  ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &lower), 0);
+  const auto compacted = log.compact(snapshot_after(2));
+  ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &before), 0);
+  ASSERT_FALSE(compacted);
+  EXPECT_NE(compacted.error().message.find("can't be listed: Too many open files"), std::string::npos)
+      << compacted.error().message;
+  EXPECT_FALSE(std::filesystem::exists(archive(1)));
+  ASSERT_TRUE(log.compact(snapshot_after(2)));
+  EXPECT_TRUE(std::filesystem::exists(archive(3)));
 }
 
 }  // namespace

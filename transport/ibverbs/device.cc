@@ -204,10 +204,11 @@ Result<MemoryRegion> Device::register_memory(std::span<std::byte> memory, Memory
         "rail {}: {} of CUDA memory can't be registered: {}; load nvidia-peermem, or register it by its dma-buf", name_,
         human_bytes(memory.size()), std::strerror(error));
   rlimit limit{};
-  if (error == ENOMEM && ::getrlimit(RLIMIT_MEMLOCK, &limit) == 0 && limit.rlim_cur < memory.size())
+  if (error == ENOMEM && ::getrlimit(RLIMIT_MEMLOCK, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY)
     return fail(ErrorCode::exhausted,
-                "rail {}: registration of {} failed: RLIMIT_MEMLOCK is {}; raise it with 'ulimit -l unlimited'", name_,
-                human_bytes(memory.size()), human_bytes(limit.rlim_cur));
+                "rail {}: registration of {} failed: all that a process registers may be {} (RLIMIT_MEMLOCK); raise it "
+                "with 'ulimit -l unlimited'",
+                name_, human_bytes(memory.size()), human_bytes(limit.rlim_cur));
   return fail(ErrorCode::exhausted, "rail {}: registration of {} failed: {}", name_, human_bytes(memory.size()),
               std::strerror(error));
 }

@@ -287,7 +287,7 @@ void ShmEngine::deregister(RegionId id) {
                     .error = Error{ErrorCode::cancelled, "the local region was deregistered"}});
     }
     if (writing) fail_endpoint(*endpoint, ErrorCode::cancelled, "memory was withdrawn in mid-transfer");
-    else if (endpoint->read_from.erase(id.value) > 0) endpoint->out.recall();
+    else if (endpoint->read_from.erase(id.value) > 0 && ::getpid() == process_) endpoint->out.recall();
   }
   regions_.remove(id);
   files_.erase(id.value);
@@ -318,8 +318,7 @@ void ShmEngine::fail_endpoint(Endpoint& endpoint, ErrorCode code, std::string wh
   calls_.remove(endpoint.id);
   endpoint.stage = Stage::failed;
   endpoint.failure = std::move(why);
-  endpoint.out.recall_all();
-  hang_up(epoll_, endpoint.socket, process_);
+  hang_up_on(endpoint);
   endpoint.pending.clear();
   endpoint.unsent.clear();
   const Error error{code, fmt::format("the peer is gone: {}", endpoint.failure)};
@@ -332,14 +331,20 @@ void ShmEngine::fail_endpoint(Endpoint& endpoint, ErrorCode code, std::string wh
   events_.emit({.kind = EventKind::closed, .endpoint = endpoint.id, .error = error});
 }
 
+// What the peer still pulls out of our memory does not count; it sees the end, and nothing of its is pulled any more.
+// The ring is the parent's in a child of fork().
+void ShmEngine::hang_up_on(Endpoint& endpoint) {
+  if (::getpid() == process_) endpoint.out.recall_all();
+  hang_up(epoll_, endpoint.socket, process_);
+}
+
 void ShmEngine::close(EndpointId id) {
   Endpoint* endpoint = find(id);
   if (endpoint == nullptr) return;
   std::erase(open_, endpoint);
   strangers_.remove(id);
   calls_.remove(id);
-  endpoint->out.recall_all();                   // what the peer still pulls out of our memory does not count
-  hang_up(epoll_, endpoint->socket, process_);  // the peer sees it; nothing of its is pulled any more
+  hang_up_on(*endpoint);
   fail_operations(*endpoint, {ErrorCode::cancelled, "the endpoint was closed"});
   endpoints_.erase(id.value);
 }

@@ -113,6 +113,7 @@ class ShmEngine final : public Engine {
   Result<> set_doorbell(Endpoint& endpoint, Fd doorbell) const;
   void open(Endpoint& endpoint);
   void fail_endpoint(Endpoint& endpoint, ErrorCode code, std::string why);
+  void hang_up_on(Endpoint& endpoint);
   void fail_operations(Endpoint& endpoint, const Error& error);
 
   // datapath.cc

@@ -248,7 +248,8 @@ void TcpEngine::close(EndpointId id) {
   Endpoint* endpoint = find(id);
   if (endpoint == nullptr) return;
   // What was queued is handed to the kernel as far as it takes it now: a farewell just sent should arrive.
-  if (endpoint->stage == Stage::open) flush(*endpoint);
+  // In a child of fork() the queue is a copy of its parent's.
+  if (endpoint->stage == Stage::open && ::getpid() == process_) flush(*endpoint);
   if (endpoint = find(id); endpoint == nullptr) return;
   calls_.remove(id);
   hang_up(epoll_, endpoint->socket, process_);

@@ -111,7 +111,8 @@ class Job:
             self._key.write_text(secrets.token_hex(32))
 
     def _say(self, text: str) -> None:
-        print(f"rejoin-run: {text}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError, ValueError):  # who read it has gone, or its disk is full: the job goes on
+            print(f"rejoin-run: {text}", file=sys.stderr, flush=True)
 
     def _start(self, process: _Process) -> _Process:
         process.start()
