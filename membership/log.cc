@@ -277,6 +277,27 @@ bool Log::in_its_place() const {
   return ours.st_dev == there.st_dev && ours.st_ino == there.st_ino;
 }
 
+std::optional<std::uint64_t> Log::file_size() const {
+  struct stat status {};
+  if (::fstat(file_.get(), &status) != 0) return std::nullopt;
+  return static_cast<std::uint64_t>(status.st_size);
+}
+
+// Whether what the last append ended with is there still. Where the file was cut and then made longer, zeros are.
+bool Log::tail_is_there() const {
+  Bytes now(tail_.size());
+  const auto from = static_cast<off_t>(end_ - tail_.size());
+  return ::pread(file_.get(), now.data(), now.size(), from) != static_cast<ssize_t>(now.size()) || now == tail_;
+}
+
+Result<> Log::cut_to(std::optional<std::uint64_t> size) {
+  failed_ = true;
+  return fail(ErrorCode::corrupt,
+              "decision log {} was cut from {} to {} while the job ran: nothing may write to it but its coordinator. "
+              "Put back a copy of it; without one, start the job from a checkpoint with a new log directory",
+              path_, human_bytes(end_), size ? human_bytes(*size) : "less");
+}
+
 Result<> Log::check_size(const proto::LogRecord& record) const {
   const std::size_t size = record.ByteSizeLong();
   if (size <= kMaxRecord) return {};
@@ -289,20 +310,12 @@ Result<> Log::append(const std::vector<proto::LogRecord>& records) {
   if (failed_) return fail(ErrorCode::io, "{} failed before; restart the coordinator", path_);
   for (const auto& record : records)
     if (auto checked = check_size(record); !checked) return checked;
-  struct stat status {};
-  const bool known = ::fstat(file_.get(), &status) == 0;
-  const auto size = static_cast<std::uint64_t>(status.st_size);
-  if (known && size < end_) {
-    failed_ = true;
-    return fail(ErrorCode::corrupt,
-                "decision log {} was cut from {} to {} while the job ran: nothing may write to it but its coordinator. "
-                "Put back a copy of it; without one, start the job from a checkpoint with a new log directory",
-                path_, human_bytes(end_), human_bytes(size));
-  }
+  const auto size = file_size();
+  if (size && *size < end_) return cut_to(*size);
   const Bytes bytes = log_bytes(records, end_);
   const std::uint64_t end = end_ + bytes.size();
   auto written = write(file_, bytes, end_);
-  if (written && known && end + kMarkBytes > size) make_room(end);
+  if (written && size && end + kMarkBytes > *size) make_room(end);
   if (written) written = sync(file_);
   if (!written) {
     failed_ = true;
@@ -316,7 +329,11 @@ Result<> Log::append(const std::vector<proto::LogRecord>& records) {
                 "directory",
                 path_);
   }
+  // A sync takes long enough for somebody to cut the file meanwhile, which the next write would hide.
+  if (const auto now = file_size(); now && *now < end) return cut_to(*now);
+  if (!tail_is_there()) return cut_to(std::nullopt);
   end_ = end;
+  tail_.assign(bytes.end() - static_cast<std::ptrdiff_t>(std::min(bytes.size(), kMarkBytes)), bytes.end());
   // They are durable whatever becomes of the mark; the next append writes it again, and fails if this has.
   (void)write(file_, log_bytes({}, end_), end_);
   return {};

@@ -79,7 +79,7 @@ class Log {
   std::uint64_t size() const { return end_; }             // the bytes that recovery would read
   std::uint64_t bytes_cut() const { return bytes_cut_; }  // the bytes of a torn tail
   // Makes all of them durable, or fails, and then takes no more: the process must stop deciding. `not_found`:
-  // the file isn't at its path any more, where the next coordinator would look for it.
+  // the file isn't at its path any more, where the next coordinator would look for it. `corrupt`: it was cut.
   Result<> append(const std::vector<proto::LogRecord>& records);
   // Puts `snapshot` into the place of all records so far. After an error the log goes on as it is, unless it has
   // failed(): then it can't be told any more which file a crash would leave.
@@ -94,6 +94,9 @@ class Log {
   std::string next_path() const { return path_ + ".next"; }
   Result<> recover();
   bool in_its_place() const;
+  std::optional<std::uint64_t> file_size() const;
+  bool tail_is_there() const;
+  Result<> cut_to(std::optional<std::uint64_t> size);
   Result<> write(const Fd& file, BytesView bytes, std::uint64_t at) const;
   Result<> write_and_sync(const Fd& file, BytesView bytes, std::uint64_t at) const;
   Result<> sync(const Fd& file) const;
@@ -104,6 +107,7 @@ class Log {
   std::string path_;
   Disk disk_;
   std::uint64_t end_ = 0;  // where the last record ends; the mark behind it is written again
+  Bytes tail_;             // what the last append has written just before end_
   std::vector<proto::LogRecord> records_;
   std::uint64_t bytes_cut_ = 0;
   bool failed_ = false;

@@ -1,5 +1,6 @@
 // What a decision log holds, and what it makes of damage.
 #include <fmt/format.h>
+#include <unistd.h>
 
 #include <cstring>
 
@@ -162,6 +163,32 @@ TEST_F(LogFile, OneThatIsCutWhileItIsInUseTakesNoMore) {
   ASSERT_FALSE(refused);
   EXPECT_NE(refused.error().message.find("was cut from "), std::string::npos) << refused.error().message;
   EXPECT_EQ(std::filesystem::file_size(path), 0u) << "a hole would hide what is lost";
+}
+
+// Where what is written next makes it as long as it was.
+TEST_F(LogFile, OneThatIsCutDuringAnAppendTakesNoMore) {
+  std::uint64_t cut_to = 0;
+  const auto cut = [&] {
+    if (cut_to > 0) std::filesystem::resize_file(path, cut_to);
+  };
+  Disk in_sync = Disk::real(), before_write = Disk::real();
+  in_sync.sync = [&](int fd) { return cut(), ::fdatasync(fd); };
+  before_write.write = [&](int fd, const void* bytes, std::size_t size, off_t at) {
+    return cut(), ::pwrite(fd, bytes, size, at);
+  };
+  for (const Disk& disk : {in_sync, before_write}) {
+    std::filesystem::remove(path);
+    cut_to = 0;
+    auto log = Log::open(directory, disk);
+    ASSERT_TRUE(log) << log.error().message;
+    for (std::uint64_t step = 1; step <= 9; ++step) ASSERT_TRUE(log->append({commit(step)}));
+    cut_to = log->size() / 2;
+    const auto refused = log->append({commit(10)});
+    ASSERT_FALSE(refused);
+    EXPECT_EQ(refused.error().code, ErrorCode::corrupt);
+    EXPECT_NE(refused.error().message.find("was cut from "), std::string::npos) << refused.error().message;
+    EXPECT_TRUE(log->failed());
+  }
 }
 
 TEST_F(LogFile, AShortFileThatIsNoLogIsLeftAsItIs) {
