@@ -86,9 +86,10 @@ void CoordinatorServer::tick() {
 void CoordinatorServer::carry_out(const membership::Actions& actions) {
   const TimePoint begun = now();
   if (auto written = log_.append(actions.append); !written) {
-    const bool gone = written.error().code == ErrorCode::not_found;
+    const auto code = written.error().code;  // of the disk, or of the file, and then the error says what to do
+    const bool disk = code == ErrorCode::io || code == ErrorCode::exhausted;
     end_of_deciding(written.error().message +
-                    (gone ? ". The coordinator ends" : "; free space and start the coordinator again"));
+                    (disk ? "; free space and start the coordinator again" : ". The coordinator ends"));
   }
   if (!actions.append.empty()) {
     const TimePoint ended = now();

@@ -266,15 +266,19 @@ TEST(Audit, OfALogThatHoldsTooLittleFails) {
   EXPECT_NE(torn.output.find(" bytes behind the last record are torn"), std::string::npos) << torn.output;
 }
 
-TEST(Coordinator, WhoseLogIsRemovedDecidesNothingMore) {
-  Job job;
-  job.start(1, 0);
-  Process trainer({kMinimal}, job.file("a"), job.environment(0));
-  ASSERT_TRUE(eventually([&] { return job.status().value("committed", 0) > 5; }));
-  std::filesystem::remove_all(job.file("log"));
-  EXPECT_EQ(job.processes[0]->wait(std::chrono::seconds(15)), 4);
-  const std::string said = job.processes[0]->output();
-  EXPECT_NE(said.find("log/decisions.log was removed or moved away while the job ran"), std::string::npos) << said;
+TEST(Coordinator, WhoseLogIsRemovedOrCutDecidesNothingMoreAndDoesNotAskToBeStartedAgain) {
+  for (const bool removed : {true, false}) {
+    Job job;
+    job.start(1, 0);
+    Process trainer({kMinimal}, job.file("a"), job.environment(0));
+    ASSERT_TRUE(eventually([&] { return job.status().value("committed", 0) > 5; }));
+    removed ? (void)std::filesystem::remove_all(job.file("log"))
+            : std::filesystem::resize_file(job.file("log/decisions.log"), 300);
+    EXPECT_EQ(job.processes[0]->wait(std::chrono::seconds(15)), 4);
+    const std::string said = job.processes[0]->output();
+    EXPECT_NE(said.find(removed ? "log was removed or moved away while the" : "log was cut from "), std::string::npos);
+    EXPECT_EQ(said.find("start the coordinator again"), std::string::npos) << said;
+  }
 }
 
 TEST(BadInput, AnotherJobKeyIsRefusedOnBothSides) {
