@@ -9,7 +9,8 @@ import tempfile
 import time
 from pathlib import Path
 
-SCRIPT = Path(sys.argv[1]).resolve() / "deploy/slurm/replica.sh"
+SLURM = Path(sys.argv[1]).resolve() / "deploy/slurm"
+SCRIPT = SLURM / "replica.sh"
 # The first daemon dies; the trainers end while the script waits before it starts another one.
 DAEMON_DIES = """
 case "$*" in
@@ -85,7 +86,20 @@ def ends(process: subprocess.Popen, what: str, expected: int = 0) -> None:
         sys.exit(f"{what}: status {status}, and processes that are left: {', '.join(remain) or 'none'}")
 
 
+def examined(directory: Path, **environment: str) -> str:
+    """Return what the prolog has doctor look at; doctor is a program of this test."""
+    (directory / "rejoin").write_text('#!/bin/bash\necho "$*"\n')
+    (directory / "rejoin").chmod(0o755)
+    environment = {"PATH": f"{directory}:{os.environ['PATH']}", "SLURM_JOB_COMMENT": "rejoin", **environment}
+    return subprocess.run(["bash", str(SLURM / "prolog.sh")], env=environment, capture_output=True, text=True, check=True).stdout
+
+
 def main() -> None:
+    with tempfile.TemporaryDirectory() as scratch:
+        for environment, wanted in (({}, "doctor --transport tcp "), ({"DOCTOR_TRANSPORT": "ibverbs"}, "doctor --transport ibverbs "), ({"SLURM_JOB_COMMENT": ""}, "")):
+            said = examined(Path(scratch), **environment)
+            if not said.startswith(wanted) or bool(said) != bool(wanted):
+                sys.exit(f"the prolog with {environment}: {said}")
     with tempfile.TemporaryDirectory() as scratch:
         ends(script(Path(scratch), DAEMON_DIES), "the daemon is about to be started again when the trainers have ended")
     with tempfile.TemporaryDirectory() as scratch:
