@@ -60,6 +60,8 @@ with tempfile.TemporaryDirectory(prefix="rejoin-units-") as scratch:
             if name.startswith("rejoind") and re.search(rf"^{wrong}=", text, re.M):
                 failures.append(f"{name}: sets {wrong}")
         failures += [f"{name}: {what}" for what in examines_more_than_once(text, pathlib.Path(scratch) / "run")]
+        if "--log-directory" in text or (name.startswith("rejoin-coordinator") and "REJOIN_LOG_DIRECTORY=/var/lib/rejoin/%i\nEnvironmentFile=" not in text):
+            failures.append(f"{name}: the log's directory can't be set in its .env file")
         # Each flag is one that the program has.
         for program, built in PROGRAMS.items():
             for line in re.findall(rf"^Exec.*[ =-]{re.escape(built)} ([^;\n]*)", text, re.M):
