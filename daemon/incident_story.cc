@@ -29,12 +29,10 @@ IncidentStory::IncidentStory(const Recordings& recordings, const Incidents& inci
   if (left_) began_ = left_.event->at;
   for (const auto* one : incident.ended)
     if (!place_of(*one)) culprit_ = culprit_ == nullptr ? one : culprit_;
-  for (const auto& one : recordings.all) {
-    const auto place = place_of(one);
-    if (culprit_ != nullptr || !place || !lost(place->first) || one.opened_ns == 0) continue;
-    const bool meant = down_ != nullptr ? one.pid == down_->numbers.a && place->second == down_->numbers.number
-                                        : std::ranges::count(incident.ended, &one) > 0;
-    if (meant) culprit_ = &one;
+  if (culprit_ == nullptr && down_ != nullptr) culprit_ = trainer_of(down);
+  for (const auto* one : incident.ended) {
+    const auto place = place_of(*one);
+    if (culprit_ == nullptr && down_ == nullptr && place && lost(place->first) && one->opened_ns != 0) culprit_ = one;
   }
   if (culprit_ == nullptr && !incident.ended.empty()) culprit_ = incident.ended.front();
   if (culprit_ == nullptr) return;
@@ -42,6 +40,18 @@ IncidentStory::IncidentStory(const Recordings& recordings, const Incidents& inci
   if (sign == nullptr) return;
   began_ = sign->at;
   sign_known_ = true;
+}
+
+// The process that a daemon's rank_down is of. In containers pids repeat: it is the one that was opened last by then.
+const Recording* IncidentStory::trainer_of(const Found& down) const {
+  const auto& said = down.event->numbers;
+  const Recording* trainer = nullptr;
+  for (const auto& one : recordings_.all)
+    if (one.pid == said.a && place_of(one) == std::pair(said.replica, said.number) && one.clock == down.in->clock &&
+        one.opened_ns != 0 && !one.events.empty() && one.events.front().at <= down.event->at &&
+        (!trainer || one.opened_ns > trainer->opened_ns))
+      trainer = &one;
+  return trainer;
 }
 
 // The first word of each. Where an epoch begins with a step that was committed before, the job was rolled back, and

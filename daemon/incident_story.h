@@ -28,6 +28,7 @@ class IncidentStory {
   template <typename Fits>
   Found first(std::int64_t from, std::int64_t to, Fits fits) const;
 
+  const Recording* trainer_of(const Found& down) const;
   const EpochDecision* decision() const;
   std::string clock(std::int64_t at) const;
   std::string after(std::int64_t at, std::int64_t since) const;

@@ -95,6 +95,29 @@ TEST(Explain, AKilledTrainerAndItsReturn) {
   EXPECT_THAT(lines[9], HasSubstr("one machine's clock"));
 }
 
+// As in containers that are made anew, where each process has the number of the one before.
+TEST(Explain, OfProcessesWithOneNumberTheOneThatDiedThenIsMeant) {
+  Job job;
+  job.r1.made.opened_ns = 900 * ms;
+  MadeUp before("r1.0", 1, 11), later("r1.0", 1, 11), elsewhere("r1.0", 2, 11);
+  before.add(300 * ms, Kind::bucket_begun, {.epoch = 1, .step = 4});
+  later.made.opened_ns = 1100 * ms;
+  later.add(1100 * ms, Kind::opened);
+  elsewhere.made.opened_ns = 950 * ms;
+  elsewhere.add(950 * ms, Kind::opened);
+  job.ends();
+  auto all = job.recordings();
+  for (const auto* one : {&elsewhere, &later, &before}) all.insert(all.begin(), one->recording());
+  all.push_back(later.recording());
+  const auto joined = join(std::move(all));
+  const auto incidents = find_incidents(joined);
+  const auto epoch = std::ranges::find(incidents.all, 2u, &Incident::epoch);
+  ASSERT_NE(epoch, incidents.all.end());
+  const auto lines = explain(joined, incidents, *epoch);
+  EXPECT_THAT(lines, Contains(HasSubstr("its recording stops there with 'bucket_begun' of step 11")));
+  EXPECT_THAT(lines, Contains(HasSubstr("6.0 ms later than the last sign of life")));
+}
+
 TEST(Explain, WhatIsNotRecordedIsUnknown) {
   Job job;
   job.ends();
