@@ -34,8 +34,9 @@ struct DriverConfig {
   std::string card;             // the trainer's text for the same rank of other replicas
   bool weighs = false;          // the trainer multiplies its gradients with StepView::weight
   ftar::Options ring;
-  // How long a step may wait for a trainer that computes, until enough steps have shown how long they take here.
-  Duration patience{};
+  // How long a step may wait for a trainer that computes, until enough steps have shown how long they take here: the
+  // longer one of the two. `patience` is what else of this rank may take its time, and says so.
+  Duration patience{}, first_steps = std::chrono::minutes(1);
   Duration between_steps = std::chrono::minutes(10);  // how long a step may wait for a trainer that has not begun it
   // The driver begins at most so many connections with peers at a time, and so many again with those that the epoch
   // needs.

@@ -170,7 +170,7 @@ void Driver::record(const proto::Accusation& accusation) {
 // is found by its missing heartbeats long before.
 Duration Driver::patience_with_compute() const {
   constexpr std::size_t enough = 4;
-  if (step_times_.size() < enough) return std::max<Duration>(silence_, config_.patience);
+  if (step_times_.size() < enough) return std::max({silence_, config_.patience, config_.first_steps});
   return silence_ + 8 * *std::max_element(step_times_.begin(), step_times_.end());
 }
 

@@ -62,6 +62,7 @@ Trainer::Trainer(World& world, std::uint32_t replica_number, std::uint32_t rank_
                             .coding = world.coding_of(*this),
                             .coding_rate = world.coding_rate()},
                    .patience = 500ms,
+                   .first_steps = 500ms,
                    .calls_at_once = 1 + rank_instance % 3,
                    .aside = [this](std::function<void()> work) { digest_aside(std::move(work)); }},
       *engine, state_->owner(), state_->buckets());

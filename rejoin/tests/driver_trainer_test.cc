@@ -54,6 +54,24 @@ TEST(Driver, ReportsHowLongItsTrainerComputes) {
   EXPECT_EQ(reported([&] { rank.pass(30ms); }), 30'000u);
 }
 
+// A first step compiles and loads, however short a time the daemon is waited for.
+TEST(Driver, AFirstStepMayTakeAMinuteWhateverThePatienceWithTheDaemon) {
+  Alone rank({}, {}, 64, DriverConfig{}.first_steps);
+  rank.register_it();
+  rank.plan_with_peers(0);
+  for (int i = 0; i < 16; ++i) rank.pass(kSilence / 16);  // it begins the step late, which its driver tells the others
+  rank.driver->take(1, rank.now);
+  const TimePoint begun = rank.now;
+  TimePoint last{};
+  while (rank.now < begun + 2min) {
+    rank.pass(kSilence / 16);
+    for (const auto& report : rank.driver->take_reports())
+      if (report.accusation().excused() && report.accusation().suspect() == 100) last = rank.now;
+  }
+  EXPECT_GE(last, begun + 59s);
+  EXPECT_LE(last, begun + 60s);
+}
+
 // What its trainer says, or may take between steps, is not used up by a time in which the process did not run.
 TEST(Driver, APauseOfTheProcessIsNotCountedAgainstATrainerThatMayTakeItsTime) {
   Alone rank;

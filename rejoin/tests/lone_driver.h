@@ -29,15 +29,20 @@ struct Alone {
   std::optional<Driver> driver;
   TimePoint now{1h};
 
-  explicit Alone(const ftar::Options& ring = {}, Duration between_rooms = {}, std::uint64_t elements = 64)
+  explicit Alone(const ftar::Options& ring = {}, Duration between_rooms = {}, std::uint64_t elements = 64,
+                 Duration first_steps = kSilence)
       : fabric({.between_rooms = between_rooms}, clock) {
     spdlog::set_level(spdlog::level::off);
     const auto tensor = state.add({.name = "weights", .count = elements});
     EXPECT_TRUE(tensor && state.bucket({*tensor}) && state.allocate() && state.start(0));
     EXPECT_TRUE(engine->listen({}));
-    driver.emplace(
-        DriverConfig{.replica = ReplicaId(100), .instance = 1, .ring = ring, .patience = kSilence, .calls_at_once = 4},
-        *engine, state.owner(), state.buckets());
+    driver.emplace(DriverConfig{.replica = ReplicaId(100),
+                                .instance = 1,
+                                .ring = ring,
+                                .patience = kSilence,
+                                .first_steps = first_steps,
+                                .calls_at_once = 4},
+                   *engine, state.owner(), state.buckets());
   }
   void register_it() {
     ASSERT_TRUE(driver->prepare());
