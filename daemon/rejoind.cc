@@ -261,7 +261,7 @@ int main(int argc, char** argv) {
   }
   if (auto done = daemon::run(config, *keys); !done) {
     spdlog::error("{}", done.error().message);
-    return 1;
+    return done.error().code == ErrorCode::mismatch ? 2 : 1;  // with these settings its log would not fit again
   }
   return 0;
 }

@@ -154,6 +154,16 @@ TEST(Relay, WithoutACoordinatorItKeepsItsDaemonsAndTheirTrainersHearWhy) {
       << read_file(job.file("node1.out"));
 }
 
+TEST(Coordinator, WhoseSettingsDoNotFitItsLogEndsAsForAWrongFlag) {
+  Job job;
+  job.start_coordinator({"--replicas", "1"}).reset();
+  const Ended other = run({kDaemon, "--job-key-file", job.key, "--coordinator", "--log-directory", job.file("log"),
+                           "--listen", "127.0.0.1:0", "--replicas", "2"},
+                          {}, std::chrono::seconds(20));
+  EXPECT_EQ(other.status, 2) << other.output;
+  EXPECT_NE(other.output.find("Start with those settings or another log directory"), std::string::npos) << other.output;
+}
+
 TEST(Relay, WhoseCoordinatorIsItselfIsRefused) {
   Job job;
   const auto port_of_a_relay_that_was_here_before = [&] {
