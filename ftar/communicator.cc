@@ -53,10 +53,9 @@ void Communicator::join(Member self, Group group) {
 
 Result<std::unique_ptr<Communicator>> Communicator::prepare(transport::Engine& engine, const Options& options,
                                                             std::vector<BucketSpec> buckets) {
-  constexpr std::size_t max_buckets = 3500;  // their region keys fit one message
-  static_assert(max_buckets <= Tag::kMaxBuckets);
-  if (buckets.empty() || buckets.size() > max_buckets)
-    return fail(ErrorCode::invalid_argument, "{} buckets; there must be 1 to {}", buckets.size(), max_buckets);
+  static_assert(kMaxBuckets <= Tag::kMaxBuckets);
+  if (buckets.empty() || buckets.size() > kMaxBuckets)
+    return fail(ErrorCode::invalid_argument, "{} buckets; there must be 1 to {}", buckets.size(), kMaxBuckets);
   if (auto right = check(options); !right) return tl::unexpected(right.error());
   std::unique_ptr<Communicator> made(new Communicator(engine, options));
   const auto kind = options.device ? options.device->kind() : transport::MemoryKind::host;

@@ -163,6 +163,8 @@ struct Group {
   LinkRule links;
 };
 
+constexpr std::size_t kMaxBuckets = 3500;  // their region keys fit one message
+
 class Communicator {
  public:
   // Registers staging and buckets with the engine, which must outlive this, and loads the device's kernels. That may

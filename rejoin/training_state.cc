@@ -78,6 +78,11 @@ Result<> TrainingState::set_fingerprint(std::string text) {
 Result<std::uint64_t> TrainingState::check_bucket(BucketId id, const std::vector<TensorId>& tensors) const {
   if (owner_) return fail(ErrorCode::invalid_argument, "a bucket comes after allocate()");
   if (tensors.empty()) return fail(ErrorCode::invalid_argument, "a bucket without tensors");
+  if (id == ftar::kMaxBuckets)
+    return fail(ErrorCode::invalid_argument,
+                "bucket {} would be one more than the {} that there may be: put several "
+                "tensors into each",
+                id, ftar::kMaxBuckets);
   std::uint64_t bytes = 0;
   std::set<std::uint32_t> seen;
   for (auto t : tensors) {

@@ -52,5 +52,15 @@ TEST(TrainingState, ANameThatIsNotUtf8IsRefused) {
   EXPECT_EQ(added.error().message, "tensor 'caf?': its name is not UTF-8");
 }
 
+TEST(TrainingState, ABucketTooManyIsRefusedWhereItIsMade) {
+  TrainingState state(1 << 20);
+  for (std::size_t i = 0; i < ftar::kMaxBuckets; ++i)
+    ASSERT_TRUE(state.bucket({*state.add({.name = std::to_string(i), .count = 1})}));
+  const auto more = state.bucket({*state.add({.name = "more", .count = 1})});
+  ASSERT_FALSE(more);
+  EXPECT_EQ(more.error().message,
+            "bucket 3500 would be one more than the 3500 that there may be: put several tensors into each");
+}
+
 }  // namespace
 }  // namespace rejoin
