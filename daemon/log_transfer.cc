@@ -5,6 +5,8 @@
 
 #include <asio.hpp>
 #include <chrono>
+#include <functional>
+#include <optional>
 
 #include "base/fail.h"
 #include "base/fd.h"
@@ -22,47 +24,106 @@ namespace {
 
 constexpr std::uint64_t kTermsAhead = 1000;  // of those in the log: there may have been some that it does not have
 
+// A log is longer than memory: its records are taken one by one.
 struct WholeLog {
-  std::vector<proto::LogRecord> records;
+  std::vector<proto::LogRecord> first;  // of its records the first three: they say what the others stand for
   Transferred about;
+  std::uint64_t term = 0;  // the highest
+  std::uint64_t records_of_job() const { return membership::records_of_job(first) + about.records - first.size(); }
 };
 
-Result<WholeLog> read_whole(const std::string& path) {
+Result<WholeLog> read_whole(const std::string& path, const std::function<Result<>(const proto::LogRecord&)>& take) {
   WholeLog whole;
-  const auto read =
-      membership::for_each_record(path, [&](const proto::LogRecord& record) { whole.records.push_back(record); });
-  if (!read) return tl::unexpected(read.error());
-  if (whole.records.empty()) return fail(ErrorCode::not_found, "{} holds no decision", path);
-  const auto& first = whole.records.front();
-  whole.about.records = whole.records.size();
-  whole.about.torn = read->torn;
-  whole.about.job = membership::job_of(first).id();
-  whole.about.begins_after = first.snapshot().committed();
-  for (const auto& record : whole.records) {
+  Result<> taken;
+  const auto read = membership::for_each_record(path, [&](const proto::LogRecord& record) {
+    if (!taken) return;
+    if (whole.first.size() < 3) whole.first.push_back(record);
+    ++whole.about.records;
+    whole.term = std::max(whole.term, record.led().term());
     if (record.has_snapshot()) whole.about.committed = Step(record.snapshot().committed());
     if (record.has_committed()) whole.about.committed = Step(record.committed().step());
     if (record.has_rolled_back()) whole.about.committed = Step(record.rolled_back().version());
-  }
+    taken = take(record);
+  });
+  if (!read) return tl::unexpected(read.error());
+  if (!taken) return tl::unexpected(taken.error());
+  if (whole.first.empty()) return fail(ErrorCode::not_found, "{} holds no decision", path);
+  whole.about.torn = read->torn;
+  whole.about.job = membership::job_of(whole.first.front()).id();
+  whole.about.begins_after = whole.first.front().snapshot().committed();
   return whole;
 }
 
-// The state that all records lead to, which stands for them in the store.
-Result<proto::LogRecord> snapshot_of(const WholeLog& whole, const std::string& path) {
-  const auto& first = whole.records.front();
-  const auto& job = membership::job_of(first);
-  membership::Coordinator machine({.replicas = job.replicas(),
-                                   .ranks = job.ranks(),
-                                   .batch = job.batch(),
-                                   .constant_batch = job.constant_batch(),
-                                   .links = membership::rule_in(job)});
-  for (const auto& record : whole.records)
-    if (auto replayed = machine.replay(record); !replayed)
-      return fail(replayed.error().code, "{}: {}", path, replayed.error().message);
-  proto::LogRecord snapshot = machine.snapshot();
+// What all records lead to, whose snapshot stands for them in the store.
+class Replayed {
+ public:
+  explicit Replayed(const std::string& path) : path_(path) {}
+  Result<> take(const proto::LogRecord& record) {
+    if (!machine_) {
+      const auto& job = membership::job_of(record);
+      machine_.emplace(membership::JobConfig{.replicas = job.replicas(),
+                                             .ranks = job.ranks(),
+                                             .batch = job.batch(),
+                                             .constant_batch = job.constant_batch(),
+                                             .links = membership::rule_in(job)});
+    }
+    if (auto replayed = machine_->replay(record); !replayed)
+      return fail(replayed.error().code, "{}: {}", path_, replayed.error().message);
+    return {};
+  }
   // A snapshot that a single coordinator has made says of how many records: any number does, for a new store.
-  snapshot.mutable_snapshot()->set_position(membership::records_of_job(whole.records));
-  return snapshot;
-}
+  proto::LogRecord snapshot(std::uint64_t position) const {
+    proto::LogRecord snapshot = machine_->snapshot();
+    snapshot.mutable_snapshot()->set_position(position);
+    return snapshot;
+  }
+
+ private:
+  const std::string& path_;
+  std::optional<membership::Coordinator> machine_;
+};
+
+// A new file, which is made when there is something to write.
+class NewLog {
+ public:
+  explicit NewLog(const std::string& path) : path_(path) {}
+  Result<> take(const proto::LogRecord& record) {
+    waiting_.push_back(record);
+    bytes_ += record.ByteSizeLong();
+    return bytes_ < kAtOnce ? Result<>() : write();
+  }
+  Result<> end() {
+    if (!waiting_.empty())
+      if (auto written = write(); !written) return written;
+    if (auto marked = write(); !marked) return marked;  // without records it is the mark that says that all is there
+    return ::fsync(file_.get()) == 0 ? Result<>() : Result<>(fail_errno(path_));
+  }
+  void give_up() {
+    if (file_) ::unlink(path_.c_str());
+  }
+
+ private:
+  static constexpr std::size_t kAtOnce = 1 * MiB;
+  Result<> write() {
+    if (!file_) file_ = Fd(::open(path_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600));
+    if (!file_) return fail_errno(path_);
+    const Bytes bytes = membership::log_bytes(std::exchange(waiting_, {}), at_);
+    bytes_ = 0;
+    for (std::size_t done = 0; done < bytes.size();) {
+      const ssize_t wrote = ::write(file_.get(), bytes.data() + done, bytes.size() - done);
+      if (wrote < 0 && errno == EINTR) continue;
+      if (wrote < 0) return fail_errno(path_);
+      done += static_cast<std::size_t>(wrote);
+    }
+    at_ += bytes.size();
+    return {};
+  }
+  const std::string& path_;
+  Fd file_;
+  std::uint64_t at_ = 0;
+  std::vector<proto::LogRecord> waiting_;
+  std::size_t bytes_ = 0;  // of these
+};
 
 // The store's answer. A request whose answer is lost is repeated as it is, but not for ever.
 Result<StoreAnswer> ask(asio::io_context& io, membership::Store& store, const StoreRequest& request,
@@ -118,34 +179,22 @@ Result<Present> look(asio::io_context& io, membership::Store& store, const std::
 }  // namespace
 
 Result<Transferred> export_log(const std::string& log, const std::string& out) {
-  auto whole = read_whole(log);
-  if (!whole) return tl::unexpected(whole.error());
-  const Fd file(::open(out.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600));
-  if (!file) return fail_errno(out);
-  Bytes bytes = membership::log_bytes(whole->records, 0);
-  const Bytes mark = membership::log_bytes({}, bytes.size());
-  bytes.insert(bytes.end(), mark.begin(), mark.end());
-  for (std::size_t done = 0; done < bytes.size();) {
-    const ssize_t wrote = ::write(file.get(), bytes.data() + done, bytes.size() - done);
-    if (wrote < 0 && errno == EINTR) continue;
-    if (wrote < 0) {
-      auto failed = fail_errno(out);
-      ::unlink(out.c_str());
-      return failed;
-    }
-    done += static_cast<std::size_t>(wrote);
+  NewLog file(out);
+  const auto whole = read_whole(log, [&](const auto& record) { return file.take(record); });
+  if (auto written = whole ? file.end() : Result<>(tl::unexpected(whole.error())); !written) {
+    file.give_up();
+    return tl::unexpected(written.error());
   }
-  if (::fsync(file.get()) != 0) return fail_errno(out);
   return whole->about;
 }
 
 Result<Transferred> import_log(asio::io_context& io, membership::Store& store, const std::string& log, bool replace,
                                const std::string& where) {
-  auto whole = read_whole(log);
+  Replayed state(log);
+  auto whole = read_whole(log, [&](const auto& record) { return state.take(record); });
   if (!whole) return tl::unexpected(whole.error());
-  const auto snapshot = snapshot_of(*whole, log);
-  if (!snapshot) return tl::unexpected(snapshot.error());
-  const std::uint64_t position = snapshot->snapshot().position();
+  const std::uint64_t position = whole->records_of_job();
+  const auto snapshot = state.snapshot(position);
   const auto present = look(io, store, where);
   if (!present) return tl::unexpected(present.error());
   if (present->anything && !replace)
@@ -154,7 +203,7 @@ Result<Transferred> import_log(asio::io_context& io, membership::Store& store, c
         "{} has {} decisions already, and nothing is changed: choose another --job; or end all coordinators, and "
         "add --replace to put the {} of {} in their place",
         where, present->end, position, log);
-  const std::string bytes = snapshot->SerializeAsString();
+  const std::string bytes = snapshot.SerializeAsString();
   const bool there = present->snapshot_position == position && present->snapshot == bytes;  // by an import before
   if (present->end > position || (present->snapshot_position == position && !there))
     return fail(
@@ -163,9 +212,7 @@ Result<Transferred> import_log(asio::io_context& io, membership::Store& store, c
         "the store are worth nothing, delete them first (etcdctl del --prefix), or choose another --job",
         where, present->end, log, position);
   proto::Leader nobody;
-  nobody.set_term(present->leader.term());
-  for (const auto& record : whole->records) nobody.set_term(std::max(nobody.term(), record.led().term()));
-  nobody.set_term(nobody.term() + kTermsAhead);
+  nobody.set_term(std::max(present->leader.term(), whole->term) + kTermsAhead);
   const auto since_1970 = std::chrono::system_clock::now().time_since_epoch();
   nobody.set_since_ms(
       static_cast<std::uint64_t>(std::chrono::duration_cast<std::chrono::milliseconds>(since_1970).count()));

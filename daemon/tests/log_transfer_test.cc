@@ -5,6 +5,7 @@
 #include <stdlib.h>
 
 #include <filesystem>
+#include <fstream>
 
 #include "daemon/log_copy.h"
 #include "daemon/tests/memory_store.h"
@@ -177,6 +178,30 @@ TEST_F(Transfer, ACopyHasArchivesAsFarAsNothingIsMissing) {
   ASSERT_EQ(records().size(), 3u);
   EXPECT_EQ(records().front().snapshot().position(), 40u);
   EXPECT_EQ(membership::records_of_job(records()), 42u);
+}
+
+// They are written as they are read, and not when all are there.
+TEST_F(Transfer, AnExportOfManyRecordsHasThemAll) {
+  std::vector<proto::LogRecord> records{job_record(7)};
+  for (std::uint64_t step = 1; step <= 60; ++step) {
+    auto& epoch = *records.emplace_back().mutable_epoch();
+    epoch.set_epoch(step);
+    epoch.set_reason(std::string(100'000, 'r'));
+  }
+  const auto log = write("a", records), out = directory + "/out";
+  const auto done = export_log(log, out);
+  ASSERT_TRUE(done) << done.error().message;
+  EXPECT_EQ(done->records, 61u);
+  const auto read = membership::parse_one_file(out);
+  ASSERT_TRUE(read) << read.error().message;
+  ASSERT_EQ(read->records.size(), 61u);
+  for (std::size_t i = 0; i < 61; ++i)
+    ASSERT_EQ(read->records[i].SerializeAsString(), records[i].SerializeAsString()) << i;
+  EXPECT_GT(read->marked, read->intact);
+  const auto damaged = membership::parse_one_file(log)->intact - 10;
+  std::fstream(log, std::ios::in | std::ios::out | std::ios::binary).seekp(static_cast<std::streamoff>(damaged)) << '?';
+  EXPECT_FALSE(export_log(log, out + "2"));
+  EXPECT_FALSE(std::filesystem::exists(out + "2")) << "half of it would pass for all";
 }
 
 TEST_F(Transfer, AnExportHasWhatTheArchivesHaveAndOverwritesNothing) {
