@@ -216,12 +216,14 @@ JobHistory::Effective JobHistory::effective(TimePoint now, bool running) const {
 void JobHistory::on_report(proto::Report report, TimePoint now) {
   if (report.replica() >= states_.size()) return;
   auto& of_replica = reports_[report.replica()];
-  std::string node = shortened(report.node(), 64);
-  std::erase_if(of_replica, [&](const auto& one) { return now - one.second.at > kReportLasts; });
-  if (of_replica.size() >= kMostNodes && !of_replica.contains(node)) return;
-  report.set_node(node);
+  report.set_node(shortened(report.node(), 64));
+  const std::pair daemon(report.daemon(), report.node());
+  const std::size_t most = std::max(kMostNodes, 1024 * kMostNodes / states_.size());
+  if (of_replica.size() >= most)
+    std::erase_if(of_replica, [&](const auto& one) { return now - one.second.at > kReportLasts; });
+  if (of_replica.size() >= most && !of_replica.contains(daemon)) return;
   while (report.rails_size() > 16) report.mutable_rails()->RemoveLast();
-  of_replica[std::move(node)] = {std::move(report), now};
+  of_replica[daemon] = {std::move(report), now};
   look_for_slow_hop(now);
 }
 

@@ -36,7 +36,9 @@ class Histogram {
 class JobHistory {
  public:
   static constexpr std::size_t kSteps = 200, kEpochs = 64;  // that are kept; more epochs where the steps are of them
-  static constexpr std::size_t kMostEpochs = 256, kMostNodes = 64;  // … of one replica, that tell of it
+  static constexpr std::size_t kMostEpochs = 256;
+  // That tell of one replica, of a job of many; all that do may be 1,024 times as many.
+  static constexpr std::size_t kMostNodes = 64;
   static constexpr Duration kReportLasts = std::chrono::seconds(10);
   static constexpr Duration kUsualIfUnknown = std::chrono::minutes(1);
   static constexpr Duration kGapIsReported = std::chrono::seconds(20);  // at most, after it was
@@ -159,7 +161,7 @@ class JobHistory {
   std::optional<Failure> last_failure_;
   std::deque<Duration> absences_;
   Effective effective_;
-  std::map<std::uint32_t, std::map<std::string, NodeReport>> reports_;
+  std::map<std::uint32_t, std::map<std::pair<std::uint64_t, std::string>, NodeReport>> reports_;  // by daemon
   std::optional<SlowHop> slow_hop_;
   TimePoint looked_at_{};  // for it
 };

@@ -24,6 +24,7 @@ NodeServer::NodeServer(asio::io_context& io, const NodeOptions& options, const J
       family_(transport::family_of(options.transport)),
       machine_(options.name, options.silence, random_number(), options.location),
       streams_(family_, Location::parse(options.location).value_or(Location())),
+      reports_as_(random_number()),
       coordinators_(io, options.coordinator, options.name, keys, options.silence,
                     [this](proto::LeaderView& view) { machine_.write_hosts(view); },
                     {.up = [this] { carry_out(machine_.on_coordinator_up(now())); },

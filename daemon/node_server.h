@@ -157,6 +157,7 @@ class NodeServer {
   };
   std::map<catchup::RankKey, GoneTrainer> gone_;  // for each place that nobody has, who had it last
   std::uint64_t next_trainer_ = 1;
+  const std::uint64_t reports_as_;  // random
   std::function<void()> nobody_is_left_;
   Coordinators coordinators_;
   std::map<catchup::RankKey, catchup::CatchUpProgress> progress_;

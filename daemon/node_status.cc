@@ -126,6 +126,7 @@ proto::Report NodeServer::describe(ReplicaId replica, Duration since_last) {
   proto::Report report;
   report.set_replica(replica.value);
   report.set_node(options_.name);
+  report.set_daemon(reports_as_);
   for (auto& [id, trainer] : trainers_) {
     if (!trainer.key || trainer.key->replica != replica) continue;
     if (auto found = progress_.find(*trainer.key); found != progress_.end() && trainer.catching_up) {

@@ -104,16 +104,33 @@ proto::Report report(std::uint32_t replica, const std::string& node) {
 }
 
 TEST(JobHistory, OfDaemonsItKeepsTheLatestForAWhileAndNoMoreThanSoMany) {
-  JobHistory history(2);
+  JobHistory history(1024);
   history.on_report(report(0, "a"), TimePoint(1s));
   history.on_report(report(0, "a"), TimePoint(2s));
-  history.on_report(report(7, "a"), TimePoint(2s));  // there is no such replica
+  history.on_report(report(1024, "a"), TimePoint(2s));  // there is no such replica
   EXPECT_EQ(history.reports(TimePoint(2s)).size(), 1u);
   for (int i = 0; i < 1000; ++i) history.on_report(report(1, std::to_string(i)), TimePoint(2s));
   EXPECT_EQ(history.reports(TimePoint(2s)).size(), 1 + JobHistory::kMostNodes);
   EXPECT_TRUE(history.reports(TimePoint(20s)).empty());
   history.on_report(report(1, "later"), TimePoint(20s));
   EXPECT_EQ(history.reports(TimePoint(20s)).size(), 1u);
+}
+
+// A replica of 512 nodes, as of a job of 24 of them; nobody has given them names.
+TEST(JobHistory, ADaemonIsFoundAmongManyOfOneName) {
+  JobHistory history(24);
+  for (int second = 1; second < 30; ++second)
+    for (std::uint64_t daemon = 1; daemon <= 512; ++daemon) {
+      auto told = report(3, "node");
+      told.set_daemon(daemon);
+      told.mutable_slowest()->set_rank(static_cast<std::uint32_t>(daemon));
+      told.mutable_slowest()->set_gap_us(daemon == 500 ? 90'000 : 1000);
+      history.on_report(told, TimePoint(std::chrono::seconds(second)));
+    }
+  EXPECT_EQ(history.reports(TimePoint(30s)).size(), 512u);
+  const auto slow = history.slow_hop(TimePoint(30s));
+  ASSERT_TRUE(slow);
+  EXPECT_EQ(slow->rank, 500u);
 }
 
 // As a coordinator that leads has it.
