@@ -53,6 +53,11 @@ std::string line_of(const char* path) {
   return line.substr(0, line.find('\n'));
 }
 
+std::string host_name() {
+  char host[64] = {};
+  return ::gethostname(host, sizeof host - 1) == 0 ? host : "";
+}
+
 // A child of fork() has its parent's memory and lock: it gives both up, and records nothing.
 void in_child() {
   Recording* const parents = current.exchange(nullptr);
@@ -157,8 +162,7 @@ Header describe(const std::string& who) {
   header.opened_wall_ns = wall_ns();
   header.clock = clock_id();
   put_text(header.who, who);
-  char host[64] = {};
-  if (::gethostname(host, sizeof host - 1) == 0) put_text(header.host, host);
+  put_text(header.host, host_name());
   return header;
 }
 
@@ -173,8 +177,9 @@ std::uint64_t clock_id() {
   static const std::uint64_t id = [] {
     struct stat time_namespace {};
     const bool known = ::stat("/proc/self/ns/time", &time_namespace) == 0;
-    const std::string text =
-        fmt::format("{} {}", line_of("/proc/sys/kernel/random/boot_id"), known ? time_namespace.st_ino : 0);
+    std::string machine = line_of("/proc/sys/kernel/random/boot_id");
+    if (machine.empty()) machine = host_name();  // as in a sandbox; all of these have no clock in common
+    const std::string text = fmt::format("{} {}", machine, known ? time_namespace.st_ino : 0);
     return digest(as_bytes(text)) | 1;
   }();
   return id;
