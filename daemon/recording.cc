@@ -154,6 +154,11 @@ Result<Recording> read_one(const std::string& path) {
   return recording;
 }
 
+std::uint64_t memory_of_machine() {
+  const long pages = ::sysconf(_SC_PHYS_PAGES), bytes = ::sysconf(_SC_PAGESIZE);
+  return pages > 0 && bytes > 0 ? static_cast<std::uint64_t>(pages) * static_cast<std::uint64_t>(bytes) : SIZE_MAX;
+}
+
 std::int64_t last_of(const Recording& recording) {
   return recording.events.empty() ? recording.opened_ns : recording.events.back().at;
 }
@@ -282,7 +287,7 @@ Recordings join(std::vector<Recording> all, std::uint64_t job) {
   return joined;
 }
 
-Result<Recordings> read_recordings(const std::vector<std::string>& paths, std::uint64_t job) {
+Result<Recordings> read_recordings(const std::vector<std::string>& paths, std::uint64_t job, std::uint64_t memory) {
   std::vector<std::string> files, others;
   std::vector<std::string> given = paths;
   if (given.empty()) given.push_back(flight::default_directory());
@@ -300,6 +305,8 @@ Result<Recordings> read_recordings(const std::vector<std::string>& paths, std::u
   std::ranges::sort(files);
   files.erase(std::unique(files.begin(), files.end()), files.end());
   if (files.size() > kMostFiles) return fail(ErrorCode::exhausted, "{} files are too many", files.size());
+  if (memory == 0) memory = memory_of_machine() / 2;
+  std::uint64_t taken = 0;
   std::vector<Recording> all;
   std::vector<std::string> unread;
   for (const auto& path : files) {
@@ -312,6 +319,13 @@ Result<Recordings> read_recordings(const std::vector<std::string>& paths, std::u
       unread.push_back(one.error().message + ".");
       continue;
     }
+    taken += sizeof(RecordedEvent) * one->events.size();
+    if (taken > memory)
+      return fail(
+          ErrorCode::exhausted,
+          "{} files are more than fits into {} of memory: name the recordings of the replicas that it is about, "
+          "of their daemons and of the coordinator",
+          files.size(), human_bytes(memory));
     // Of copies the one that has the most.
     const auto copy = std::ranges::find_if(all, [&](const Recording& other) {
       return std::tie(other.clock, other.pid, other.opened_ns, other.who) ==

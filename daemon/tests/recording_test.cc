@@ -217,6 +217,9 @@ TEST(Flight, AKilledProcessLeavesItsEventsAndOldOnesAreRemoved) {
   EXPECT_EQ(status.st_mode & 0777, 0600u);
   const auto read = read_recordings({scratch.path});
   ASSERT_TRUE(read && read->all.size() == 1);
+  const auto too_many = read_recordings({scratch.path}, 0, 100);
+  ASSERT_FALSE(too_many) << "three events do not fit";
+  EXPECT_NE(too_many.error().message.find("name the recordings of the replicas"), std::string::npos);
   const auto& one = read->all[0];
   EXPECT_EQ(one.pid, static_cast<std::uint32_t>(pid));
   EXPECT_EQ(one.who, "r0.1/../x");
