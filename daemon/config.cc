@@ -113,7 +113,7 @@ void bind(CommandLine& line, Config& c) {
   line.setting("--transport", c.node.transport, "REJOIN_TRANSPORT",
                "node: transport of the catch-up stream: shm, tcp, tcp:ADDRESS,ADDRESS… (rails), tcp+aes (encrypted; "
                "likewise; ;ktls=1 behind it: by the kernel); ;threads=N behind either: N threads more move bulk; "
-               "ibverbs[:DEVICE,DEVICE…] or ucx:LIST")
+               "ibverbs[:DEVICE,DEVICE…], ibverbs:near (the ports near the GPU) or ucx:LIST")
       .check(transport_name());
   line.setting("--compression", c.node.compression, "REJOIN_COMPRESSION",
                "node: catch-up stream: off, auto (zstd while it is measured to pay) or always")

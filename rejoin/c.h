@@ -136,8 +136,8 @@ rejoin_code rejoin_join(rejoin_session* session, const char* position, int compa
 rejoin_code rejoin_position_step(const char* position, uint64_t* step);
 
 rejoin_code rejoin_begin_step(rejoin_session* session, rejoin_step* step);
-/* Gives Step::upcoming() of the step under way: up to `steps` batches, which are the session's until the next call of
- * this or of rejoin_begin_step(). */
+/* Gives Step::upcoming() of the step under way: up to `steps` batches, of 1,024 at most, which are the session's until
+ * the next call of this or of rejoin_begin_step(). */
 rejoin_code rejoin_upcoming(rejoin_session* session, uint32_t steps, const rejoin_batch** batches, size_t* count);
 /* Gives Step::cards(), by contributor; they are the session's until the next rejoin_begin_step(). */
 rejoin_code rejoin_cards(rejoin_session* session, const rejoin_card** cards, size_t* count);

@@ -16,9 +16,10 @@ enum class LogLevel : std::uint8_t { trace, debug, info, warn, error, off };
 using LogSink = std::function<void(LogLevel level, std::string_view line)>;
 
 // Has the library's lines go to `sink` from now on, and with an empty sink to standard error again; when it has
-// returned, the sink before is not called any more. Thread: any. In a program that uses spdlog itself, shared with this
-// library, this sets spdlog's default logger, which the library logs to; one that sets that itself does so before the
-// first Session::open(), and has no need of this.
+// returned, the sink before is not called any more. One line always goes to standard error: that a REJOIN_* variable is
+// none of Rejoin's. Thread: any. In a program that uses spdlog itself, shared with this library, this sets spdlog's
+// default logger, which the library logs to; one that sets that itself does so before the first Session::open(), and
+// has no need of this.
 void set_log(LogSink sink);
 
 // Leaves out lines of a lower level; at first it is `info`. Thread: any.

@@ -81,7 +81,7 @@ struct SessionConfig {
   // others wait for it. One that takes longer is taken for one that hangs. Session::busy() says more, and elsewhere.
   std::chrono::milliseconds between_steps{std::chrono::minutes(10)};
   // The daemon not being there or not answering for this long is an error of the waiting call; a daemon that restarts,
-  // or starts after its trainer, is not.
+  // or starts after its trainer, is not. Over a minute, this is also how long each of the first steps may compute.
   std::chrono::milliseconds patience{60000};
 
   // Called on the trainer's thread about ten times a second while join(), begin_step() or commit() waits, so that a
@@ -160,7 +160,7 @@ class Session {
   // each from a multiple of 16 bytes on. They stay there until the session has gone, and hold what they held. The
   // host's memory can't be shared afterwards: there the session allocates.
   virtual Result<TensorId> add(const TensorSpec& tensor, const std::vector<std::span<std::byte>>& memory) = 0;
-  // Every tensor belongs to exactly one bucket; all gradients of a bucket have one type.
+  // Every tensor belongs to exactly one bucket; all gradients of a bucket have one type. There may be 3,500 buckets.
   virtual Result<BucketId> bucket(const std::vector<TensorId>& tensors) = 0;
   // Makes a bucket of gradients in the trainer's own memory, one tensor's after the other's in this order: a flat
   // gradient buffer that its framework has allocated on the session's device, anywhere in an allocation or over
@@ -351,9 +351,10 @@ class Session {
 
   // ---- ending
   // Ends this replica's part in the job: the others go on at once, and hear that it has left. When this returns its
-  // daemon knows. All later calls but version(), committed(), position() and state_digest() are refused with
-  // `cancelled`; calling it again, after a failure or before join() tells nobody anything. Errors: `unavailable` where
-  // the daemon is away: the others go on when the process has ended.
+  // daemon knows. All later calls but version(), committed(), position(), state_digest() and those that give memory are
+  // refused with `cancelled`; calling it again, after a failure or before join() tells nobody anything. Errors:
+  // `unavailable` where the daemon is away, `timeout` where this process has stood still: the others go on when the
+  // process has ended; `invalid_argument` within an optimizer.
   virtual Result<> leave() = 0;
   // Has join(), begin_step() and commit() return with `cancelled` if they wait, and these and all_reduce() from then
   // on. The caller calls leave() next. Thread: any, and a signal's handler (async-signal-safe), while the session

@@ -38,7 +38,7 @@ void SessionConfig::bind(CommandLine& line) {
   line.setting("--transport", transport, "REJOIN_TRANSPORT",
                "transport of the all-reduce: shm, tcp, tcp:ADDRESS,ADDRESS… (rails), tcp+aes (encrypted; likewise; "
                ";ktls=1 behind it: by the kernel); ;threads=N behind either: N threads more move bulk; "
-               "ibverbs[:DEVICE,DEVICE…] or ucx:LIST");
+               "ibverbs[:DEVICE,DEVICE…], ibverbs:near (the ports near the GPU) or ucx:LIST");
   line.setting("--data-listen", data_listen, "REJOIN_DATA_LISTEN", "address for data connections");
   line.setting("--advertise", advertise, "REJOIN_ADVERTISE",
                "the host that other ranks are told instead of the one listened on, without a port; HOST,HOST… with one "
