@@ -128,4 +128,9 @@ def test_the_unusual_has_the_bits_of_one_process(tmp_path):
         assert same_bits(final["model"][name], p), name
         if name in final["masters"]:
             assert same_bits(final["masters"][name], masters[name]), name
+    for _ in range(job.steps):
+        model.rises.add_(trainer_bits.RISES)
+        model.seen.add_(trainer_bits.SEEN)
+    for name, value in model.named_buffers():
+        assert same_bits(final["model"][name], value), name
     assert set(final["masters"]) == {n for n, p in learned.items() if p.dtype == torch.bfloat16}

@@ -197,12 +197,12 @@ def alone(job: Job, kind: str, max_norm: float | None, start: dict | None = None
             torch.nn.functional.cross_entropy(model(x), y).backward()
             weight = weights[replica].get(step, 1)
             gradients.append([p.grad * weight for p in model.parameters()])
-            buffers.append([b * weight for b in model.buffers()])
+            buffers.append([(b.double() if b.is_floating_point() else b) * weight for b in model.buffers()])
             count += weight
         with torch.no_grad():
             for i, buffer in enumerate(model.buffers()):
                 total = sum(b[i] for b in buffers)
-                buffer.copy_(total // count if not buffer.is_floating_point() else total * torch.tensor(1 / count))
+                buffer.copy_(total // count if not buffer.is_floating_point() else total * (1 / count))
             reduced = [sum(g[i] for g in gradients) * torch.tensor(1 / count) for i in range(len(gradients[0]))]
             coefficient = 1.0
             if max_norm is not None:

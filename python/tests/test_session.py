@@ -250,6 +250,28 @@ def test_sums_of_buffers_over_all_samples_fit_in_the_type_that_they_are_added_up
         assert torch.equal((tensor.gradient / 48).to(tensor.dtype), getattr(model, name)), name
 
 
+def test_a_buffer_whose_sum_might_not_fit_is_refused(tmp_path, monkeypatch):
+    model = torch.nn.Linear(2, 2)
+    model.register_buffer("count", torch.tensor([2**62, -(2**63)]))
+    model.register_buffer("wide", torch.tensor([torch.inf, 1e298], dtype=torch.float64))
+    one = session(tmp_path)
+    one.attach(model, torch.optim.AdamW(model.parameters()))
+    monkeypatch.setattr(one._buckets, "_hand_over", lambda bucket: None)  # there is no job
+    for by, fits in ((2**31 - 1, True), (1 - 2**31, True), (2**31, False), (-(2**31), False), (-(2**63), False)):
+        one._buckets.begin(2)
+        model.count[0] = 2**62 + by if by > -(2**62) else by
+        if fits:
+            one._buckets.bring_rest()
+            continue
+        with pytest.raises(rejoin.InvalidArgument, match="buffer 'count' of int64 has changed by 2.31 or more"):
+            one._buckets.bring_rest()
+    model.count[0] = 2**62
+    model.wide[1] = torch.finfo(torch.float64).max
+    one._buckets.begin()
+    with pytest.raises(rejoin.InvalidArgument, match="buffer 'wide' of float64 has values beyond 2.990"):
+        one._buckets.bring_rest()
+
+
 def test_a_buffer_that_is_assigned_anew_is_refused(tmp_path, monkeypatch):
     model = Counts()
     one = session(tmp_path)

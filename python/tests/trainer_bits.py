@@ -15,6 +15,20 @@ import rejoin.torch as rj
 
 HIDDEN, NOT_FINITE, HOLDS = 203, 7, 30  # features; steps
 
+# They are equal on all replicas, and stay so: what is in them, and the numbers that are added in each step.
+ODD = [torch.finfo(torch.float32).min, torch.inf, torch.nan, -0.0, 1e-44, *(10000 ** (-k / 37) for k in range(37))]
+BUFFERS = {
+    "mask": torch.tensor(ODD),
+    "short_float": torch.tensor(ODD).bfloat16(),
+    "narrow_float": torch.tensor(ODD).half(),
+    "wide_float": torch.tensor(ODD, dtype=torch.float64),
+    "hash": torch.tensor([2**62 + 12345, 7, -(2**63)]),
+    "narrow_int": torch.tensor([2**31 - 1, -(2**31)], dtype=torch.int32),
+    "rises": torch.tensor([0.0, 1e30]),
+    "seen": torch.tensor([0, 2**62 + 1]),
+}
+RISES, SEEN = 0.1, 2**31 - 1
+
 
 class Lora(torch.nn.Module):
     """A frozen layer, and what is learned beside it."""
@@ -34,6 +48,8 @@ def make_model() -> torch.nn.Module:
     model = torch.nn.Sequential(*layers, torch.nn.Linear(HIDDEN, CLASSES)).bfloat16()
     model[1].float()
     model.register_parameter("unused", torch.nn.Parameter(torch.ones(5)))
+    for name, value in BUFFERS.items():
+        model.register_buffer(name, value.clone())
     return model
 
 
@@ -84,6 +100,8 @@ def main() -> None:
             loss = loss_of(model, x[3:], y[3:], step.number, me)
             loss.backward()
             step.record(loss=loss.nan_to_num(0.0, 0.0))
+            model.rises.add_(RISES)
+            model.seen.add_(SEEN)
             optimizer.step()
             print(f"step {step.number} mean {step.mean('loss'):.9g} digest {session.state_digest():016x}", flush=True)
             if step.number > HOLDS:

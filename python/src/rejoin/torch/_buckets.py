@@ -73,7 +73,7 @@ class Buckets:
                         self.bring(tensor)
                         continue
                     if not tensor.is_parameter:
-                        tensor.gradient.copy_(tensor.value.reshape(-1))
+                        tensor.gradient.copy_(tensor.contribution())
                     elif not tensor.main_grad:
                         tensor.gradient.zero_()
                     self._arrive(tensor)

@@ -15,8 +15,17 @@ from rejoin.torch._sharding import Shard, local, shards_of
 
 log = logging.getLogger("rejoin")
 
-# Types of buffers that a sum over all samples may not fit in, or be exact in, and those in which they are added up.
-_SUMMED = {torch.int32: torch.int64, torch.float16: torch.float32, torch.bfloat16: torch.float32}
+# Types of buffers that a sum over all samples may not fit in, or be exact in, and those in which they are added up:
+# what is equal on all replicas comes out of these as it was. There is none for int64 and float64: see contribution().
+_SUMMED = {
+    torch.int32: torch.int64,
+    torch.float16: torch.float32,
+    torch.bfloat16: torch.float64,
+    torch.float32: torch.float64,
+}
+_MOST_CHANGE = 2**31  # of an int64 in a step: times all samples, of which there are fewer than 2^32, it fits
+_MOST_FLOAT64 = 2.0**990  # times all samples it is no infinity
+_ROUNDED = 2.0**-42  # relative: more than the sum and the division of equal float64 of 1,024 replicas round
 
 
 @dataclass
@@ -110,6 +119,40 @@ class Tensor:
     def is_buffer(self) -> bool:
         """Whether it is one of the model's buffers."""
         return not self.is_parameter and not self.name.startswith("rejoin.")
+
+    def contribution(self) -> torch.Tensor:
+        """Give what this replica adds to the step's mean: the value, or of an int64 what has changed in this step.
+
+        The sum of an int64 over all samples might not fit, and that of its changes does. They are exact even where the
+        subtraction wraps. `settle` makes up for the rest, on replicas that catch up, too.
+        """
+        value = self.value.reshape(-1)
+        if not self.is_buffer:
+            return value
+        if self.dtype == torch.int64:
+            change = value - self.columns[0]
+            if bool(((change <= -_MOST_CHANGE) | (change >= _MOST_CHANGE)).any()):
+                raise InvalidArgument(
+                    f"buffer '{self.name}' of int64 has changed by 2^31 or more in a step, and the sum over all "
+                    "samples might not fit: write such values before attach(), let it be several of int32, or "
+                    "register it with persistent=False"
+                )
+            return change
+        if self.dtype == torch.float64 and bool(((value.abs() > _MOST_FLOAT64) & value.isfinite()).any()):
+            raise InvalidArgument(
+                f"buffer '{self.name}' of float64 has values beyond 2^990, and the sum over all samples might be an "
+                "infinity: let them be smaller, or infinities, or register it with persistent=False"
+            )
+        return value
+
+    def settle(self, weight: torch.Tensor, reduced: torch.Tensor) -> None:
+        """Bring elements of the column of what is no parameter to what the step's mean makes of them."""
+        if self.is_buffer and self.dtype == torch.int64:
+            weight.add_(reduced)
+        elif self.is_buffer and self.dtype == torch.float64:  # what has changed by the sum's rounding alone stays
+            weight.copy_(torch.where((reduced - weight).abs() <= weight.abs() * _ROUNDED, weight, reduced))
+        else:
+            weight.copy_(reduced)
 
     def take_changes(self) -> None:
         """Take what has been written to a tensor that lies elsewhere: by its author, since attach()."""

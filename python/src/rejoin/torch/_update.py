@@ -114,7 +114,7 @@ class Update:
     # What is no parameter becomes its mean; the loss's scale what follows from this step.
     def _settle(self, tensor: Tensor, weight: torch.Tensor, reduced: torch.Tensor, step: int) -> None:
         if tensor is not self._scale:
-            weight.copy_(reduced)
+            tensor.settle(weight, reduced)
             return
         log_scale, good = (round(float(number)) for number in reduced)
         if self._coefficient(step) is None:
