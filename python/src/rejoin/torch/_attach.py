@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -122,6 +123,15 @@ def lay(session: Session, column: int) -> None:
             if tensor.averaged:
                 tensor.lay(tensor.columns[column])
     gather_again(session._sharded)
+
+
+def take_step(optimizer: torch.optim.Optimizer, commit: Callable[[Any], float | None]) -> None:
+    """Let the optimizer's step() be this. It is a method of the optimizer's, which torch's schedulers bind again."""
+
+    def step(_: torch.optim.Optimizer, closure: Any = None) -> float | None:
+        return commit(closure)
+
+    optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
 
 
 def let_scaler_be_seen(optimizer: torch.optim.Optimizer) -> None:

@@ -165,7 +165,7 @@ class Session:
         for tensor in tensors:
             _attach.place(self, tensor)
         _attach.let_scaler_be_seen(optimizer)
-        optimizer.step = self._commit  # type: ignore[assignment, method-assign]
+        _attach.take_step(optimizer, self._commit)
         optimizer.zero_grad = self._zero_grad  # type: ignore[method-assign]
         optimizer.load_state_dict = _attach.refuse_load  # type: ignore[assignment, method-assign]
         optimizer.add_param_group = _attach.refuse_group  # type: ignore[assignment, method-assign]

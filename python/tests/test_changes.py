@@ -1,0 +1,177 @@
+"""What a script may not change under a session that it is attached to: settings, gradients, buffers."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from test_session import session  # noqa: E402
+
+import rejoin  # noqa: E402
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("lr", 0.01, "the learning rate of group 0 has changed from 0.001 to 0.01 .* give attach.. lr="),
+        ("weight_decay", 0.5, "weight_decay of the optimizer's group 0 has changed from 0.1 to 0.5"),
+        ("betas", (0.5, 0.999), "betas of .* from .0.9, 0.999. to .0.5, 0.999."),
+    ],
+)
+def test_settings_that_change_by_step_are_refused(tmp_path, name, value, told):
+    """A replica that catches up would apply steps of before with those of now."""
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.001, weight_decay=0.1)
+    one = session(tmp_path)
+    one.attach(model, optimizer)
+    optimizer.param_groups[0]["initial_lr"] = 0.001  # as torch's schedules do
+    one._updates.check(1)
+    optimizer.param_groups[0][name] = value
+    with pytest.raises(rejoin.InvalidArgument, match=told):
+        one._updates.check(2)
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_a_scheduler_of_torch_that_changes_the_rate_is_refused(tmp_path, monkeypatch, after):
+    def made() -> torch.optim.lr_scheduler.LambdaLR:
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 if step < 2 else 0.5)
+
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.001)
+    schedule = None if after else made()
+    one = session(tmp_path)
+    one.attach(model, optimizer)
+    schedule = schedule or made()
+    with pytest.raises(rejoin.InvalidArgument, match="due once in each step"):  # it is the session's
+        optimizer.step()
+    schedule.step()
+    one._updates.check(1)
+    schedule.step()
+    with pytest.raises(rejoin.InvalidArgument, match="the learning rate of group 0 has changed from 0.001 to 0.0005"):
+        one._updates.check(2)
+
+
+def test_a_rate_in_a_tensor_is_compared_to_its_last_bit(tmp_path):
+    model = torch.nn.Linear(2, 2)
+    rate = torch.tensor(0.001)
+    one = session(tmp_path)
+    one.attach(model, torch.optim.AdamW(model.parameters(), lr=rate, foreach=False))
+    one._updates.check(1)
+    rate.mul_(1 + 1e-6)
+    with pytest.raises(rejoin.InvalidArgument, match="the learning rate of group 0 has changed"):
+        one._updates.check(2)
+
+
+@pytest.mark.parametrize("rates", [[0.1, 0.2], "x", float("nan"), -1.0, None])
+def test_a_schedule_gives_a_rate_for_each_group(tmp_path, rates):
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.001)
+    one = session(tmp_path)
+    one.attach(model, optimizer, lr=lambda step: rates if step == 5 else [0.5])
+    one._updates.check(4)
+    with pytest.raises(rejoin.InvalidArgument, match=r"lr\(5\) of attach.. is .*for each of the optimizer's 1 groups"):
+        one._updates.check(5)
+
+
+@pytest.mark.parametrize("how", ["clip", "set", "scale", "accumulate"])
+def test_a_gradient_that_is_changed_after_backward_is_refused(tmp_path, monkeypatch, how):
+    model = torch.nn.Linear(2, 2)
+    one = session(tmp_path)
+    one.attach(model, torch.optim.AdamW(model.parameters()))
+    monkeypatch.setattr(one._buckets, "_hand_over", lambda bucket: None)  # there is no job
+    monkeypatch.setattr(one, "_in_step", True)
+    one._buckets.begin()
+    with one.accumulate():
+        model(torch.ones(1, 2)).sum().backward()
+    model(torch.ones(1, 2)).sum().backward()
+    assert float(model.bias.grad.norm()) > 0  # it may be read
+    one._buckets.bring_rest()
+    if how == "clip":
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    elif how == "set":
+        model.bias.grad = 2 * model.bias.grad
+    elif how == "scale":
+        model.bias.grad /= 2
+    else:
+        with one.accumulate():
+            model(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(rejoin.InvalidArgument, match="the gradient of '.*' was changed after .* max_norm="):
+        one._buckets.bring_rest()
+    model.zero_grad()  # to save memory
+    one._buckets.bring_rest()
+
+
+class Counts(torch.nn.Linear):
+    """Keeps numbers of half width in buffers."""
+
+    def __init__(self):
+        super().__init__(2, 2)
+        self.register_buffer("narrow", torch.tensor([2000.0, torch.finfo(torch.float16).min], dtype=torch.float16))
+        self.register_buffer("brain", torch.tensor([1.3671875], dtype=torch.bfloat16))
+        self.register_buffer("large", torch.tensor([2_000_000_000], dtype=torch.int32))
+
+
+def test_sums_of_buffers_over_all_samples_fit_in_the_type_that_they_are_added_up_in(tmp_path, monkeypatch):
+    model = Counts()
+    one = session(tmp_path)
+    one.attach(model, torch.optim.AdamW(model.parameters()))
+    monkeypatch.setattr(one._buckets, "_hand_over", lambda bucket: None)  # there is no job
+    one._buckets.begin(48)
+    one._buckets.bring_rest()
+    for name in ("narrow", "brain", "large"):
+        (tensor,) = (tensor for tensor in one._tensors if tensor.name == name)
+        assert torch.equal((tensor.gradient / 48).to(tensor.dtype), getattr(model, name)), name
+
+
+def test_a_buffer_whose_sum_might_not_fit_is_refused(tmp_path, monkeypatch):
+    model = torch.nn.Linear(2, 2)
+    model.register_buffer("count", torch.tensor([2**62, -(2**63)]))
+    model.register_buffer("wide", torch.tensor([torch.inf, 1e298], dtype=torch.float64))
+    one = session(tmp_path)
+    one.attach(model, torch.optim.AdamW(model.parameters()))
+    monkeypatch.setattr(one._buckets, "_hand_over", lambda bucket: None)  # there is no job
+    for by, fits in ((2**31 - 1, True), (1 - 2**31, True), (2**31, False), (-(2**31), False), (-(2**63), False)):
+        one._buckets.begin(2)
+        model.count[0] = 2**62 + by if by > -(2**62) else by
+        if fits:
+            one._buckets.bring_rest()
+            continue
+        with pytest.raises(rejoin.InvalidArgument, match="buffer 'count' of int64 has changed by 2.31 or more"):
+            one._buckets.bring_rest()
+    model.count[0] = 2**62
+    model.wide[1] = torch.finfo(torch.float64).max
+    one._buckets.begin()
+    with pytest.raises(rejoin.InvalidArgument, match="buffer 'wide' of float64 has values beyond 2.990"):
+        one._buckets.bring_rest()
+
+
+def test_a_buffer_that_is_assigned_anew_is_refused(tmp_path, monkeypatch):
+    model = Counts()
+    one = session(tmp_path)
+    one.attach(model, torch.optim.AdamW(model.parameters()))
+    monkeypatch.setattr(one, "_in_step", True)
+    model.narrow.mul_(0.5)
+    for tensor in one._tensors:
+        tensor.check_place()
+    model.narrow = 0.5 * model.narrow
+    with pytest.raises(rejoin.InvalidArgument, match="buffer 'narrow' is another tensor .*self.narrow.copy"):
+        for tensor in one._tensors:
+            tensor.check_place()
+    model.register_buffer("narrow", torch.zeros(1).expand(3))
+    with pytest.raises(rejoin.InvalidArgument, match="buffer 'narrow' is expanded"):
+        session(tmp_path).attach(model, torch.optim.AdamW(model.parameters()))
+
+
+@pytest.mark.parametrize("unscaled", [False, True])
+def test_a_gradient_scaler_of_torch_is_refused(tmp_path, unscaled):
+    """It changes gradients without a trace, and by a factor of this replica's own."""
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session(tmp_path).attach(model, optimizer)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+    if unscaled:
+        scaler.unscale_(optimizer)
+    with pytest.raises(rejoin.InvalidArgument, match="GradScaler.*loss_scale="):
+        scaler.step(optimizer)
+    with pytest.raises(rejoin.InvalidArgument, match="due once in each step"):
+        torch.amp.GradScaler("cpu", enabled=False).step(optimizer)
