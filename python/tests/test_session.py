@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -112,6 +113,23 @@ def test_the_fingerprint_says_what_makes_the_bits():
     assert of(schedule) == of(schedule, lr=0.5), "the schedule sets it"
     assert of(schedule) != of(Rules(lr=lambda step: 2.0 / step))
     assert len(of(Rules(lr=lambda step: [0.1] * 1000)).encode()) <= 4096
+
+
+def test_data_sets_are_compared_when_replicas_join(tmp_path, monkeypatch):
+    """Sample k is another one where the size, the seed or the order is another."""
+    told = []
+    for settings in ({}, {"size": 96}, {"seed": 5}, {"shuffle": False}, {"shards": 2}, {"shards": 2, "shard": 1}):
+        model = torch.nn.Linear(2, 2)
+        one = session(tmp_path)
+        one.attach(model, torch.optim.AdamW(model.parameters()))
+        one.batches(**{"size": 100, **settings})
+        monkeypatch.setattr(one, "_native", SimpleNamespace(set_fingerprint=told.append, join=lambda position: None))
+        one.join()
+    assert "; data of 100 samples, seed 0, shuffle True, shards 1" in told[0], told
+    assert len(set(told)) == 5 and told[-2] == told[-1], "which shard it is, is a rank's own"
+    one.batches(100, shards=2)
+    with pytest.raises(rejoin.InvalidArgument, match="batches.. of data of 99 samples.* after join"):
+        one.batches(99)
 
 
 def test_frozen_parameters_are_told_apart_by_name():

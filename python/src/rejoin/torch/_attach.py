@@ -125,17 +125,19 @@ def lay(session: Session, column: int) -> None:
     gather_again(session._sharded)
 
 
-def take_step(optimizer: torch.optim.Optimizer, commit: Callable[[Any], float | None]) -> None:
-    """Let the optimizer's step() be this. It is a method of the optimizer's, which torch's schedulers bind again."""
+def take_calls(
+    optimizer: torch.optim.Optimizer, commit: Callable[[Any], float | None], zero_grad: Callable[[bool], None]
+) -> None:
+    """Let the optimizer's calls be the session's."""
 
     def step(_: torch.optim.Optimizer, closure: Any = None) -> float | None:
         return commit(closure)
 
-    optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
-
-
-def let_scaler_be_seen(optimizer: torch.optim.Optimizer) -> None:
-    """Have torch's GradScaler call step() as that of an optimizer which takes the scale itself, and is given it."""
+    optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign] # torch's schedulers bind it once more
+    optimizer.zero_grad = zero_grad  # type: ignore[assignment, method-assign]
+    optimizer.load_state_dict = refuse_load  # type: ignore[assignment, method-assign]
+    optimizer.add_param_group = refuse_group  # type: ignore[assignment, method-assign]
+    # torch's GradScaler is to call step() as that of an optimizer which takes the scale itself, and is given it.
     optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
 
 

@@ -48,6 +48,15 @@ class Batches(Sampler[list[int]]):
         self.coming: list[Ranges] = []  # of the steps after this one, in order
         self.sent: deque[Ranges] = deque()  # to the workers, and not back yet
 
+    def tell(self, told: list[str], joined: bool) -> None:
+        """Add to `told` what has to be the same on every replica, for sample k to be the same one everywhere."""
+        data = f"data of {self.size} samples, seed {self._seed}, shuffle {self._shuffle}, shards {self._shards}"
+        if data in told:
+            return
+        if joined:
+            raise InvalidArgument(f"batches() of {data} after join(): call it before, so that replicas are compared")
+        told.append(data)
+
     def indices(self, ranges: Ranges) -> list[int]:
         """Give the data set's indices of these samples, as far as they are this shard's."""
         samples = [k for begin, end in ranges for k in range(begin, end)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,9 +15,10 @@ _MOST = 4096  # bytes
 
 
 def fingerprint(
-    optimizer: torch.optim.Optimizer, rules: Rules, device: torch.device, counted_before: int, frozen: str = ""
+    optimizer: torch.optim.Optimizer, rules: Rules, device: torch.device, counted: int, others: Sequence[str] = ()
 ) -> str:
-    """Describe torch, the device's kind, the optimizer with its settings, and what else is done with a gradient."""
+    """Describe torch, the device's kind, the optimizer with its settings and what it has counted before the job, what
+    else is done with a gradient, and what `others` say."""
     if device.type == "cuda":
         where = f"CUDA {torch.version.cuda}, capability {torch.cuda.get_device_capability(device)}"
     else:
@@ -27,10 +28,9 @@ def fingerprint(
         where,
         f"{type(optimizer).__name__} {_groups(optimizer, rules)}",
         f"max_norm={rules.max_norm}, skip_nonfinite={rules.skip_nonfinite}, ema={rules.ema}",
-        f"the optimizer has counted {counted_before} steps before the job's first",
+        f"the optimizer has counted {counted} steps before the job's first",
+        *filter(None, others),
     ]
-    if frozen:
-        parts.append(frozen)
     if rules.lr is not None:
         steps = [digit * 10**power for power in range(7) for digit in (1, 3)]
         parts.insert(3, f"lr of steps {steps}: {[_rate(rules, step) for step in steps]}")

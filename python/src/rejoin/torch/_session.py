@@ -87,6 +87,7 @@ class Session:
         self._position: str | None = None
         self._is_busy = False
         self._fetchers: dict[int, Fetcher] = {}
+        self._data: list[str] = []  # what batches() was told
         self._group: SessionGroup | None = None
 
     @classmethod
@@ -164,21 +165,19 @@ class Session:
         self._updates = Update(self._native, optimizer, tensors, self._rules, self.device, self._ranks, scale)
         for tensor in tensors:
             _attach.place(self, tensor)
-        _attach.let_scaler_be_seen(optimizer)
-        _attach.take_step(optimizer, self._commit)
-        optimizer.zero_grad = self._zero_grad  # type: ignore[method-assign]
-        optimizer.load_state_dict = _attach.refuse_load  # type: ignore[assignment, method-assign]
-        optimizer.add_param_group = _attach.refuse_group  # type: ignore[assignment, method-assign]
+        _attach.take_calls(optimizer, self._commit, self._zero_grad)
         return model, optimizer
 
     def batches(self, size: int, *, seed: int = 0, shuffle: bool = True, shard: int = 0, shards: int = 1) -> Batches:
         """Make the batch sampler for a DataLoader over a map-style data set of `size` samples.
 
-        Each sample is trained once in each data epoch, whatever replica is lost. The same on every replica; how many
-        samples a step takes is the coordinator's setting (`--batch`). `shards`: the ranks of a replica that divide its
-        samples among them, of which this is number `shard`; each takes as many, so `--batch` is a multiple of it.
+        Each sample is trained once in each data epoch, whatever replica is lost. The same on every replica, or it can't
+        join; how many samples a step takes is the coordinator's setting (`--batch`). `shards`: the ranks of a replica
+        that divide its samples, of which this is number `shard`; each takes as many: `--batch` is a multiple of it.
         """
-        return Batches(size, seed, shuffle, shard, shards)
+        batches = Batches(size, seed, shuffle, shard, shards)
+        batches.tell(self._data, self._joined)
+        return batches
 
     def process_group(self, timeout: timedelta = timedelta(seconds=30), options: Any = None) -> SessionGroup:
         """Make a `torch.distributed` process group of those who contribute to a step, before join(), on all replicas.
@@ -208,8 +207,8 @@ class Session:
         self._leaving.listen()
         with torch.no_grad():
             untrained = frozen(self._model, self._ranks)
-        counted = self._updates.offset
-        self._native.set_fingerprint(fingerprint(self._optimizer, self._rules, self.device, counted, untrained))
+        counted, others = self._updates.offset, (*self._data, untrained)
+        self._native.set_fingerprint(fingerprint(self._optimizer, self._rules, self.device, counted, others))
         with self._leaving.waiting(at_once=True):
             self._native.join(self._position)
         self._joined = True
