@@ -72,14 +72,14 @@ def test_a_schedule_gives_a_rate_for_each_group(tmp_path, rates):
         one._updates.check(5)
 
 
-@pytest.mark.parametrize("how", ["clip", "set", "scale", "accumulate"])
+@pytest.mark.parametrize("how", ["clip", "set", "scale", "accumulate", "data", "one of data"])
 def test_a_gradient_that_is_changed_after_backward_is_refused(tmp_path, monkeypatch, how):
     model = torch.nn.Linear(2, 2)
     one = session(tmp_path)
     one.attach(model, torch.optim.AdamW(model.parameters()))
     monkeypatch.setattr(one._buckets, "_hand_over", lambda bucket: None)  # there is no job
     monkeypatch.setattr(one, "_in_step", True)
-    one._buckets.begin()
+    one._buckets.begin(1 if how == "data" else 3)
     with one.accumulate():
         model(torch.ones(1, 2)).sum().backward()
     model(torch.ones(1, 2)).sum().backward()
@@ -91,13 +91,42 @@ def test_a_gradient_that_is_changed_after_backward_is_refused(tmp_path, monkeypa
         model.bias.grad = 2 * model.bias.grad
     elif how == "scale":
         model.bias.grad /= 2
+    elif how == "data":
+        model.bias.grad.data.mul_(0.5)
+    elif how == "one of data":
+        model.weight.grad.data[1].clamp_(-1e-3, 1e-3)
     else:
         with one.accumulate():
             model(torch.ones(1, 2)).sum().backward()
     with pytest.raises(rejoin.InvalidArgument, match="the gradient of '.*' was changed after .* max_norm="):
         one._buckets.bring_rest()
-    model.zero_grad()  # to save memory
+
+
+def test_a_gradient_that_is_taken_away_after_backward_is_refused_and_a_batch_may_be_left_out(tmp_path, monkeypatch):
+    model = torch.nn.Linear(2, 2)
+    one = session(tmp_path)
+    one.attach(model, torch.optim.AdamW(model.parameters()))
+    monkeypatch.setattr(one._buckets, "_hand_over", lambda bucket: None)  # there is no job
+    monkeypatch.setattr(one, "_in_step", True)
+    one._buckets.begin()
+    (model(torch.ones(1, 2)).sum() * torch.nan).backward()
+    one._buckets.bring_rest()  # what is no number is no change
+    model.zero_grad()
+    with pytest.raises(rejoin.InvalidArgument, match="was taken away after .* do not call backward.. on it"):
+        one._buckets.bring_rest()
+    one._buckets.begin()
     one._buckets.bring_rest()
+    assert all(not tensor.gradient.any() for tensor in one._tensors)
+
+
+def test_a_sparse_gradient_is_refused(tmp_path, monkeypatch):
+    model = torch.nn.Embedding(7, 2, sparse=True)
+    one = session(tmp_path)
+    one.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    monkeypatch.setattr(one, "_in_step", True)
+    one._buckets.begin()
+    with pytest.raises(rejoin.InvalidArgument, match="the gradient of 'weight' is sparse.* sparse=False"):
+        model(torch.tensor([1])).sum().backward()
 
 
 class Counts(torch.nn.Linear):

@@ -10,6 +10,10 @@ from rejoin.torch._sharding import local
 from rejoin.torch._tensors import Tensor
 
 
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
 class Buckets:
     """The session's buckets, in the order in which they go out: the same on all replicas."""
 
@@ -53,6 +57,11 @@ class Buckets:
             if not tensor.main_grad:
                 assert gradient is not None
                 own = local(gradient)
+                if own.layout is not torch.strided:
+                    raise InvalidArgument(
+                        f"the gradient of '{tensor.name}' is sparse, and those that are exchanged are dense: set "
+                        "sparse=False where it is made, as in Embedding"
+                    )
                 tensor.view(tensor.gradient).copy_(own)
                 tensor.handed_over = own.data_ptr(), own._version
                 return
@@ -67,7 +76,6 @@ class Buckets:
             for bucket in self._buckets:
                 for tensor in bucket:
                     if tensor.arrived:
-                        self._check_unchanged(tensor)
                         continue
                     if tensor.is_parameter and tensor.value.grad is not None:  # of accumulate() alone
                         self.bring(tensor)
@@ -77,18 +85,32 @@ class Buckets:
                     elif not tensor.main_grad:
                         tensor.gradient.zero_()
                     self._arrive(tensor)
+            for bucket in self._buckets:  # all are on their way while this looks
+                for tensor in bucket:
+                    self._check_unchanged(tensor)
 
-    @staticmethod
-    def _check_unchanged(tensor: Tensor) -> None:
+    def _check_unchanged(self, tensor: Tensor) -> None:
         gradient = tensor.value.grad
-        if gradient is None:
+        if gradient is None and tensor.handed_over is not None:
+            raise InvalidArgument(
+                f"the gradient of '{tensor.name}' was taken away after the backward() that handed it over, which has "
+                "no effect: zero_grad() comes after optimizer.step(). To leave a batch out, do not call backward() on "
+                "it: its gradient is then zeros"
+            )
+        if gradient is None or not tensor.is_parameter:
             return
         own = local(gradient)
-        if (own.data_ptr(), own._version) != tensor.handed_over:
+        if (own.data_ptr(), own._version) != tensor.handed_over or not self._is_in(tensor, own):
             raise InvalidArgument(
                 f"the gradient of '{tensor.name}' was changed after the backward() that handed it over, which has no "
                 "effect: change the loss instead; to clip, give attach() max_norm="
             )
+
+    # What changes it by way of .data or of other views is not in its version.
+    def _is_in(self, tensor: Tensor, own: torch.Tensor) -> bool:
+        given = tensor.view(tensor.gradient)
+        weighed = own.to(given.dtype) if self._weight == 1 else own.to(given.dtype) * self._weight
+        return torch.equal(weighed, given) or torch.equal(_bits(weighed), _bits(given))  # of NaNs
 
     def follow(self) -> None:
         """Let the current stream go on behind what was handed over, whose waits have ended."""
