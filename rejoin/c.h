@@ -1,8 +1,9 @@
 /* The session (session.h) for other languages: plain C, nothing but pointers and numbers, in the same library.
  *
  * What each call means, when it is due, and which memory it hands out for how long is described there, at the function
- * of the same name. One thread calls all of it but rejoin_interrupt(). Every call that can fail returns REJOIN_OK or
- * another code, and then rejoin_error() has the sentence; what it would have put out is left as it was.
+ * of the same name. One thread calls all of it but rejoin_interrupt() and rejoin_intact(). Every call that can fail
+ * returns REJOIN_OK or another code, and then rejoin_error() has the sentence; what it would have put out is left as it
+ * was.
  */
 #ifndef REJOIN_C_H
 #define REJOIN_C_H
@@ -160,7 +161,7 @@ rejoin_code rejoin_done(rejoin_session* session);
 /* `known` is 0 where the state is of no one version. */
 rejoin_code rejoin_state_version(const rejoin_session* session, int* known, uint64_t* version);
 uint64_t rejoin_committed(const rejoin_session* session);
-int rejoin_intact(rejoin_session* session, uint64_t during_ms); /* returns a truth value; any thread may call it */
+int rejoin_intact(rejoin_session* session, uint64_t during_ms); /* a truth value; any thread, once joined */
 rejoin_code rejoin_check(const rejoin_session* session);
 /* Gives one line of ASCII, which is the session's until the next call of this. */
 rejoin_code rejoin_position(rejoin_session* session, const char** position);

@@ -15,8 +15,8 @@
 //   }
 //   session->leave();
 //
-// Thread: one trainer thread calls everything here but interrupt(); a progress thread inside does the communication.
-// The library's threads take no signals.
+// Thread: one trainer thread calls everything here but interrupt() and intact(); a progress thread inside does the
+// communication. The library's threads take no signals.
 #pragma once
 
 #include <functional>
@@ -336,7 +336,7 @@ class Session {
   // Returns false once an epoch has begun since the step under way began here, or, where that is decided, one without
   // some contributor of it; for up to `during` it waits for that. One of the step's contributors may then be lost, or
   // begin the step late and unsettled, so who waits for it by a connection of the trainers' own may wait in vain.
-  // Thread: any.
+  // Thread: any, from when join() has returned without an error, while the session lives.
   virtual bool intact(std::chrono::milliseconds during) = 0;
   // Says whether this replica is still in the job, by the error that begin_step() or commit() would return now. A
   // trainer calls it while it waits for something else within a step or an update, such as another rank.
