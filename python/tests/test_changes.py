@@ -50,6 +50,18 @@ def test_a_scheduler_of_torch_that_changes_the_rate_is_refused(tmp_path, monkeyp
         one._updates.check(2)
 
 
+@pytest.mark.parametrize("kind", ["pre", "post"])
+def test_hooks_that_come_after_attach_are_refused(tmp_path, kind):
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    one = session(tmp_path)
+    one.attach(model, optimizer)
+    one._updates.check(1)
+    getattr(optimizer, f"register_step_{kind}_hook")(lambda *_: None)
+    with pytest.raises(rejoin.InvalidArgument, match="the optimizer has hooks on step"):
+        one._updates.check(2)
+
+
 def test_a_rate_in_a_tensor_is_compared_to_its_last_bit(tmp_path):
     model = torch.nn.Linear(2, 2)
     rate = torch.tensor(0.001)

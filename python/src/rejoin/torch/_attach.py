@@ -34,11 +34,7 @@ def check(
         raise InvalidArgument(f"ema={ema}: it is to be between 0 and 1, such as 0.999")
     if gradients is not None and not gradients.is_floating_point:
         raise InvalidArgument(f"gradients={gradients}: they are reduced in a type of floating point")
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
-        raise InvalidArgument(
-            "the optimizer has hooks on step(): a replica that catches up updates parts of tensors, without them. "
-            "Take them off, or do the same in the loop's body"
-        )
+    _optimizer.refuse_hooks(optimizer)
     if loss_scale is not None and (loss_scale < 1.0 or math.frexp(loss_scale)[0] != 0.5):
         raise InvalidArgument(f"loss_scale={loss_scale}: it is to be a power of 2, such as 65536")
 

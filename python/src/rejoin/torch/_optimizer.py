@@ -54,6 +54,15 @@ def bare_copy(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) ->
     return copy
 
 
+def refuse_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """Raise `InvalidArgument` where the optimizer has hooks, which a `bare_copy` has not."""
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        raise InvalidArgument(
+            "the optimizer has hooks on step(): a replica that catches up updates parts of tensors, without them. "
+            "Take them off, or do the same in the loop's body"
+        )
+
+
 def settings(group: Mapping[str, Any]) -> dict[str, Any]:
     """Give a group's settings without its parameters."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}

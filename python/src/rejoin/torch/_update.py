@@ -128,6 +128,7 @@ class Update:
 
     def check(self, step: int) -> None:
         """Refuse a step, before anything of it is applied, that a replica which catches up would apply otherwise."""
+        _optimizer.refuse_hooks(self._optimizer)
         for number, (group, before) in enumerate(zip(self._optimizer.param_groups, self._settings, strict=True)):
             all_now = _optimizer.constants(group, self._rules.lr is not None)
             for name, value in before.items():
