@@ -104,7 +104,10 @@ Result<> Coordinator::replay(const proto::LogRecord& record) {
       for (const auto& m : begun.suspended())
         suspended_.push_back({.replica = ReplicaId(m.replica()),
                               .incarnation = Incarnation(m.incarnation()),
-                              .reason = "it was silent"});
+                              .reason = "it was silent",
+                              .ended = std::ranges::any_of(out_before, [&](const Suspended& one) {
+                                return one.incarnation.value == m.incarnation() && one.ended;
+                              })});
       note_outages(begun, std::nullopt);
       if (members_.empty()) stopped_.reset(), differing_.clear();
       const auto stays = [&](ReplicaId replica) {

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "membership/coordinator.h"
+#include "membership/tests/coordinator_bench.h"
 #include "membership/tests/drift_report.h"
 
 namespace rejoin::membership {
@@ -191,6 +192,37 @@ TEST(Coordinator, AJobThatHasStoppedGoesOnFromACheckpointWithNewProcesses) {
     job.reduced(0, 1, 5), job.reduced(1, 1, 5);
     EXPECT_EQ(job.coordinator->committed(), Step(1));
   }
+}
+
+// It is out for silence when the operator says so, and is no member that could be put out.
+TEST(Coordinator, WhoIsDroppedWhileItIsOutForNowIsNotTakenBackWhoeverIsLostLater) {
+  Bench bench;
+  bench.start();
+  bench.steps(1);
+  bench.pass(1500ms, {1, 2});
+  ASSERT_EQ(bench.coordinator.suspended().size(), 1u);
+  auto log = bench.log;
+  proto::LogRecord stopped;
+  stopped.mutable_stopped()->set_step(1);
+  stopped.mutable_stopped()->set_reason("their states differ");
+  for (std::uint32_t r : {0u, 1u, 2u}) stopped.mutable_stopped()->add_replicas(r);
+  log.push_back(stopped);
+  Bench told(log, {.drop = JobConfig::Drop{ReplicaId(0), Step(1)}});
+  EXPECT_FALSE(told.coordinator.stopped());
+  told.incarnations = bench.incarnations;
+  for (std::uint32_t r : {0u, 1u, 2u}) told.back(r, r);
+  told.down(1);
+  ASSERT_EQ(told.coordinator.members().size(), 1u);
+  log.insert(log.end(), told.log.begin(), told.log.end());
+  told.down(2);
+  EXPECT_TRUE(told.coordinator.members().empty());
+
+  Bench again(log);  // after the epoch without replica 1
+  again.incarnations = bench.incarnations;
+  for (std::uint32_t r : {0u, 2u}) again.back(r, r);
+  ASSERT_EQ(again.coordinator.members().size(), 1u);
+  again.down(2);
+  EXPECT_TRUE(again.coordinator.members().empty());
 }
 
 }  // namespace
