@@ -339,6 +339,26 @@ TEST(Coordinator, WithAnOlderCopyOfItsLogItDecidesNothing) {
   EXPECT_EQ(whole.coordinator.committed(), Step(6));
 }
 
+// Nobody was left where the copy ends, so nobody who comes back is waited for.
+TEST(Coordinator, WithAnOlderCopyOfItsLogItStartsNobody) {
+  Bench bench;
+  bench.start();
+  bench.steps(3);
+  for (std::uint32_t r : {0u, 1u, 2u}) bench.down(r);
+  const auto copy = bench.log;
+  for (std::uint32_t r : {0u, 1u, 2u}) bench.up(r, 2, 3);
+  bench.link_all();
+  bench.steps(2);
+  ASSERT_EQ(bench.coordinator.committed(), Step(5));
+  Bench again(copy);
+  for (std::uint32_t r : {0u, 1u}) again.up(r, 3, 3);
+  again.link_all();
+  again.back_from(bench, 2);
+  again.pass(60s);
+  EXPECT_TRUE(again.coordinator.members().empty());
+  EXPECT_TRUE(std::ranges::none_of(again.log, [](const auto& record) { return record.has_epoch(); }));
+}
+
 TEST(Coordinator, AVersionThatIsNoStepIsRefused) {
   Bench bench;
   proto::FromNode message;

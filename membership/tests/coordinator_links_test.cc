@@ -164,5 +164,23 @@ TEST(CoordinatorLinks, ALogWithoutTheSettingIsOfAFullMesh) {
     }
 }
 
+TEST(Coordinator, AConnectionThatBrokeIsMendedInAnEpochOfTheSameMembers) {
+  Bench bench;
+  bench.start();
+  const Epoch before = bench.coordinator.epoch();
+  bench.accuse(0, 2, /*lost=*/true);
+  bench.accuse(2, 0, /*lost=*/true);
+  bench.pass(200ms);
+  EXPECT_EQ(bench.coordinator.epoch(), before.next());
+  EXPECT_EQ(bench.contributors(), 3u);
+  // It breaks again and again: one of the two has to go.
+  for (int i = 0; i < 10 && bench.contributors() == 3; ++i) {
+    bench.accuse(0, 2, /*lost=*/true);
+    bench.accuse(2, 0, /*lost=*/true);
+    bench.pass(400ms);
+  }
+  EXPECT_EQ(bench.contributors(), 2u);
+}
+
 }  // namespace
 }  // namespace rejoin::membership
