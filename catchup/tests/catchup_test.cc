@@ -177,5 +177,25 @@ TEST(CatchUpService, TheStreamKeepsToItsLimit) {
   EXPECT_GE(bytes, 1e9 * took * 0.3);
 }
 
+// Its own training comes first on the link.
+TEST(CatchUpService, WhileASourceExchangesGradientsItSendsOneSliceAfterAnother) {
+  Cluster cluster(8);
+  cluster.model = model_of(40);
+  Replica &source = cluster.add(true), &joiner = cluster.add(false);
+  const auto slices = [&] { return joiner.service->progress({joiner.id, RankId(0)}, cluster.clock.now())->slices; };
+  source.owner->set_phase(local::Phase::reduce);
+  cluster.clock.advance(std::chrono::milliseconds(20));
+  cluster.catch_up(joiner);
+  for (int i = 0; i < 1000 && slices() == 0; ++i) cluster.pump(1);
+  cluster.pump(1000);
+  EXPECT_EQ(slices(), 1u) << "and a pause in between";
+  cluster.clock.advance(std::chrono::milliseconds(20));
+  cluster.pump(1000);
+  EXPECT_EQ(slices(), 2u);
+  source.owner->set_phase(local::Phase::compute);
+  cluster.pump(1000);
+  EXPECT_EQ(slices(), 40u);
+}
+
 }  // namespace
 }  // namespace rejoin::catchup

@@ -1,4 +1,5 @@
 // The joiner's state is compared with its sources' before it counts as complete.
+#include "base/digest.h"
 #include "catchup/tests/cluster.h"
 
 namespace rejoin::catchup {
@@ -221,18 +222,36 @@ struct Told : testing::Test {
     ASSERT_TRUE(trainer.status(0).requested_from(id.value));
   }
   // The first slice is there, as it lies there.
-  Result<> tell(std::uint64_t version) {
-    const auto& manifest = view.manifest();
+  Result<> tell(std::uint64_t version) { return tell(id, version); }
+  Result<> tell(ReplicaId from, std::uint64_t version) {
     proto::Stream message;
     auto& sent = *message.mutable_sent();
     sent.set_version(version);
-    for (std::uint32_t i = 0; i < manifest.slices()[0].parts; ++i) {
-      const local::Columns columns[] = {view.columns(manifest.part(0, i))};
-      sent.add_digests(view.digests(columns)[0]);
+    for (const auto digest : digests()) {
+      sent.add_digests(digest);
       sent.add_generations(0);
     }
-    return joiner->on_message(id, message);
+    return joiner->on_message(from, message);
   }
+  // … and this one has the same, by its answer to the question of this number.
+  Result<> agree(ReplicaId from, std::uint64_t number) {
+    std::uint64_t whole = 0;
+    for (const auto digest : digests()) whole = combine_digests(whole, digest);
+    proto::Stream message;
+    message.mutable_verify_reply()->set_request(number);
+    message.mutable_verify_reply()->add_digests(whole);
+    return joiner->on_message(from, message);
+  }
+  std::vector<std::uint64_t> digests() {  // of its parts
+    const auto& manifest = view.manifest();
+    std::vector<std::uint64_t> all;
+    for (std::uint32_t i = 0; i < manifest.slices()[0].parts; ++i) {
+      const local::Columns columns[] = {view.columns(manifest.part(0, i))};
+      all.push_back(view.digests(columns)[0]);
+    }
+    return all;
+  }
+  std::uint32_t verified() const { return joiner->progress(cluster.clock.now()).verified; }
 };
 
 TEST_F(Told, AVersionThatNoSourceCanHaveIsNotBelievedOnceTheTrainerGoesOn) {
@@ -253,6 +272,30 @@ TEST_F(Told, AVersionThatNoSourceCanHaveIsNotBelievedOnceTheTrainerGoesOn) {
 TEST_F(Told, AVersionThatHasNoRoomIsNonsense) {
   EXPECT_FALSE(tell(local::SliceStatus::kVersions));
   EXPECT_TRUE(tell(1));
+}
+
+// What it said before was of the bytes that were given up.
+TEST_F(Told, WhatIsFetchedAgainIsComparedAgainWithWhoHadAgreed) {
+  const ReplicaId other{8};
+  joiner->expect({{id, Incarnation(1)}, {other, Incarnation(1)}}, cluster.clock.now());
+  joiner->on_source_up(other, *engine->connect(*source->listen({}), {}));
+  ASSERT_TRUE(tell(id, 0));
+  joiner->work(cluster.clock.now(), false);
+  ASSERT_TRUE(agree(other, 1));
+  joiner->work(cluster.clock.now(), false);
+  ASSERT_EQ(verified(), 1u);
+  trainer.owner->page().slice_statuses()[0].store(local::SliceStatus{local::SliceState::abandoned, 0}.packed());
+  trainer.update(Step(1));
+  joiner->work(cluster.clock.now(), false);
+  ASSERT_EQ(verified(), 0u);
+  const ReplicaId asked = trainer.status(0).requested_from(id.value) ? id : other;
+  ASSERT_TRUE(tell(asked, 1));
+  joiner->work(cluster.clock.now(), false);
+  EXPECT_EQ(trainer.status(0).state, local::SliceState::arrived);
+  EXPECT_EQ(verified(), 0u) << "replica " << asked.value << " alone says that it is right";
+  ASSERT_TRUE(agree(asked == id ? other : id, 2));
+  joiner->work(cluster.clock.now(), false);
+  EXPECT_EQ(verified(), 1u);
 }
 
 // Its trainer has made steps while the daemon registered the state, which takes seconds where it is large.
