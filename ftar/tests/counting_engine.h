@@ -1,6 +1,7 @@
 // An engine over another one, which counts what passes.
 #pragma once
 
+#include <algorithm>
 #include <map>
 #include <memory>
 
@@ -17,7 +18,9 @@ class Counting final : public transport::Engine {
   std::map<std::uint32_t, std::uint64_t> messages;  // of a communicator, by kind
   transport::EndpointId last_sent_to;
   std::uint64_t views = 0;
-  bool misplace_views = false;  // it tells peers to look where nothing is
+  std::map<std::pair<transport::EndpointId, std::uint64_t>, std::uint64_t> in_flight;  // writes, by their context
+  std::uint64_t most_gathered = 0;  // chunks of a result that were in flight at once, of a bucket, to one peer one way
+  bool misplace_views = false;      // it tells peers to look where nothing is
   Result<transport::Address> listen(const transport::Address& where) override { return below_->listen(where); }
   Result<transport::EndpointId> connect(const transport::Address& peer, BytesView hello) override {
     return below_->connect(peer, hello);
@@ -40,6 +43,11 @@ class Counting final : public transport::Engine {
   }
   Result<> write(transport::EndpointId endpoint, std::span<const transport::Write> writes) override {
     transfers_ += writes.size();
+    for (const auto& write : writes) {
+      const std::uint64_t now = ++in_flight[{endpoint, write.context}];
+      if (write.notify && Tag::unpack(*write.notify).kind != Tag::kReduceScatter)
+        most_gathered = std::max(most_gathered, now);
+    }
     return below_->write(endpoint, writes);
   }
   Result<> read(transport::EndpointId endpoint, std::span<const transport::Read> reads) override {
@@ -56,7 +64,12 @@ class Counting final : public transport::Engine {
     ++views;
     return below_->view(endpoint, where, offset, room);
   }
-  std::span<const transport::Event> poll() override { return below_->poll(); }
+  std::span<const transport::Event> poll() override {
+    const auto events = below_->poll();
+    for (const auto& event : events)
+      if (event.kind == transport::EventKind::completed) --in_flight[{event.endpoint, event.value}];
+    return events;
+  }
   bool arm() override { return below_->arm(); }
   int event_fd() const override { return below_->event_fd(); }
   void close(transport::EndpointId endpoint) override { below_->close(endpoint); }

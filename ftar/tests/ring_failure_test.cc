@@ -122,7 +122,8 @@ TEST_P(FtarRing, AMemberOfTheRingMayBeForgottenUnderARunningOperation) {
   for (auto& rank : cluster.ranks) rank->outcomes.clear();  // the small bucket may have ended in the first epoch
   cluster.enter(Epoch(2), cluster.ring_members());
   cluster.start(Step(1));
-  EXPECT_TRUE(cluster.until([&] { return cluster.all_done(Step(1)); }));
+  ASSERT_TRUE(cluster.until([&] { return cluster.all_done(Step(1)); }));
+  cluster.expect_result(cluster.live());
 }
 
 // It has not died: it was silent, and may go on where it was stopped.

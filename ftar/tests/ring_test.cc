@@ -1,6 +1,7 @@
 // The all-reduce's results: the same bits on all members, whoever contributes and wherever the buffers are.
 #include <set>
 
+#include "ftar/tests/counting_engine.h"
 #include "ftar/tests/ring_cluster.h"
 
 namespace rejoin::ftar {
@@ -159,6 +160,30 @@ TEST(FtarPlans, ChunksAreCutAsAllMembersOfTheEpochDo) {
   EXPECT_EQ(received(Chunking::now, Over::viewed), 4u + 4);
   if (!kSanitized)
     EXPECT_EQ(received(Chunking::now, Over::gpu), 2u * (4 + 4));  // under sanitizers its kernels take 10 s
+}
+
+// What is added up on its way has slots; what is done has no such bound of its own.
+TEST(FtarPlans, NoMoreChunksThanAllowedAreInFlightToANeighbourOneWay) {
+  for (const std::uint32_t members : {2u, 4u})
+    for (const bool both_ways : {true, false}) {
+      std::uint64_t transfers = 0;
+      std::vector<Counting*> engines;
+      Cluster cluster(members, {20001, 9000});
+      cluster.options.direct_bytes = 0;
+      cluster.options.both_ways = both_ways;
+      cluster.wrap = [&](std::unique_ptr<transport::Engine> engine) {
+        auto made = std::make_unique<Counting>(std::move(engine), transfers);
+        engines.push_back(made.get());
+        return made;
+      };
+      for (std::uint32_t i = 0; i < members; ++i) cluster.add();
+      cluster.enter(Epoch(1), cluster.ring_members(members > 2 ? Role::catching_up : Role::contributor));
+      cluster.start(Step(1));
+      ASSERT_TRUE(cluster.until([&] { return cluster.all_done(Step(1)); }));
+      std::uint64_t most = 0;
+      for (const auto* engine : engines) most = std::max(most, engine->most_gathered);
+      EXPECT_EQ(most, cluster.options.chunks_in_flight) << members << ", " << both_ways;
+    }
 }
 
 // The same inputs give the same bits in any memory, whoever adds them up where.
