@@ -17,7 +17,7 @@ TEST(Coordinator, BelowTheLastCommittedStepItStartsOnlyAtAnOperatorsWordAndCount
   EXPECT_EQ(bench.coordinator.committed(), Step(3));
   EXPECT_EQ(bench.contributors(), 0u);
   EXPECT_EQ(bench.coordinator.wants_roll_back(), Step(2));
-  EXPECT_TRUE(bench.waits_for("--roll-back-to 2 to give up 1 steps"));
+  EXPECT_TRUE(bench.waits_for("--roll-back-to 2 to give up 1 steps; if the job was to end there, end it"));
 
   Bench told(bench.log, {.roll_back_to = Step(2)});
   for (std::uint32_t r : {0u, 1u, 2u}) told.up(r, 3, 2);
