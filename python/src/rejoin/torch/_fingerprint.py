@@ -23,6 +23,8 @@ def fingerprint(
         where = f"CUDA {torch.version.cuda}, capability {torch.cuda.get_device_capability(device)}"
     else:
         where = f"CPU with {torch.backends.cpu.get_cpu_capability()}"
+        if torch.tensor(1e-40).mul(1.0).item() == 0.0:  # so it is for the optimizer, which is called by this thread
+            where += ", which flushes subnormal numbers to zero"
     parts = [
         f"torch {torch.__version__}",
         where,
