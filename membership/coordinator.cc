@@ -92,6 +92,8 @@ Actions Coordinator::on_tick(TimePoint now) {
   if (const Duration pause = pause_detector_.on_tick(now); pause > Duration{}) suspect_itself(pause, now);
   if (finished()) settle_claims(now);
   if (outdated_) tell_why_it_waits(now);
+  const bool more_may_come = pause_detector_.settling(now) || now - owed_at_ < config_.silence / 64;
+  if (!more_may_come || now - paid_at_ >= config_.silence / 4) pay();
   if (pause_detector_.settling(now) || finished() || outdated_) return take();
   lose_silent_nodes(now);
   if (recovering_until_) settle_recovery(now);

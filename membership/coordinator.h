@@ -198,11 +198,7 @@ class Coordinator {
 
   // coordinator_declarations.cc
   void forget_declarations();
-  struct First {  // of those whose plan and settings are the job's
-    ReplicaId replica;
-    std::uint64_t plan_hash = 0;
-    std::string settings;
-  };
+  using First = FirstDeclared;
   struct Differing {  // a rank that is to be refused
     NodeId node;
     proto::RankUp up;
@@ -294,6 +290,9 @@ class Coordinator {
   void plan_step();
   void broadcast_plan();
   void send_plan(NodeId node);
+  void owe(NodeId node, const RankSet& ranks);
+  void pay_at_once();
+  void pay();
   bool may_announce();
   void announce_all();
   void announce_to(const std::vector<NodeId>& nodes, const RankSet& ranks);
@@ -356,11 +355,7 @@ class Coordinator {
   std::map<ReplicaId, ReplicaState> replicas_;
   std::map<ReplicaId, AbsentReplica> out_;
   std::map<ReplicaId, std::string> differed_at_start_;  // until they have taken over the others' state
-  struct {
-    std::string why;
-    TimePoint since{};
-    bool reported = false;
-  } waits_;  // of a job that does not start
+  WaitOfStart waits_;
   std::map<NodeId, ConnectedNode> nodes_;
   std::map<std::pair<std::uint32_t, std::uint32_t>, Stranger> strangers_;
   std::map<Declared, Declaration> declarations_;
@@ -381,6 +376,7 @@ class Coordinator {
   std::optional<TimePoint> recovering_until_, incomplete_since_;
   TimePoint now_{}, under_way_since_{};  // the last event; when the step under way was planned, or its epoch
   TimePoint back_at_{};                  // when a rank last came back
+  TimePoint owed_at_{}, paid_at_{};      // when a node was last owed something, and when all that was last sent
   std::set<std::string> warned_;         // in this epoch
   bool excused_ = false;                 // somebody took its time in the last committed step
   bool settled_ = false;                 // the step was planned in this epoch

@@ -49,7 +49,7 @@ void Coordinator::on_rank_up(NodeId node, const proto::RankUp& up, TimePoint now
     keep(replica, node, up);
     welcome_back(node, up, replica);
     if (!was_fully_registered && fully_registered(replica)) on_fully_registered(id, now);
-    lower_protocol();
+    if (versions_of(replica.ranks[up.rank()]).spoken.version() < protocol_.version()) lower_protocol();
     on_reduced(reduced_of(up), now);  // stale, unless it is of this epoch and step
     return try_start(now);
   }
@@ -183,10 +183,12 @@ void Coordinator::welcome_back(NodeId node, const proto::RankUp& up, const Repli
   if (dissent()) {
     unannounced_ = true;
   } else if (may_announce() && !recovering) {  // otherwise all has just been announced to everybody
-    announce_to({node}, RankSet(up.rank()));
+    owe(node, RankSet(up.rank()));
     if (fully_registered(replica)) announce_ranks(replica, ReplicaId(up.replica()), RankSet(up.rank()), {node});
   }
-  if (started()) send_plan(node);
+  if (finished()) send_plan(node);  // it may be the last that this coordinator says
+  else if (started()) nodes_.at(node).owes_plan = true, owed_at_ = now_;
+  if (present(ReplicaId(up.replica()), replica.incarnation)) pay_at_once();
   if (has_contributors()) prospect_.receivers.clear();  // it is sent again
   else if (!prospect_.ring.empty() && prospect_.candidates == 0) send(node, prospect_.message(job_));
 }
@@ -285,8 +287,38 @@ bool Coordinator::may_announce() {
 // Nodes that host the same ranks, as those of different replicas do, get the same message, which is made once.
 void Coordinator::announce_all() {
   std::map<RankSet, std::vector<NodeId>> by_hosts;
-  for (const auto& [node, state] : nodes_) by_hosts[state.hosts].push_back(node);
+  for (auto& [node, state] : nodes_) by_hosts[state.hosts].push_back(node), state.owed.clear();
   for (const auto& [hosts, nodes] : by_hosts) announce_to(nodes, hosts);
+}
+
+// These ranks have come, and are to be told of all of their peers.
+void Coordinator::owe(NodeId node, const RankSet& ranks) {
+  nodes_.at(node).owed.add(ranks);
+  owed_at_ = now_;
+}
+
+// Of many that come at about the same time the first are told so, and the others together, with a tick. So what goes to
+// a relay that comes back, and to each daemon behind it, does not grow with the number of those daemons.
+void Coordinator::pay_at_once() {
+  if (now_ - paid_at_ >= config_.silence / 16) pay();
+}
+
+void Coordinator::pay() {
+  std::map<RankSet, std::vector<NodeId>> lists;
+  std::vector<NodeId> plans;
+  for (auto& [node, state] : nodes_) {
+    if (!state.owed.empty()) lists[std::exchange(state.owed, {})].push_back(node);
+    if (std::exchange(state.owes_plan, false)) plans.push_back(node);
+  }
+  if (lists.empty() && plans.empty()) return;
+  paid_at_ = now_;
+  if (dissent()) unannounced_ |= !lists.empty();
+  else
+    for (const auto& [ranks, nodes] : lists) announce_to(nodes, ranks);
+  if (plans.empty()) return;
+  proto::ToNode current;
+  *current.mutable_plan() = plan();
+  send_to(std::move(plans), std::move(current));
 }
 
 // All peers of these ranks.
@@ -302,7 +334,8 @@ void Coordinator::announce_replica(const ReplicaState& replica, ReplicaId id) {
   std::set<NodeId> its;
   for (const auto& rank : replica.ranks) its.insert(rank.node);
   for (auto one : its)
-    if (nodes_.contains(one)) announce_to({one}, nodes_.at(one).hosts);
+    if (nodes_.contains(one)) owe(one, nodes_.at(one).hosts);
+  pay_at_once();
   RankSet all;
   all.add(0, config_.ranks);
   announce_ranks(replica, id, all, its);

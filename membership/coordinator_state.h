@@ -40,6 +40,15 @@ struct ConnectedNode {
   };
   using Processes = std::vector<Process>;
   Processes moved{};  // that have registered through it, and then through another connection
+  RankSet owed{};     // ranks that have yet to hear of all of their peers
+  bool owes_plan = false;
+};
+
+// Of a job that does not start, as its trainers are told.
+struct WaitOfStart {
+  std::string why;
+  TimePoint since{};
+  bool reported = false;
 };
 
 // A replica that the job runs without.
@@ -81,6 +90,13 @@ struct KnownNeighbourhoods {
   std::vector<std::uint64_t> of;  // the incarnations among which they were found
   Neighbourhoods found;
   bool stale = true;  // other round trips have been reported since
+};
+
+// The first of those whose plan and settings are the job's.
+struct FirstDeclared {
+  ReplicaId replica;
+  std::uint64_t plan_hash = 0;
+  std::string settings;
 };
 
 // A process that asks for a place which another one has.

@@ -113,6 +113,7 @@ class Cluster {
     for (std::uint32_t r = 0; r < relays_.size(); ++r) carry_out(r, relays_[r].machine->on_coordinator_up(now_));
     for (std::size_t n = 0; n < nodes_.size(); ++n) carry_out(n, nodes_[n].machine->on_coordinator_up(now_));
     for (std::uint32_t replica = 0; replica < o_.replicas; ++replica) {
+      now_ += std::chrono::seconds(1);  // those who come together are told of each other with a tick
       spawn(replica);
       drain();  // what is under way of all of them at once would not fit this machine's memory
     }

@@ -101,6 +101,7 @@ TEST(Coordinator, WhenNobodyDiffersAnyMoreAllAreToldOfAll) {
   bench.down(0);
   bench.up(0, 2);
   bench.up(2);
+  bench.pass(bench.config.silence / 8);
   for (std::uint64_t node : {0, 1, 2})
     for (std::uint32_t replica : {0u, 1u, 2u})
       if (node != replica) EXPECT_TRUE(heard_of(node, replica)) << node << " of " << replica;

@@ -280,8 +280,8 @@ TEST(ReplicatedCoordinator, TooManyDecisionsThatTheStoreDoesNotTakeAreForgottenA
   EXPECT_FALSE(job.failed);
 }
 
-// One that registers again and again, each time with an answer of a megabyte. The store says that it can't, or nothing
-// until a request's deadline; what was decided meanwhile counts as well, and the request may have been done.
+// One registers again and again, of which another is told in a megabyte. The store says that it can't, or nothing until
+// a request's deadline; what was decided meanwhile counts as well, and the request may have been done.
 TEST(ReplicatedCoordinator, SoAreLongAnswersAlsoWhileARequestIsUnderWay) {
   for (const auto& [keeps, done] : {std::pair{false, false}, {true, false}, {true, true}}) {
     Alone job;
@@ -290,10 +290,11 @@ TEST(ReplicatedCoordinator, SoAreLongAnswersAlsoWhileARequestIsUnderWay) {
     ASSERT_TRUE(job.leads());
     (keeps ? job.keeps_requests : job.answers) = keeps;
     proto::FromNode comes;
-    comes.mutable_hello()->set_node("n");
-    job.carry_out(job.one->on_message(NodeId(1), comes, job.now));
-    comes.mutable_rank_up()->set_address(std::string(1 << 20, 'a'));
     comes.mutable_rank_up()->set_instance(1);
+    comes.mutable_rank_up()->set_replica(1);
+    job.carry_out(job.one->on_message(NodeId(2), comes, job.now));
+    comes.mutable_rank_up()->set_replica(0);
+    comes.mutable_rank_up()->set_address(std::string(1 << 20, 'a'));
     int came = 0;
     for (; job.leads() && came < 2000; ++came) {
       job.carry_out(job.one->on_message(NodeId(1), comes, job.now));
