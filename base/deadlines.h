@@ -18,6 +18,7 @@ struct Deadline {
 // Who is silent, or has no time to say more than that it is there:
 constexpr Deadline kHeartbeatOfTrainer{1, 8};  // a trainer's heartbeat to its daemon
 constexpr Deadline kHeartbeatOfDaemon{1, 4};   // a daemon's or relay's heartbeat to the coordinator
+constexpr Deadline kOthersComeBack{5, 1};      // who is silent while others still come back after the same loss
 constexpr Deadline kStreamsWait{4, 1};         // CUDA streams that wait for a progress thread that stands still
 constexpr Deadline kStartPatience{15, 1};      // replicas that have not come, at the start of a job that lost all
 // Several coordinators:

@@ -259,6 +259,8 @@ class Coordinator {
   bool is_back(const MemberState& member) const;
   bool present(ReplicaId replica, Incarnation incarnation) const;
   bool overdue(const ReplicaState& replica, TimePoint now) const;
+  bool may_come_back(const RankState& rank, TimePoint now) const;
+  void on_return(TimePoint now);
   bool others_contribute(ReplicaId replica) const;
   bool contributes_here(const MemberState& member) const;
   bool has_contributors() const;
@@ -374,6 +376,7 @@ class Coordinator {
   Prospect prospect_;
   mutable KnownNeighbourhoods near_;
   std::optional<TimePoint> recovering_until_, incomplete_since_;
+  Duration recovery_prolonged_{};        // for ranks that were still coming back
   TimePoint now_{}, under_way_since_{};  // the last event; when the step under way was planned, or its epoch
   TimePoint back_at_{};                  // when a rank last came back
   TimePoint owed_at_{}, paid_at_{};      // when a node was last owed something, and when all that was last sent

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "base/deadlines.h"
 #include "membership/coordinator.h"
 
 namespace rejoin::membership {
@@ -318,8 +319,25 @@ bool Coordinator::present(ReplicaId id, Incarnation incarnation) const {
 // One of its ranks has been gone for too long.
 bool Coordinator::overdue(const ReplicaState& replica, TimePoint now) const {
   return std::any_of(replica.ranks.begin(), replica.ranks.end(), [&](const RankState& rank) {
-    return rank.registered && !rank.connected_node && now - rank.lost_at >= config_.silence;
+    return rank.registered && !rank.connected_node && !may_come_back(rank, now);
   });
+}
+
+// All of them may have been lost at once, because of this process, and what most say may wait to be read behind what
+// others say: nobody is judged for that while they still come.
+bool Coordinator::may_come_back(const RankState& rank, TimePoint now) const {
+  const bool others_come = now - back_at_ < config_.silence / 4;
+  return now - rank.lost_at < (others_come ? deadlines::kOthersComeBack.of(config_.silence) : config_.silence);
+}
+
+// A rank that was registered before is there again. After a restart all have to come, and are judged as above.
+void Coordinator::on_return(TimePoint now) {
+  back_at_ = now;
+  if (!recovering_until_) return;
+  const Duration most = deadlines::kOthersComeBack.of(config_.silence) - config_.silence - recovery_prolonged_;
+  const Duration more = std::clamp(now + config_.silence / 4 - *recovering_until_, Duration{}, most);
+  *recovering_until_ += more;
+  recovery_prolonged_ += more;
 }
 
 bool Coordinator::has_contributors() const {

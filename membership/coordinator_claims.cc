@@ -17,8 +17,8 @@ Coordinator::RankState* Coordinator::holder_against(const proto::RankUp& up, Tim
   if (found == replicas_.end() || found->second.ranks.empty()) return nullptr;
   RankState& rank = found->second.ranks[up.rank()];
   if (!rank.registered || rank.instance == up.instance() || rank.daemon == up.daemon()) return nullptr;
-  const bool may_come_back = now - rank.lost_at < config_.silence || pause_detector_.just_paused(now);
-  return rank.connected_node || may_come_back ? &rank : nullptr;
+  const bool may_be_there = rank.connected_node || may_come_back(rank, now) || pause_detector_.just_paused(now);
+  return may_be_there ? &rank : nullptr;
 }
 
 // Somebody else had the place when this coordinator started, and may yet come back: it may have the only copy of the

@@ -25,7 +25,7 @@ void Coordinator::on_rank_up(NodeId node, const proto::RankUp& up, TimePoint now
   if (auto contradiction = contradicted(up)) return refuse(node, up, refusals::Why::job, *contradiction);
   auto found = replicas_.find(id);
   if (up.incarnation() != 0) {  // it was registered before and comes back (its daemon or the coordinator restarted)
-    back_at_ = now;
+    on_return(now);
     const MemberState* m = member(id);
     // By its incarnation; by its instance, too: what an earlier leader called it is over when it hears the later one.
     const bool known = found != replicas_.end() && (found->second.incarnation.value == up.incarnation() ||

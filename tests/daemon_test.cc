@@ -156,7 +156,10 @@ TEST(Relay, WithoutACoordinatorItKeepsItsDaemonsAndTheirTrainersHearWhy) {
 
 TEST(Coordinator, WhoseSettingsDoNotFitItsLogEndsAsForAWrongFlag) {
   Job job;
-  job.start_coordinator({"--replicas", "1"}).reset();
+  job.start(1, 0);
+  Process trainer({kMinimal}, job.file("a"), job.environment(0));
+  ASSERT_TRUE(eventually([&] { return job.status().value("committed", 0) > 0; }));
+  job.processes[0].reset();
   const Ended other = run({kDaemon, "--job-key-file", job.key, "--coordinator", "--log-directory", job.file("log"),
                            "--listen", "127.0.0.1:0", "--replicas", "2"},
                           {}, std::chrono::seconds(20));

@@ -1,4 +1,4 @@
-// Many ranks that come back at once: what that costs.
+// Many ranks that come back at once: what that costs, and who is judged meanwhile.
 #include <gtest/gtest.h>
 
 #include <map>
@@ -160,6 +160,56 @@ TEST(Returns, WhoComesBackAloneHearsOfItsPeersAtOnce) {
   for (std::uint32_t rank = 0; rank < kRanks; ++rank) job.up(0, rank);
   EXPECT_EQ(job.to_relay.peers, kReplicas * kRanks);
   EXPECT_EQ(job.to_relay.plans, 1u);
+}
+
+// One rank each 10 ms, over 2.5 silences: no replica of those that are there first puts out the others.
+TEST(Returns, NobodyIsJudgedAbsentWhileRanksStillComeBack) {
+  for (const bool restarted : {false, true}) {
+    Returning before;
+    before.start();
+    Returning after(before.log);
+    Returning& job = restarted ? after : before;
+    job.now = before.now;
+    job.incarnations = before.incarnations;
+    job.relay.reset();
+    if (restarted) ASSERT_TRUE(job.coordinator.started());
+    const auto epoch = job.coordinator.epoch();
+    job.pass(125ms);
+    for (const auto node : {kRelay, kOthers}) job.keep(job.coordinator.on_node_lost(node, job.now));
+    for (std::uint32_t i = 0; i < kReplicas * kRanks; ++i) {
+      job.now += 10ms;
+      job.up(i / kRanks, i % kRanks);
+      if (i % 12 == 0) job.keep(job.coordinator.on_tick(job.now));
+    }
+    job.pass(2s);
+    EXPECT_EQ(job.coordinator.epoch(), epoch) << restarted;
+    EXPECT_EQ(job.coordinator.members().size(), kReplicas) << restarted;
+    EXPECT_TRUE(job.coordinator.suspended().empty()) << restarted;
+  }
+}
+
+// A rank that comes and goes all the time keeps nobody else in the job for good.
+TEST(Returns, WhoStaysAwayIsOutThoughOthersComeBackAgainAndAgain) {
+  for (const bool restarted : {false, true}) {
+    Returning before;
+    before.start();
+    Returning after(before.log);
+    Returning& job = restarted ? after : before;
+    job.now = before.now;
+    job.incarnations = before.incarnations;
+    job.relay.reset();
+    job.pass(125ms);
+    for (const auto node : {kRelay, kOthers}) job.keep(job.coordinator.on_node_lost(node, job.now));
+    for (std::uint32_t i = kRanks; i < kReplicas * kRanks; ++i) job.up(i / kRanks, i % kRanks);
+    Duration taken{};
+    for (; job.coordinator.members().size() == kReplicas && taken < 20s; taken += 125ms) {
+      job.up(1, 0);
+      job.pass(125ms);
+    }
+    EXPECT_EQ(job.coordinator.members().size(), kReplicas - 1) << restarted;
+    EXPECT_GE(taken, 9s) << restarted;
+    EXPECT_LE(taken, 10500ms) << restarted;
+  }
 }
 
 }  // namespace
