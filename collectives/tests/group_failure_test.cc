@@ -14,6 +14,7 @@ Call all_reduce_of(Floats& floats) { return {.kind = Collective::all_reduce, .in
 // Whoever dies, and whenever: the others hear of it soon, and who it is, whatever it costs to withdraw memory; nothing
 // lands in their memory afterwards, and they go on.
 TEST(GroupFailure, OneThatDiesFailsEverythingAndTheOthersGoOnWithoutIt) {
+  std::ptrdiff_t heard = 0;
   for (std::uint64_t seed = 0; seed < 60; ++seed) {
     SCOPED_TRACE(seed);
     std::mt19937_64 random(seed);
@@ -41,6 +42,7 @@ TEST(GroupFailure, OneThatDiesFailsEverythingAndTheOthersGoOnWithoutIt) {
     const auto killed = members.clock.now();
     // Some may have all they need before; who hasn't, or who begins another, hears of it.
     ASSERT_TRUE(members.run(works));
+    heard += std::ranges::count_if(works, [](const auto& work) { return !*work->result; });
     for (const auto& work : works)
       if (!*work->result) EXPECT_THAT(work->result->error().message, HasSubstr(named));
     std::vector<Floats> next;
@@ -70,10 +72,12 @@ TEST(GroupFailure, OneThatDiesFailsEverythingAndTheOthersGoOnWithoutIt) {
     for (const auto m : left) ASSERT_EQ(buffers[m], Floats(buffers[m].size(), 3.0f)) << "written after it had failed";
     for (const auto m : left) ASSERT_EQ(next[m], Floats(next[m].size(), 4.0f));
   }
+  EXPECT_GT(heard, 0);
 }
 
 // A process that stops for as long as it likes, at any line, and goes on: the others have moved on without it.
 TEST(GroupFailure, OneThatStopsIsTimedOutAndHarmsNobodyWhenItGoesOn) {
+  std::ptrdiff_t heard = 0;
   for (std::uint64_t seed = 0; seed < 40; ++seed) {
     SCOPED_TRACE(seed);
     std::mt19937_64 random(seed);
@@ -94,6 +98,7 @@ TEST(GroupFailure, OneThatStopsIsTimedOutAndHarmsNobodyWhenItGoesOn) {
     members.fabric.stop(*members.all[victim].engine);
     members.all[victim].stopped = true;
     ASSERT_TRUE(members.run(works));
+    heard += std::ranges::count_if(works, [](const auto& work) { return !*work->result; });
     for (const auto& work : works)
       if (!*work->result)
         EXPECT_THAT(work->result->error().message, AllOf(HasSubstr("timed out"), Not(HasSubstr("is gone"))));
@@ -120,6 +125,7 @@ TEST(GroupFailure, OneThatStopsIsTimedOutAndHarmsNobodyWhenItGoesOn) {
     members.expect_success(works);
     ASSERT_EQ(after, std::vector<Floats>(3, Floats(50'000, 3.0f)));
   }
+  EXPECT_GT(heard, 20) << "of two in each of 40 jobs";
 }
 
 TEST(GroupFailure, ATimeOutSaysWhoIsWaitedFor) {
