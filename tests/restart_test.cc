@@ -174,7 +174,7 @@ TEST(Restart, WithTheCoordinatorsLogItIsTheSame) {
   job.start_trainers();
   EXPECT_EQ(job.digest(), undisturbed());
   const std::string audit = job.audit();
-  EXPECT_NE(audit.find("0 lost, 0 repeated, 0 to be trained again"), std::string::npos) << audit;
+  EXPECT_NE(audit.find(" 0 lost, 0 repeated, 0 to be trained again"), std::string::npos) << audit;
   EXPECT_EQ(audit.find("by the checkpoint of"), std::string::npos) << audit;
   job.expect_each_sample_once();
 }
@@ -213,7 +213,7 @@ TEST(RealTrainer, AReplicaThatComesBackClipsByTheSameNorms) {
   job.expect_equal_metrics();
   const std::string audit = job.audit();
   EXPECT_NE(audit.find("(catching up)"), std::string::npos) << audit;
-  EXPECT_NE(audit.find("0 repeated"), std::string::npos) << audit;
+  EXPECT_NE(audit.find(" 0 repeated"), std::string::npos) << audit;
 }
 
 TEST(RealTrainer, ATerminatedReplicaLeavesAndTheRateFollowsTheNumberOfContributors) {

@@ -115,7 +115,7 @@ def test_the_demo_kills_a_replica_and_proves_that_it_came_back():
     assert done.returncode == 0, done.stdout + done.stderr
     assert "replica 2 trains again from step" in done.stdout
     assert re.search(r"same bits on all replicas, after each of \d+ steps: yes", done.stdout)
-    assert f"{steps} steps committed" in done.stdout and "0 lost, 0 repeated" in done.stdout
+    assert f"{steps} steps committed" in done.stdout and " 0 lost, 0 repeated" in done.stdout
     wrong = subprocess.run([*script[:4], "--kill", "7@1"], capture_output=True, text=True)
     assert wrong.returncode == 2 and "--kill 7@1: it is REPLICA@STEP" in wrong.stderr
 

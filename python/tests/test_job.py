@@ -162,12 +162,16 @@ class Job:
 def check_equal(job: Job, replicas: int) -> None:
     """All replicas say the same digest after each step that several of them have trained."""
     digests: dict[str, set[str]] = {}
+    who: dict[str, set[int]] = {}
     for replica in range(replicas):
         for step, of in re.findall(DIGEST, job.log(replica)):
             digests.setdefault(step, set()).add(of)
+            who.setdefault(step, set()).add(replica)
     assert len(digests) >= job.steps // 2
     for step, seen in digests.items():
         assert len(seen) == 1, f"step {step}: {seen}"
+    compared = sum(len(of) > 1 for of in who.values())
+    assert compared >= 10, f"only {compared} steps were said by several replicas"
     assert " 0 lost, 0 repeated" in job.audit(), job.audit()
 
 
