@@ -1,7 +1,7 @@
 """What must hold, judged by what the processes say when (their event files) and by who ended when (the runner knows).
 It shares no code with what it judges.
 
-  one-decision    commits count up by one
+  one-decision    commits count up by one, and one that was not told of is the last of a coordinator that has ended
   same-bits       all replicas have the same digest after the same step
   exactly-once    the gradient of each step is the mean over the batches that its contributors say they trained, and
                   `rejoin audit` counts every sample once
@@ -77,6 +77,7 @@ class Checker:
         self.last = {}                      # (replica, rank) → pid, step it works on, step it has applied
         self.digests, self.trained, self.by_step = {}, {}, {}
         self.checked_sums = self.checked_digests = self.epochs_seen = 0
+        self.teller = None                  # the pid of the coordinator that has told of a step last
         self.finished = False
 
     def violate(self, invariant, text):
@@ -96,7 +97,15 @@ class Checker:
             replica, rank = map(int, who[1:].split("."))
             self.on_trainer(event, replica, rank)
 
+    def follows(self, event):
+        """Only one that is killed between writing down and telling leaves a step out."""
+        if event["step"] - 1 > self.committed and event["pid"] == self.teller:
+            self.violate("one-decision", f"process {event['pid']} goes on with step {event['step']}, and step "
+                         f"{self.committed} is the last that it has committed")
+        self.teller = event["pid"]
+
     def on_commit(self, event):
+        self.follows(event)
         step = event["step"]
         self.went_back(step - 1, f"step {step} was committed again")
         self.committed = step
@@ -111,6 +120,7 @@ class Checker:
         self.by_step.pop(step - KEPT_STEPS, None)
 
     def on_epoch(self, event):
+        self.follows(event)
         self.epochs_seen += event["kind"] == "epoch"
         members = [m for m in event["members"].split(",") if m]
         self.members = {int(m.rstrip("c")): not m.endswith("c") for m in members}
@@ -161,6 +171,12 @@ class Checker:
         if abs(event["sum"] - expected) > 1e-6 * max(1, expected):
             self.violate("exactly-once", f"step {key[1]}: {who} applied gradients that add up to {event['sum']}; the "
                          f"mean over the batches of replicas {sorted(contributors)} is {expected}")
+
+    def on_end(self):
+        """What is compared depends on what the processes say; where they say too little nothing was checked."""
+        for what, count in (("digests", self.checked_digests), ("gradients", self.checked_sums)):
+            if count < self.committed // 4:
+                self.violate("checked", f"only {count} {what} were compared in {self.committed} steps")
 
     # ---- who ended
 

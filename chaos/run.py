@@ -255,6 +255,10 @@ class Run:
                 self.round(number)
                 number += 1
             self.finish()
+            self.checker.on_end()
+            played = number - self.settings.first_round
+            if played >= 5 and not any(record.struck for record in self.records):
+                self.checker.violate("checked", f"no fault has struck in {played} rounds")
         except Stuck as stuck:
             self.checker.violate("progress", str(stuck))
             for line in ending.waits_for(self):
