@@ -298,6 +298,23 @@ TEST_F(Told, WhatIsFetchedAgainIsComparedAgainWithWhoHadAgreed) {
   EXPECT_EQ(verified(), 1u);
 }
 
+// Its state is another one, and may be older.
+TEST_F(Told, WhatASourceHasAgreedWithInAnotherLifeIsComparedAgain) {
+  const ReplicaId other{8};
+  const auto expect = [&](Incarnation life) {
+    joiner->expect({{id, life}, {other, Incarnation(1)}}, cluster.clock.now());
+  };
+  expect(Incarnation(1));
+  ASSERT_TRUE(tell(0));
+  joiner->work(cluster.clock.now(), false);
+  expect(Incarnation(2));
+  joiner->on_source_up(other, *engine->connect(*source->listen({}), {}));
+  joiner->work(cluster.clock.now(), false);
+  for (std::uint64_t number : {1, 2}) ASSERT_TRUE(agree(other, number));
+  joiner->work(cluster.clock.now(), false);
+  EXPECT_EQ(verified(), 0u);
+}
+
 // Its trainer has made steps while the daemon registered the state, which takes seconds where it is large.
 struct ToldBehind : Told {
   void SetUp() override {

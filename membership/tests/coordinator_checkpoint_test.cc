@@ -359,6 +359,30 @@ TEST(Coordinator, WithAnOlderCopyOfItsLogItStartsNobody) {
   EXPECT_TRUE(std::ranges::none_of(again.log, [](const auto& record) { return record.has_epoch(); }));
 }
 
+// It lacks an epoch alone: who is a member has been decided otherwise.
+TEST(Coordinator, ALogThatLacksAnEpochIsAnOlderCopyAndOneThatWasRolledBackIsNone) {
+  Bench bench;
+  bench.start();
+  bench.steps(3);
+  const auto copy = bench.log;
+  bench.down(2);
+  Bench again(copy);
+  again.back_from(bench, 0);
+  EXPECT_TRUE(again.waits_for("the log is an older copy: it ends with step 3 in epoch 1"));
+
+  Bench told(bench.log, {.roll_back_to = Step(1)});
+  told.nobody_comes_back();
+  for (std::uint32_t r : {0u, 1u, 2u}) told.up(r, 2, 1);
+  told.link_all();
+  ASSERT_EQ(told.coordinator.committed(), Step(1));
+  auto message = Bench::introduction(0, 0, 2);
+  message.mutable_rank_up()->set_incarnation(told.incarnations[0]);
+  message.mutable_rank_up()->set_job(told.coordinator.job());
+  message.mutable_rank_up()->set_heard_committed(3);  // before it
+  told.send(10, message);
+  EXPECT_FALSE(told.waits_for("the log is an older copy"));
+}
+
 TEST(Coordinator, AVersionThatIsNoStepIsRefused) {
   Bench bench;
   proto::FromNode message;

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "membership/coordinator.h"
+#include "membership/log.h"
 #include "membership/tests/coordinator_bench.h"
 #include "membership/tests/drift_report.h"
 
@@ -223,6 +224,27 @@ TEST(Coordinator, WhoIsDroppedWhileItIsOutForNowIsNotTakenBackWhoeverIsLostLater
   ASSERT_EQ(again.coordinator.members().size(), 1u);
   again.down(2);
   EXPECT_TRUE(again.coordinator.members().empty());
+}
+
+// It had samples when it was put out, and nobody is left who might give it back.
+TEST(Coordinator, SamplesOfWhoWasOutForNowAndIsLostAreTrainedAfterARestart) {
+  Bench bench;
+  bench.start();
+  bench.steps(1);
+  bench.pass(1500ms, {1, 2});
+  ASSERT_EQ(bench.coordinator.suspended().size(), 1u);
+  bench.down(0);
+  for (std::uint32_t r : {1u, 2u}) bench.down(r);
+  ASSERT_TRUE(bench.coordinator.members().empty());
+  Bench again(bench.log);
+  EXPECT_EQ(again.coordinator.ledger().held(), bench.coordinator.ledger().held());
+  for (std::uint32_t r : {0u, 1u, 2u}) again.up(r, 2, 1);
+  again.link_all();
+  again.steps(2);
+  ASSERT_EQ(again.coordinator.committed(), Step(3));
+  auto log = bench.log;
+  log.insert(log.end(), again.log.begin(), again.log.end());
+  EXPECT_EQ(audit(trained_by_step(log)).lost, 0u);
 }
 
 }  // namespace

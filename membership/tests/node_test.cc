@@ -284,5 +284,25 @@ TEST(Rank, BelievesNoPlanOfThePast) {
   }
 }
 
+// Its state may be the last one.
+TEST(Rank, WhoIsOutForNowIsNotEvictedAndReducesItsStepAgainInANewEpoch) {
+  Rank rank(ReplicaId(0));
+  rank.on_registered(Incarnation(5));
+  const auto plan = [](std::uint64_t epoch, bool out_for_now) {
+    proto::Plan made;
+    made.set_epoch(epoch);
+    made.set_committed(5);
+    made.set_step(6);
+    (out_for_now ? made.add_suspended() : made.add_members())->set_incarnation(5);
+    return made;
+  };
+  EXPECT_EQ(rank.on_plan(plan(2, false)), Rank::Meaning::new_epoch);
+  rank.on_reduced();
+  EXPECT_EQ(rank.on_plan(plan(3, true)), Rank::Meaning::nothing);
+  EXPECT_TRUE(rank.suspended());
+  EXPECT_EQ(rank.on_plan(plan(4, false)), Rank::Meaning::new_epoch);
+  EXPECT_FALSE(rank.reduced());
+}
+
 }  // namespace
 }  // namespace rejoin::membership
