@@ -304,7 +304,11 @@ def main():
         return one(" ".join(arguments.rest) + "\n", programs, arguments.limit)
     also = examined if examined[0].exists() else []  # not under sanitizers
     job = f"(\n{doctor}) || exit 1\n" if also else ""
-    job += f"REJOIN_RDMA=rxe0,rxe1 transport_test --gtest_filter={shlex.quote(arguments.filter)} --gtest_color=no\n"
+    job += "export REJOIN_RDMA=rxe0,rxe1\n"
+    for pattern in arguments.filter.split("-")[0].split(":"):  # gtest is content where one names no test
+        one_of_it = f"transport_test --gtest_filter={shlex.quote(pattern)}"
+        job += f"{one_of_it} --gtest_list_tests | grep -q '^  ' || {{ echo {shlex.quote(f'no test is {pattern}')}; exit 1; }}\n"
+    job += f"transport_test --gtest_filter={shlex.quote(arguments.filter)} --gtest_color=no\n"
     return one(job, [BIN / "transport_test", *also], arguments.limit, files=[(BIN.parent / "fake_cuda" / "libcuda.so.1", None)])
 
 
