@@ -56,7 +56,6 @@ class Cluster {
     start();
     result.start_ms = meter_.cpu_ms;
     result.start_bytes = meter_.bytes;
-
     forget_loads();
     const auto before = coordinator_->committed().value;
     for (std::uint32_t i = 0; i < o_.steps; ++i) step();
@@ -78,7 +77,6 @@ class Cluster {
     result.replica_ms = meter_.cpu_ms;
     step();
     REJOIN_CHECK(coordinator_->members().size() == o_.replicas, "the replica was not admitted");
-
     result.largest_message = largest_message_;
     const LinkRule rule{.full_mesh_members = o_.full_mesh_members};
     std::size_t links = 0;
