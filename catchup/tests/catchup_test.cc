@@ -197,5 +197,26 @@ TEST(CatchUpService, WhileASourceExchangesGradientsItSendsOneSliceAfterAnother) 
   EXPECT_EQ(slices(), 40u);
 }
 
+TEST(GradientLog, NoUpdateIsMadeThatLacksTheOneBefore) {
+  for (const auto state : {local::SliceState::arrived, local::SliceState::current}) {
+    Cluster cluster(1);
+    cluster.model = model_of(1);
+    Replica& joiner = cluster.add(false);
+    const auto put = [&](std::uint64_t version) {
+      joiner.owner->page().slice_statuses()[0].store(local::SliceStatus{state, version}.packed());
+    };
+    put(3);
+    joiner.begin_update(Step(5));
+    EXPECT_TRUE(joiner.updates.empty());
+    joiner.end_update();
+    EXPECT_FALSE(joiner.status(0).state == local::SliceState::current && joiner.status(0).version() == 5);
+    put(5);
+    joiner.begin_update(Step(6));
+    EXPECT_EQ(joiner.updates.size(), 1u);
+    joiner.end_update();
+    EXPECT_EQ(joiner.status(0).version(), 6u);
+  }
+}
+
 }  // namespace
 }  // namespace rejoin::catchup

@@ -202,6 +202,17 @@ TEST(Coordinator, AJoinerThatMayHaveCaughtUpIsWaitedForAfterTheCoordinatorsResta
   }
 }
 
+TEST(Coordinator, AJoinerThatDoesNotComeBackAfterTheCoordinatorsRestartIsNoMember) {
+  Bench first;
+  first.start_with_a_joiner();
+  Bench bench(first.log);
+  bench.incarnations = first.incarnations;
+  bench.back(0, 10);
+  bench.pass(1500ms, {10});
+  ASSERT_NO_FATAL_FAILURE(bench.expect_alone(0));
+  EXPECT_EQ(bench.coordinator.members().size(), 1u);
+}
+
 // Nobody knows whether it had: it is given up at an operator's word, as a step that it may have is.
 TEST(Coordinator, AJoinerThatOnlyMayHaveCaughtUpIsGivenUpAtAnOperatorsWord) {
   for (const bool told : {false, true}) {

@@ -182,5 +182,28 @@ TEST(Coordinator, AConnectionThatBrokeIsMendedInAnEpochOfTheSameMembers) {
   EXPECT_EQ(bench.contributors(), 2u);
 }
 
+TEST(Coordinator, WhoIsWaitedForHasAQuarterOfTheSilence) {
+  Bench bench;
+  bench.start();
+  for (std::uint32_t r : {0u, 2u}) bench.accuse(r, 1);
+  bench.pass(150ms);
+  EXPECT_EQ(bench.contributors(), 3u);
+  bench.pass(150ms);
+  EXPECT_EQ(bench.contributors(), 2u);
+}
+
+// They fence it, and wait for it no longer.
+TEST(Coordinator, AllAreToldWhoIsGone) {
+  Bench bench;
+  bench.start();
+  bench.inbox.clear();
+  bench.down(1);
+  for (const std::uint64_t node : {0, 2})
+    EXPECT_TRUE(std::ranges::any_of(bench.inbox[node], [&](const auto& told) {
+      const auto& gone = told.peers().gone();
+      return std::ranges::find(gone, bench.incarnations[1]) != gone.end();
+    })) << node;
+}
+
 }  // namespace
 }  // namespace rejoin::membership
