@@ -1,5 +1,6 @@
 #include "daemon/node_listener.h"
 
+#include "base/bytes.h"
 #include "base/deadlines.h"
 #include "base/events.h"
 #include "base/fail.h"
@@ -109,7 +110,7 @@ void NodeListener::on_bytes(NodeId node, std::string_view bytes) {
     return;
   }
   if (message.has_hello()) {
-    const auto greeting = membership::greet(message.hello(), connection->remote());
+    const auto greeting = membership::greet(message.hello(), connection->remote(), silence_);
     if (!greeting.spoken) {
       refusals::count(refusals::Why::version);
       log_refusal(spdlog::level::err, connection->remote(), greeting.refusal);
@@ -120,6 +121,10 @@ void NodeListener::on_bytes(NodeId node, std::string_view bytes) {
     found->second.name = message.hello().node();
     message.mutable_hello()->set_address(connection->remote());
     events::record(events::Kind::node_up, {}, found->second.name);
+    if (auto line = membership::different_silence(
+            fmt::format("node {} at {}", printable(found->second.name, 100), connection->remote()),
+            message.hello().silence_ms(), "who listens here", membership::in_ms(silence_)))
+      spdlog::warn("{}", *line);
     if (greeting.answer) connection->send(greeting.answer->SerializeAsString());
   }
   record_heard(message, bytes);

@@ -29,6 +29,7 @@ Actions Coordinator::on_message(NodeId node, const proto::FromNode& message, Tim
     case proto::FromNode::kHello:  // the shell has checked it
       nodes_[node].name = message.hello().node();
       nodes_[node].address = message.hello().address();
+      nodes_[node].silence_ms = message.hello().silence_ms();
       nodes_[node].spoken = Spoken::with(Versions::of(message.hello()));
       nodes_[node].release = printable(message.hello().release(), kLongestRelease);
       break;

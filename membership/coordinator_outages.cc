@@ -3,7 +3,9 @@
 
 #include <algorithm>
 
+#include "base/bytes.h"
 #include "membership/coordinator.h"
+#include "membership/greeting.h"
 
 namespace rejoin::membership {
 
@@ -117,6 +119,10 @@ void Coordinator::tell_who_differs(const std::vector<ReplicaId>& replicas, const
 std::vector<std::string> Coordinator::alarms() const {
   std::vector<std::string> all;
   for (const auto& [id, line] : differed_at_start_) all.push_back(line);
+  for (const auto& [id, node] : nodes_)
+    if (auto line = different_silence(fmt::format("node {} at {}", printable(node.name, kLongestRelease), node.address),
+                                      node.silence_ms, "the coordinator", in_ms(config_.silence)))
+      all.push_back(std::move(*line));
   for (const auto& [id, replica] : replicas_) {
     if (id == replicas_.begin()->first) continue;  // the others are compared with it
     for (std::uint32_t number = 0; number < replica.ranks.size(); ++number) {

@@ -32,6 +32,7 @@ struct ConnectedNode {
   RankSet hosts;  // the ranks, of any replica, that have registered through it
   Spoken spoken = Spoken();
   std::string release{};
+  std::uint64_t silence_ms = 0;  // its own; 0: not told
   struct Process {
     std::uint32_t replica = 0, rank = 0;
     std::uint64_t instance = 0;

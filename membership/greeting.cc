@@ -3,19 +3,21 @@
 #include <fmt/format.h>
 
 #include "base/bytes.h"
+#include "base/deadlines.h"
 #include "base/release.h"
 
 namespace rejoin::membership {
 
-proto::NodeHello hello_of(const std::string& node) {
+proto::NodeHello hello_of(const std::string& node, Duration silence) {
   proto::NodeHello hello;
   Versions().put_into(hello);
   hello.set_release(release());
   hello.set_node(node);
+  hello.set_silence_ms(in_ms(silence));
   return hello;
 }
 
-Greeting greet(const proto::NodeHello& hello, const std::string& address) {
+Greeting greet(const proto::NodeHello& hello, const std::string& address, Duration silence) {
   constexpr std::size_t longest = 100;
   const Versions own, theirs = Versions::of(hello);
   Greeting greeting;
@@ -30,7 +32,24 @@ Greeting greet(const proto::NodeHello& hello, const std::string& address) {
   welcome.set_newest(own.newest);
   welcome.set_release(release());
   welcome.set_refusal(greeting.refusal);
+  welcome.set_silence_ms(in_ms(silence));
   return greeting;
+}
+
+std::optional<std::string> different_silence(const std::string& who, std::uint64_t its_ms, const std::string& other,
+                                             std::uint64_t others_ms) {
+  if (its_ms == 0 || others_ms == 0 || its_ms == others_ms) return std::nullopt;
+  return fmt::format("{} has --silence-ms {}, and {} {}: give all processes of the job the same", who, its_ms, other,
+                     others_ms);
+}
+
+std::uint64_t in_ms(Duration silence) {
+  return static_cast<std::uint64_t>(std::chrono::duration_cast<std::chrono::milliseconds>(silence).count());
+}
+
+Duration pace_of(Duration silence, const proto::NodeWelcome& welcome) {
+  const bool sooner = welcome.silence_ms() != 0 && welcome.silence_ms() < in_ms(silence);
+  return deadlines::kHeartbeatOfDaemon.of(sooner ? std::chrono::milliseconds(welcome.silence_ms()) : silence);
 }
 
 }  // namespace rejoin::membership

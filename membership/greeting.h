@@ -5,12 +5,13 @@
 #include <optional>
 #include <string>
 
+#include "base/clock.h"
 #include "control.pb.h"
 #include "membership/versions.h"
 
 namespace rejoin::membership {
 
-proto::NodeHello hello_of(const std::string& node);
+proto::NodeHello hello_of(const std::string& node, Duration silence = {});
 
 struct Greeting {
   std::optional<Spoken> spoken;         // with this node; nothing: it is refused
@@ -18,6 +19,15 @@ struct Greeting {
   std::optional<proto::ToNode> answer;  // where it can hear one
 };
 // `address`: where it calls from.
-Greeting greet(const proto::NodeHello& hello, const std::string& address);
+Greeting greet(const proto::NodeHello& hello, const std::string& address, Duration silence = {});
+
+// Where both have told their --silence-ms, and not the same: a sentence. All of a job's processes are to have the same.
+std::optional<std::string> different_silence(const std::string& who, std::uint64_t its_ms, const std::string& other,
+                                             std::uint64_t others_ms);
+
+// As it stands in both messages.
+std::uint64_t in_ms(Duration silence);
+// How often who has been told that sends heartbeats: so that neither end finds it silent.
+Duration pace_of(Duration silence, const proto::NodeWelcome& welcome);
 
 }  // namespace rejoin::membership

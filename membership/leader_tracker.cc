@@ -32,7 +32,7 @@ LeaderTracker::Actions LeaderTracker::on_connected(std::size_t coordinator, Time
   }
   auto& [to, hello] = actions.send.emplace_back();
   to = coordinator;
-  *hello.mutable_hello() = hello_of(name_);
+  *hello.mutable_hello() = hello_of(name_, silence_);
   return actions;
 }
 
@@ -55,8 +55,8 @@ LeaderTracker::Actions LeaderTracker::on_message(std::size_t from, const proto::
   coordinators_[from].heard = now;
   if (leader_ == from) silent_ = false;
   if (message.has_leads()) on_leads(from, message.leads(), actions);
-  else if (message.has_welcome()) on_welcome(coordinators_[from], message.welcome());
   else actions.pass = leader_ == from;
+  if (message.has_welcome()) on_welcome(coordinators_[from], message.welcome());
   if (!leader_ && actions.down) leaderless_since_ = now;
   report(actions, false);
   return actions;

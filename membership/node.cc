@@ -18,7 +18,7 @@ Node::Actions Node::on_coordinator_up(TimePoint now, std::uint64_t introduction)
   coordinator_up_ = true;
   coordinator_heard_ = heartbeat_sent_ = now;
   proto::FromNode hello;
-  *hello.mutable_hello() = hello_of(name_);
+  *hello.mutable_hello() = hello_of(name_, silence_);
   hello.mutable_hello()->set_introduction(introduction);
   actions.to_coordinator.push_back(std::move(hello));
   for (const auto& [connection, rank] : ranks_) {
@@ -47,8 +47,13 @@ Node::Actions Node::on_coordinator_message(const proto::ToNode& message, TimePoi
   };
   switch (message.kind_case()) {
     case proto::ToNode::kIntroduce: return on_coordinator_up(now, message.introduce().number());
-    case proto::ToNode::kWelcome:  // for LeaderTracker, as the next
-    case proto::ToNode::kLeads:
+    case proto::ToNode::kWelcome:
+      if (auto line = different_silence("this daemon", in_ms(silence_), "who it is connected with",
+                                        message.welcome().silence_ms()))
+        actions.notes.push_back({std::move(*line), true});
+      pace_ = pace_of(silence_, message.welcome());
+      break;
+    case proto::ToNode::kLeads:  // for LeaderTracker
     case proto::ToNode::kHeartbeat: break;
     case proto::ToNode::kRegistered: {
       const auto& registered = message.registered();
@@ -338,7 +343,7 @@ Node::Actions Node::on_tick(TimePoint now) {
     std::move(gone.notes.begin(), gone.notes.end(), std::back_inserter(actions.notes));
     actions.silent.push_back(connection);
   }
-  if (coordinator_up_ && now - heartbeat_sent_ >= deadlines::kHeartbeatOfDaemon.of(silence_)) {
+  if (coordinator_up_ && now - heartbeat_sent_ >= pace_) {
     heartbeat_sent_ = now;
     proto::FromNode heartbeat;
     heartbeat.mutable_heartbeat();

@@ -20,6 +20,7 @@
 
 #include "base/bytes.h"
 #include "base/clock.h"
+#include "base/deadlines.h"
 #include "base/ids.h"
 #include "control.pb.h"
 #include "membership/link_rates.h"
@@ -97,6 +98,7 @@ class Node {
   const std::string name_, location_;
   const Duration silence_;
   const std::uint64_t id_;
+  Duration pace_ = deadlines::kHeartbeatOfDaemon.of(silence_);  // of heartbeats to the coordinator
   PauseDetector pause_detector_;
   bool coordinator_up_ = false;
   TimePoint coordinator_heard_{}, heartbeat_sent_{};

@@ -18,7 +18,7 @@ Relay::Actions Relay::on_coordinator_up(TimePoint now, std::uint64_t introductio
   alone_reported_ = false;
   coordinator_heard_ = heartbeat_sent_ = now;
   auto& hello = *up().mutable_hello();
-  hello = hello_of(name_);
+  hello = hello_of(name_, silence_);
   hello.set_introduction(introduction);
   std::vector<NodeId> all;
   for (const auto& [node, state] : nodes_) all.push_back(node);
@@ -74,8 +74,13 @@ Relay::Actions Relay::on_coordinator_message(const proto::ToNode& message, TimeP
     case proto::ToNode::kIntroduce:
       for (auto& [key, group] : groups_) group.last_status.clear();
       return on_coordinator_up(now, message.introduce().number());
-    case proto::ToNode::kWelcome:  // for LeaderTracker, as the next
-    case proto::ToNode::kLeads:
+    case proto::ToNode::kWelcome:
+      if (auto line = different_silence("this relay", in_ms(silence_), "who it is connected with",
+                                        message.welcome().silence_ms()))
+        actions_.notes.push_back({std::move(*line), true});
+      pace_ = pace_of(silence_, message.welcome());
+      break;
+    case proto::ToNode::kLeads:  // for LeaderTracker
     case proto::ToNode::kHeartbeat: break;
     case proto::ToNode::kRegistered: {
       const auto& registered = message.registered();
@@ -270,7 +275,7 @@ Relay::Actions Relay::on_tick(TimePoint now) {
   }
   if (!pause_detector_.settling(now)) lose_silent(now);
   tell_that_it_is_alone(now);
-  if (coordinator_up_ && now - heartbeat_sent_ >= deadlines::kHeartbeatOfDaemon.of(silence_)) {
+  if (coordinator_up_ && now - heartbeat_sent_ >= pace_) {
     heartbeat_sent_ = now;
     up().mutable_heartbeat();
   }

@@ -26,6 +26,7 @@
 #include <vector>
 
 #include "base/clock.h"
+#include "base/deadlines.h"
 #include "membership/coordinator.h"
 #include "membership/digest_table.h"
 #include "membership/note.h"
@@ -121,6 +122,7 @@ class Relay {
 
   const std::string name_;
   const Duration silence_;
+  Duration pace_ = deadlines::kHeartbeatOfDaemon.of(silence_);  // of heartbeats to the coordinator
   PauseDetector pause_detector_;
   bool coordinator_up_ = false;
   TimePoint coordinator_heard_{}, heartbeat_sent_{};

@@ -285,5 +285,24 @@ TEST(CoordinatorStatus, WhoComesBackAfterItWasPutOutHearsWhy) {
   EXPECT_NE(bench.warnings.find("replica 1 rank 0, which has come back, is sent away"), std::string::npos);
 }
 
+TEST(Coordinator, ANodeWithAnotherSilenceIsNamed) {
+  Bench bench;
+  bench.start();
+  const auto hello = [&](std::uint64_t node, std::uint64_t silence_ms) {
+    proto::FromNode message;
+    message.mutable_hello()->set_node(fmt::format("n{}", node));
+    message.mutable_hello()->set_address("10.0.0.7:1");
+    message.mutable_hello()->set_silence_ms(silence_ms);
+    bench.send(node, message);
+  };
+  hello(0, 1000), hello(1, 0);
+  EXPECT_TRUE(bench.coordinator.alarms().empty());
+  hello(2, 20'000);
+  ASSERT_EQ(bench.coordinator.alarms().size(), 1u);
+  EXPECT_EQ(bench.coordinator.alarms()[0],
+            "node n2 at 10.0.0.7:1 has --silence-ms 20000, and the coordinator 1000: give all processes of the job the "
+            "same");
+}
+
 }  // namespace
 }  // namespace rejoin::membership

@@ -54,6 +54,30 @@ struct Machine {
   }
 };
 
+// A coordinator or relay with a shorter silence would find it silent again and again.
+TEST(Node, SendsHeartbeatsByTheShorterSilenceAndSaysThatTheyDiffer) {
+  proto::ToNode welcome;
+  welcome.mutable_welcome()->set_silence_ms(2000);
+  const auto longest_pause = [&](auto machine, auto hear, const std::string& who) {
+    TimePoint now{1h}, sent = now;
+    auto up = machine.on_coordinator_up(now);
+    EXPECT_EQ(up.to_coordinator.front().hello().silence_ms(), 20'000u);
+    const auto notes = hear(machine, welcome, now).notes;
+    EXPECT_EQ(notes.size(), 1u);
+    if (!notes.empty()) EXPECT_TRUE(notes[0].text.starts_with(who + " has --silence-ms 20000, and")) << notes[0].text;
+    Duration longest{};
+    for (const TimePoint end = now + 20s; now < end; now += 100ms)
+      for (const auto& message : machine.on_tick(now).to_coordinator)
+        if (message.has_heartbeat()) longest = std::max(longest, now - sent), sent = now;
+    return std::max(longest, now - sent);
+  };
+  const auto hear = [](auto& machine, const proto::ToNode& message, TimePoint now) {
+    return machine.on_coordinator_message(message, now);
+  };
+  EXPECT_LE(longest_pause(Node("node", 20s, 1), hear, "this daemon"), 600ms);
+  EXPECT_LE(longest_pause(Relay("relay", 20s), hear, "this relay"), 600ms);
+}
+
 TEST(Node, ReportsAReductionWhenTheLastOfItsRanksHasIt) {
   Machine machine;
   machine.up(1, 0), machine.up(2, 1);
