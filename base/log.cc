@@ -1,7 +1,9 @@
 #include "base/log.h"
 
+#include <fcntl.h>
 #include <poll.h>
 #include <spdlog/sinks/base_sink.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -9,6 +11,9 @@
 #include <iterator>
 #include <memory>
 #include <mutex>
+#include <string>
+
+#include "base/fd.h"
 
 namespace rejoin {
 
@@ -17,30 +22,46 @@ namespace {
 // Standard error, which nobody may read: a terminal that was stopped, a full pipe. A daemon does not stand still for
 // that. What is not taken is left out, and counted.
 class StandardError : public spdlog::sinks::base_sink<std::mutex> {
+ public:
+  // A pipe or a terminal takes part of a line where it is opened anew, which does not change it for others.
+  StandardError() {
+    struct stat status {};
+    if (::fstat(STDERR_FILENO, &status) != 0 || (!S_ISFIFO(status.st_mode) && !S_ISCHR(status.st_mode))) return;
+    own_ = Fd(::open("/proc/self/fd/2", O_WRONLY | O_NONBLOCK | O_NOCTTY | O_CLOEXEC));
+  }
+
  protected:
   void sink_it_(const spdlog::details::log_msg& message) override {
     spdlog::memory_buf_t line;
     if (left_out_ > 0)
       fmt::format_to(std::back_inserter(line), "... {} lines were left out, since nobody read them\n", left_out_);
     formatter_->format(message, line);
-    left_out_ = put({line.data(), line.size()}) ? 0 : left_out_ + 1;
+    // Whoever reads may be about to; and the last words of a process are worth waiting for.
+    const int patience = message.level == spdlog::level::critical ? 1000 : left_out_ > 0 ? 0 : 10;  // ms
+    if (!put(rest_, patience)) return ++left_out_, void();
+    rest_.assign(line.data(), line.size());
+    const bool begun = !put(rest_, patience) && rest_.size() < line.size();
+    left_out_ = rest_.empty() || begun ? 0 : left_out_ + 1;
+    if (!begun) rest_.clear();
   }
   void flush_() override {}
 
  private:
-  // Of a pipe that says that it may be written to, this much fits.
-  bool put(std::string_view text) const {
+  // As much of it as is taken.
+  bool put(std::string& text, int patience) const {
+    const int to = own_ ? own_.get() : STDERR_FILENO;
     while (!text.empty()) {
-      pollfd may{STDERR_FILENO, POLLOUT, 0};
-      const int patience = left_out_ > 0 ? 0 : 10;  // ms: whoever reads may be about to
+      pollfd may{to, POLLOUT, 0};
       if (::poll(&may, 1, patience) <= 0) return false;
-      const ssize_t wrote = ::write(STDERR_FILENO, text.data(), std::min<std::size_t>(text.size(), PIPE_BUF));
+      const ssize_t wrote = ::write(to, text.data(), std::min<std::size_t>(text.size(), PIPE_BUF));
       if (wrote <= 0) return false;
-      text.remove_prefix(static_cast<std::size_t>(wrote));
+      text.erase(0, static_cast<std::size_t>(wrote));
     }
     return true;
   }
 
+  Fd own_;
+  std::string rest_;  // of a line of which a part is out
   std::size_t left_out_ = 0;
 };
 

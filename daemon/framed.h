@@ -37,8 +37,8 @@ class Framed : public std::enable_shared_from_this<Framed> {
   void close();
   // The last that is sent. What still comes is not heard; the other side closes the connection, or the deadline does.
   void send_last(const std::string& message, std::chrono::milliseconds deadline);
-  // Nothing more is sent. `over` is called once, when the other side has read all and closed it, or it has broken; what
-  // still comes is not heard.
+  // Nothing more is sent. `over` is called once, when the other side has read all and closed it, or it has broken, but
+  // not where it is closed here; what still comes is not heard.
   void finish(std::function<void()> over);
   // Ends it, as one that has not proven the job key. A server counts it by its kind.
   void refuse(refusals::Why kind, const std::string& why);

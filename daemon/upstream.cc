@@ -144,7 +144,8 @@ void Upstream::on_welcome(const proto::NodeWelcome& welcome) {
 
 void Upstream::finish(std::function<void()> over) {
   if (!up_) return asio::post(io_, std::move(over));
-  connection_->finish(std::move(over));
+  finished_ = std::move(over);
+  connection_->finish([this] { lost("finished"); });
 }
 
 void Upstream::send(const proto::FromNode& message) {
@@ -181,6 +182,7 @@ std::string Upstream::without_a_word(const std::string& why) {
 }
 
 void Upstream::lost(const std::string& why) {
+  if (finished_) return std::exchange(finished_, nullptr)();
   if (attempt_) attempt_->end();
   // One that shows the key, and goes without a word, does not want this node.
   const bool refused = connection_ && (up_ ? !heard_ : connection_->refused());

@@ -46,7 +46,8 @@ class Upstream {
   Upstream& operator=(const Upstream&) = delete;
   void connect();
   void send(const proto::FromNode& message);
-  // Nothing more is sent. `over` is called once, when all that was sent has been read, or can't be any more.
+  // Nothing more is sent. `over` is called once while this lives, when all that was sent has been read, or can't be any
+  // more, or the coordinator has not been heard for a silence.
   void finish(std::function<void()> over);
   // Connects anew if the coordinator was last heard too long ago, since a silent coordinator is as good as gone.
   void check(TimePoint heard);
@@ -90,6 +91,7 @@ class Upstream {
   std::optional<bool> logged_refused_;  // that it is not connected was logged, and whether as a refusal
   std::chrono::milliseconds pause_{0};  // before the last try
   std::size_t tries_ = 0;
+  std::function<void()> finished_;  // where nothing more is sent: to be called
 };
 
 }  // namespace rejoin::daemon

@@ -57,7 +57,7 @@ Actions Coordinator::on_message(NodeId node, const proto::FromNode& message, Tim
   return take();
 }
 
-// Its ranks may still run: they have `silence` to come back through another connection.
+// Its ranks may still run: they have `silence` to come back through another connection, or longer while others do.
 Actions Coordinator::on_node_lost(NodeId node, TimePoint now) {
   lose_node(node, now);
   return take();

@@ -76,8 +76,8 @@ void Coordinator::settle_absent(TimePoint now) {
   }
 }
 
-// After a restart of this coordinator, members have `silence` to come back. Where nobody who has the state is there by
-// then, all who may have it are waited for.
+// After a restart of this coordinator, members have `silence` to come back, or longer while others do. Where nobody who
+// has the state is there by then, all who may have it are waited for.
 void Coordinator::settle_recovery(TimePoint now) {
   if (now < *recovering_until_) return;
   const bool somebody =

@@ -25,7 +25,6 @@ void Coordinator::on_rank_up(NodeId node, const proto::RankUp& up, TimePoint now
   if (auto contradiction = contradicted(up)) return refuse(node, up, refusals::Why::job, *contradiction);
   auto found = replicas_.find(id);
   if (up.incarnation() != 0) {  // it was registered before and comes back (its daemon or the coordinator restarted)
-    on_return(now);
     const MemberState* m = member(id);
     // By its incarnation; by its instance, too: what an earlier leader called it is over when it hears the later one.
     const bool known = found != replicas_.end() && (found->second.incarnation.value == up.incarnation() ||
@@ -46,6 +45,8 @@ void Coordinator::on_rank_up(NodeId node, const proto::RankUp& up, TimePoint now
     auto& replica = replicas_[id];
     if (!known) replica.incarnation = Incarnation(up.incarnation());
     const bool was_fully_registered = fully_registered(replica);
+    const RankState* there = rank_of(up.replica(), up.rank(), up.instance());
+    if (recovering_until_ || there == nullptr || !there->connected_node) on_return(now);
     keep(replica, node, up);
     welcome_back(node, up, replica);
     if (!was_fully_registered && fully_registered(replica)) on_fully_registered(id, now);
@@ -300,7 +301,8 @@ void Coordinator::owe(NodeId node, const RankSet& ranks) {
 // Of many that come at about the same time the first are told so, and the others together, with a tick. So what goes to
 // a relay that comes back, and to each daemon behind it, does not grow with the number of those daemons.
 void Coordinator::pay_at_once() {
-  if (now_ - paid_at_ >= config_.silence / 16) pay();
+  constexpr std::uint64_t few = 256;  // ranks: what all of them are told is little
+  if (now_ - paid_at_ >= config_.silence / 16 || std::uint64_t{config_.replicas} * config_.ranks <= few) pay();
 }
 
 void Coordinator::pay() {

@@ -154,7 +154,7 @@ Result<std::vector<std::string>> archives_before(const Fd& log, const std::strin
   std::vector<std::string> archives;
   auto first = first_record(log);
   struct stat current {};
-  if (!first || ::fstat(log.get(), &current) != 0) return archives;
+  if (!first || !first->has_snapshot() || ::fstat(log.get(), &current) != 0) return archives;
   const auto numbers = archives_beside(path);
   if (!numbers) return tl::unexpected(numbers.error());
   auto number = numbers->empty() ? 0 : *numbers->rbegin();
