@@ -7,7 +7,7 @@ import torch
 from rejoin import _native
 from rejoin.errors import InvalidArgument
 from rejoin.torch._sharding import local
-from rejoin.torch._tensors import Tensor
+from rejoin.torch._tensors import Tensor, check_sums
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -78,6 +78,7 @@ class Buckets:
 
     def bring_rest(self) -> None:
         """Take what no backward() has brought: buffers, metrics, and parameters that were not used."""
+        contributions: list[tuple[Tensor, torch.Tensor]] = []
         with torch.no_grad():
             for bucket in self._buckets:
                 for tensor in bucket:
@@ -87,13 +88,16 @@ class Buckets:
                         self.bring(tensor)
                         continue
                     if not tensor.is_parameter:
-                        tensor.gradient.copy_(tensor.contribution())
+                        contributions.append((tensor, tensor.contribution()))
+                        tensor.gradient.copy_(contributions[-1][1])
                     elif not tensor.main_grad:
                         tensor.gradient.zero_()
                     self._arrive(tensor)
-            for bucket in self._buckets:  # all are on their way while this looks
+            check_sums(contributions)  # all are on their way while this looks
+            for bucket in self._buckets:
                 for tensor in bucket:
-                    self._check_unchanged(tensor)
+                    if tensor.is_parameter:
+                        self._check_unchanged(tensor)
 
     def _check_unchanged(self, tensor: Tensor) -> None:
         gradient = tensor.value.grad
@@ -103,7 +107,7 @@ class Buckets:
                 "no effect: zero_grad() comes after optimizer.step(). To leave a batch out, do not call backward() on "
                 "it: its gradient is then zeros"
             )
-        if gradient is None or not tensor.is_parameter:
+        if gradient is None:
             return
         own = local(gradient)
         if (own.data_ptr(), own._version) != tensor.handed_over or not self._is_in(tensor, own):
@@ -117,7 +121,9 @@ class Buckets:
         if self._device.type == "cuda" or (self._steps > _FIRST and self._steps % _EACH != 0):
             return True
         given = tensor.view(tensor.gradient)
-        weighed = own.to(given.dtype) if self._weight == 1 else own.to(given.dtype) * self._weight
+        weighed = torch.empty_like(given).copy_(own)
+        if self._weight != 1:
+            weighed.mul_(self._weight)
         return torch.equal(weighed, given) or torch.equal(_bits(weighed), _bits(given))  # of NaNs
 
     def follow(self) -> None:

@@ -23,7 +23,8 @@ def fingerprint(
         where = f"CUDA {torch.version.cuda}, capability {torch.cuda.get_device_capability(device)}"
     else:
         where = f"CPU with {torch.backends.cpu.get_cpu_capability()}"
-        if torch.tensor(1e-40).mul(1.0).item() == 0.0:  # so it is for the optimizer, which is called by this thread
+        subnormal = torch.tensor(1e-40, dtype=torch.float32, device="cpu")
+        if subnormal.mul(1.0).item() == 0.0:  # so it is for the optimizer, which is called by this thread
             where += ", which flushes subnormal numbers to zero"
     parts = [
         f"torch {torch.__version__}",
@@ -31,6 +32,7 @@ def fingerprint(
         f"{type(optimizer).__name__} {_groups(optimizer, rules)}",
         f"max_norm={rules.max_norm}, skip_nonfinite={rules.skip_nonfinite}, ema={rules.ema}",
         f"the optimizer has counted {counted} steps before the job's first",
+        "buffers are summed in wider types",
         *filter(None, others),
     ]
     if rules.lr is not None:

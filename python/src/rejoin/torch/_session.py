@@ -360,7 +360,8 @@ class Session:
     def state_dict(self) -> dict[str, Any]:
         """Give the model's and the optimizer's state, and where the job stands with it: a checkpoint.
 
-        Between steps: after `optimizer.step()`, in the loop's body. The tensors are the live ones, so save them before
+        Between steps: after `optimizer.step()`, in the loop's body, and not before the first step has begun, as others'
+        state may be coming in until then. The tensors are the live ones, so save them before
         the loop goes on. A plain PyTorch job loads "model" and "optimizer" as they are.
         """
         return checkpoint_of(self)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -129,21 +129,7 @@ class Tensor:
         value = self.value.reshape(-1)
         if not self.is_buffer:
             return value
-        if self.dtype == torch.int64:
-            change = value - self.columns[0]
-            if bool(((change <= -_MOST_CHANGE) | (change >= _MOST_CHANGE)).any()):
-                raise InvalidArgument(
-                    f"buffer '{self.name}' of int64 has changed by 2^31 or more in a step, and the sum over all "
-                    "samples might not fit: write such values before attach(), let it be several of int32, or "
-                    "register it with persistent=False"
-                )
-            return change
-        if self.dtype == torch.float64 and bool(((value.abs() > _MOST_FLOAT64) & value.isfinite()).any()):
-            raise InvalidArgument(
-                f"buffer '{self.name}' of float64 has values beyond 2^990, and the sum over all samples might be an "
-                "infinity: let them be smaller, or infinities, or register it with persistent=False"
-            )
-        return value
+        return value - self.columns[0] if self.dtype == torch.int64 else value
 
     def settle(self, weight: torch.Tensor, reduced: torch.Tensor) -> None:
         """Bring elements of the column of what is no parameter to what the step's mean makes of them."""
@@ -183,6 +169,35 @@ class Tensor:
         """Bring a tensor that lies elsewhere to the session's value: a buffer, or what has a master."""
         if not self.is_parameter or self.has_master:
             local(self.value.detach()).copy_(self.view(self.columns[0]))
+
+
+def check_sums(contributions: list[tuple[Tensor, torch.Tensor]]) -> None:
+    """Raise `InvalidArgument` where the sum over all samples of what buffers contribute might not fit.
+
+    On a GPU the host waits for it, once.
+    """
+    beyond: dict[torch.dtype, Callable[[torch.Tensor], torch.Tensor]] = {
+        torch.int64: lambda change: (change <= -_MOST_CHANGE) | (change >= _MOST_CHANGE),
+        torch.float64: lambda value: (value.abs() > _MOST_FLOAT64) & value.isfinite(),
+    }
+    of = {dtype: [(t, own) for t, own in contributions if t.is_buffer and t.dtype == dtype] for dtype in beyond}
+    found = [beyond[dtype](torch.cat([own for _, own in those])).any() for dtype, those in of.items() if those]
+    if not found or not bool(torch.stack(found).any()):
+        return
+    for dtype, those in of.items():
+        for tensor, own in those:
+            if not bool(beyond[dtype](own).any()):
+                continue
+            if dtype == torch.int64:
+                raise InvalidArgument(
+                    f"buffer '{tensor.name}' of int64 has changed by 2^31 or more in a step, and the sum over all "
+                    "samples might not fit: write such values before attach(), let it be several of int32, or "
+                    "register it with persistent=False"
+                )
+            raise InvalidArgument(
+                f"buffer '{tensor.name}' of float64 has values beyond 2^990, and the sum over all samples might be an "
+                "infinity: let them be smaller, or infinities, or register it with persistent=False"
+            )
 
 
 def parameters_of(
