@@ -39,7 +39,7 @@ class Cluster {
                                   .ranks = o_.ranks,
                                   .batch = 1,
                                   .steps = 0,
-                                  .silence = std::chrono::seconds(10),
+                                  .silence = std::chrono::nanoseconds(10),  // nobody waits for a tick
                                   .links = {.full_mesh_members = o_.full_mesh_members}})) {
     nodes_.resize(std::size_t{o_.replicas} * nodes_per_replica_);
     for (std::size_t i = 0; i < nodes_.size(); ++i) {
@@ -111,7 +111,6 @@ class Cluster {
     for (std::uint32_t r = 0; r < relays_.size(); ++r) carry_out(r, relays_[r].machine->on_coordinator_up(now_));
     for (std::size_t n = 0; n < nodes_.size(); ++n) carry_out(n, nodes_[n].machine->on_coordinator_up(now_));
     for (std::uint32_t replica = 0; replica < o_.replicas; ++replica) {
-      now_ += std::chrono::seconds(1);  // those who come together are told of each other with a tick
       spawn(replica);
       drain();  // what is under way of all of them at once would not fit this machine's memory
     }
