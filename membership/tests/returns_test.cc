@@ -13,7 +13,7 @@ namespace {
 using namespace std::chrono_literals;
 
 constexpr std::uint32_t kReplicas = 64, kRanks = 8, kBehindRelay = 16;
-constexpr NodeId kRelay{1}, kOthers{2};
+constexpr NodeId kRelay{1}, kOthers{2}, kRestless{3};
 
 // A job of which each replica has one daemon, the first replicas' behind one relay, and those of the others behind a
 // node that only listens.
@@ -70,6 +70,14 @@ struct Returning {
     }
   }
   void up(std::uint32_t replica, std::uint32_t rank, bool fresh = false) {
+    send(replica, rank_up(replica, rank, fresh));
+  }
+  // Its daemon is lost, and there again.
+  void goes_and_comes(std::uint32_t replica, std::uint32_t rank) {
+    keep(coordinator.on_node_lost(kRestless, now));
+    keep(coordinator.on_message(kRestless, rank_up(replica, rank, false), now));
+  }
+  proto::FromNode rank_up(std::uint32_t replica, std::uint32_t rank, bool fresh) const {
     proto::FromNode message;
     auto& up = *message.mutable_rank_up();
     up.set_replica(replica);
@@ -78,7 +86,7 @@ struct Returning {
     up.set_digest(5);
     up.set_plan_hash(9);
     if (!fresh) up.set_incarnation(incarnations.at(replica));
-    send(replica, message);
+    return message;
   }
   void status(std::uint32_t replica) {
     proto::FromNode message;
@@ -203,7 +211,7 @@ TEST(Returns, WhoStaysAwayIsOutThoughOthersComeBackAgainAndAgain) {
     for (std::uint32_t i = kRanks; i < kReplicas * kRanks; ++i) job.up(i / kRanks, i % kRanks);
     Duration taken{};
     for (; job.coordinator.members().size() == kReplicas && taken < 20s; taken += 125ms) {
-      job.up(1, 0);
+      job.goes_and_comes(1, 0);
       job.pass(125ms);
     }
     EXPECT_EQ(job.coordinator.members().size(), kReplicas - 1) << restarted;

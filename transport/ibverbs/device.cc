@@ -206,7 +206,7 @@ Result<MemoryRegion> Device::register_memory(std::span<std::byte> memory, Memory
   rlimit limit{};
   if (error == ENOMEM && ::getrlimit(RLIMIT_MEMLOCK, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY)
     return fail(ErrorCode::exhausted,
-                "rail {}: registration of {} failed: all that a process registers may be {} (RLIMIT_MEMLOCK); raise it "
+                "rail {}: registration of {} failed: RLIMIT_MEMLOCK is {}, for all that a process registers; raise it "
                 "with 'ulimit -l unlimited'",
                 name_, human_bytes(memory.size()), human_bytes(limit.rlim_cur));
   return fail(ErrorCode::exhausted, "rail {}: registration of {} failed: {}", name_, human_bytes(memory.size()),
