@@ -66,8 +66,8 @@ Result<Fd> ProgressThread::reach_daemon(TimePoint deadline) {
                           "no Rejoin daemon at {}: {}; start rejoind on this node with --socket {}", config_.socket,
                           socket.error().message, config_.socket);
     if (!logged)
-      spdlog::warn("no connection with a Rejoin daemon at {} yet: {}; it is waited for (--patience-ms {})",
-                   config_.socket, socket.error().message, config_.patience.count());
+      spdlog::warn("no Rejoin daemon at {} yet ({}); it is waited for (--patience-ms {})", config_.socket,
+                   socket.error().message, config_.patience.count());
     if (auto may = wait_a_little({}); !may) return tl::unexpected(may.error());
   }
 }
