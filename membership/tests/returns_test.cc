@@ -12,7 +12,7 @@ namespace {
 
 using namespace std::chrono_literals;
 
-constexpr std::uint32_t kReplicas = 64, kRanks = 8, kBehindRelay = 16;
+constexpr std::uint32_t kManyReplicas = 64, kRanksOfEach = 8, kBehindRelay = 16;
 constexpr NodeId kRelay{1}, kOthers{2}, kRestless{3};
 
 // A job of which each replica has one daemon, the first replicas' behind one relay, and those of the others behind a
@@ -38,17 +38,17 @@ struct Returning {
   std::map<NodeId, Counted> to_daemons;
 
   explicit Returning(const std::vector<proto::LogRecord>& earlier = {})
-      : coordinator(JobConfig{.replicas = kReplicas, .ranks = kRanks, .batch = 1, .silence = 2s}) {
+      : coordinator(JobConfig{.replicas = kManyReplicas, .ranks = kRanksOfEach, .batch = 1, .silence = 2s}) {
     EXPECT_TRUE(coordinator.recover(earlier, now));
   }
   void start() {
     start_relay();
-    for (std::uint32_t replica = 0; replica < kReplicas; ++replica)
-      for (std::uint32_t rank = 0; rank < kRanks; ++rank) up(replica, rank, true);
+    for (std::uint32_t replica = 0; replica < kManyReplicas; ++replica)
+      for (std::uint32_t rank = 0; rank < kRanksOfEach; ++rank) up(replica, rank, true);
     pass(1s);
-    for (std::uint32_t replica = 0; replica < kReplicas; ++replica) status(replica);
+    for (std::uint32_t replica = 0; replica < kManyReplicas; ++replica) status(replica);
     pass(250ms);
-    ASSERT_EQ(coordinator.members().size(), kReplicas);
+    ASSERT_EQ(coordinator.members().size(), kManyReplicas);
   }
   void start_relay() {
     relay = std::make_unique<Relay>("relay", 2s);
@@ -82,7 +82,7 @@ struct Returning {
     auto& up = *message.mutable_rank_up();
     up.set_replica(replica);
     up.set_rank(rank);
-    up.set_instance(1 + replica * kRanks + rank);
+    up.set_instance(1 + replica * kRanksOfEach + rank);
     up.set_digest(5);
     up.set_plan_hash(9);
     if (!fresh) up.set_incarnation(incarnations.at(replica));
@@ -93,7 +93,7 @@ struct Returning {
     auto& status = *message.mutable_replica_status();
     status.set_replica(replica);
     status.set_incarnation(incarnations.at(replica));
-    for (std::uint32_t rank = 0; rank < kRanks; ++rank) RankSet(rank).to(status.mutable_ranks());
+    for (std::uint32_t rank = 0; rank < kRanksOfEach; ++rank) RankSet(rank).to(status.mutable_ranks());
     Incarnations links;
     for (const auto& [other, incarnation] : incarnations)
       if (other != replica) links.insert(incarnation);
@@ -120,14 +120,14 @@ struct Returning {
     }
   }
   void expect_counts(std::size_t most_times) const {
-    constexpr std::size_t list = kReplicas * kRanks;
+    constexpr std::size_t list = kManyReplicas * kRanksOfEach;
     EXPECT_LE(to_relay.peers, most_times * list);
     EXPECT_LE(to_relay.plans, most_times + 1);
     ASSERT_EQ(to_daemons.size(), kBehindRelay);
     for (const auto& [daemon, its] : to_daemons) {
       EXPECT_LE(its.peers, most_times * list) << daemon.value;
-      ASSERT_EQ(its.known.size(), kRanks) << daemon.value;
-      for (const auto& [rank, replicas] : its.known) EXPECT_EQ(replicas.size(), kReplicas) << daemon.value;
+      ASSERT_EQ(its.known.size(), kRanksOfEach) << daemon.value;
+      for (const auto& [rank, replicas] : its.known) EXPECT_EQ(replicas.size(), kManyReplicas) << daemon.value;
     }
   }
 };
@@ -140,13 +140,13 @@ TEST(Returns, WhatARelayThatComesBackHearsDoesNotGrowWithTheDaemonsBehindIt) {
   job.keep(job.coordinator.on_node_lost(kRelay, job.now));
   job.start_relay();
   for (std::uint32_t replica = 0; replica < kBehindRelay; ++replica)
-    for (std::uint32_t rank = 0; rank < kRanks; ++rank) job.up(replica, rank);
+    for (std::uint32_t rank = 0; rank < kRanksOfEach; ++rank) job.up(replica, rank);
   job.pass(250ms);
   RecordProperty("peers_to_relay", static_cast<int>(job.to_relay.peers));
   RecordProperty("peers_to_daemon", static_cast<int>(job.to_daemons.begin()->second.peers));
   RecordProperty("plans_to_relay", static_cast<int>(job.to_relay.plans));
   job.expect_counts(2);
-  EXPECT_EQ(job.coordinator.members().size(), kReplicas);
+  EXPECT_EQ(job.coordinator.members().size(), kManyReplicas);
 }
 
 TEST(Returns, WhatARelayHearsAtTheStartDoesNotGrowWithTheDaemonsBehindIt) {
@@ -165,8 +165,8 @@ TEST(Returns, WhoComesBackAloneHearsOfItsPeersAtOnce) {
   job.pass(1s);
   job.forget_counts();
   job.start_relay();
-  for (std::uint32_t rank = 0; rank < kRanks; ++rank) job.up(0, rank);
-  EXPECT_EQ(job.to_relay.peers, kReplicas * kRanks);
+  for (std::uint32_t rank = 0; rank < kRanksOfEach; ++rank) job.up(0, rank);
+  EXPECT_EQ(job.to_relay.peers, kManyReplicas * kRanksOfEach);
   EXPECT_EQ(job.to_relay.plans, 1u);
 }
 
@@ -184,14 +184,14 @@ TEST(Returns, NobodyIsJudgedAbsentWhileRanksStillComeBack) {
     const auto epoch = job.coordinator.epoch();
     job.pass(125ms);
     for (const auto node : {kRelay, kOthers}) job.keep(job.coordinator.on_node_lost(node, job.now));
-    for (std::uint32_t i = 0; i < kReplicas * kRanks; ++i) {
+    for (std::uint32_t i = 0; i < kManyReplicas * kRanksOfEach; ++i) {
       job.now += 10ms;
-      job.up(i / kRanks, i % kRanks);
+      job.up(i / kRanksOfEach, i % kRanksOfEach);
       if (i % 12 == 0) job.keep(job.coordinator.on_tick(job.now));
     }
     job.pass(2s);
     EXPECT_EQ(job.coordinator.epoch(), epoch) << restarted;
-    EXPECT_EQ(job.coordinator.members().size(), kReplicas) << restarted;
+    EXPECT_EQ(job.coordinator.members().size(), kManyReplicas) << restarted;
     EXPECT_TRUE(job.coordinator.suspended().empty()) << restarted;
   }
 }
@@ -208,13 +208,14 @@ TEST(Returns, WhoStaysAwayIsOutThoughOthersComeBackAgainAndAgain) {
     job.relay.reset();
     job.pass(125ms);
     for (const auto node : {kRelay, kOthers}) job.keep(job.coordinator.on_node_lost(node, job.now));
-    for (std::uint32_t i = kRanks; i < kReplicas * kRanks; ++i) job.up(i / kRanks, i % kRanks);
+    for (std::uint32_t i = kRanksOfEach; i < kManyReplicas * kRanksOfEach; ++i)
+      job.up(i / kRanksOfEach, i % kRanksOfEach);
     Duration taken{};
-    for (; job.coordinator.members().size() == kReplicas && taken < 20s; taken += 125ms) {
+    for (; job.coordinator.members().size() == kManyReplicas && taken < 20s; taken += 125ms) {
       job.goes_and_comes(1, 0);
       job.pass(125ms);
     }
-    EXPECT_EQ(job.coordinator.members().size(), kReplicas - 1) << restarted;
+    EXPECT_EQ(job.coordinator.members().size(), kManyReplicas - 1) << restarted;
     EXPECT_GE(taken, 9s) << restarted;
     EXPECT_LE(taken, 10500ms) << restarted;
   }
