@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <map>
 #include <mutex>
+#include <new>
 
 #include "base/fail.h"
 
@@ -87,9 +88,10 @@ struct Shareables {
   std::mutex mutex;
   std::map<const std::byte*, Shareable> by_address;
 };
-// For as long as the process: a session may be a static object, which is destroyed after all that it has made.
+// Never destroyed: a session may be a static object, which is destroyed after all that it has made.
 Shareables& shareables() {
-  static auto& all = *new Shareables;
+  alignas(Shareables) static std::byte memory[sizeof(Shareables)];
+  static auto& all = *new (memory) Shareables;
   return all;
 }
 
