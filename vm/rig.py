@@ -230,7 +230,8 @@ def prepare(job, programs, *, node=None, network=(), memory=2048, shell=False, f
     command = [which("qemu-system-x86_64"), "-accel", "tcg,thread=multi", "-cpu", "max", "-smp", "2" if node is None else "1",
                "-m", str(memory), "-nographic", "-no-reboot", "-kernel", str(vmlinux), "-initrd", image, "-append", append]
     command += list(network) if network else ["-net", "none"]
-    return command, image
+    # Whoever has started it may be killed.
+    return ([setpriv, "--pdeathsig", "KILL"] if (setpriv := which("setpriv")) else []) + command, image
 
 
 def one(job, programs, limit, shell=False, files=()):
