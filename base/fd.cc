@@ -3,7 +3,6 @@
 #include <fcntl.h>
 #include <sys/eventfd.h>
 #include <sys/mman.h>
-#include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -15,6 +14,7 @@
 #include <new>
 
 #include "base/fail.h"
+#include "base/no_signals.h"
 
 namespace rejoin {
 
@@ -155,11 +155,10 @@ Result<Mapping> Mapping::anonymous(std::size_t size) {
 }
 
 Result<Fd> make_sealed_memfd(const std::string& name, std::size_t size) {
-  rlimit limit{};  // beyond it there would be a signal that ends the process
-  if (::getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur < size)
+  if (largest_file() < size)
     return fail(ErrorCode::exhausted,
                 "memfd '{}' of {}: a file of this process may have {}; raise it with 'ulimit -f unlimited'", name,
-                human_bytes(size), human_bytes(limit.rlim_cur));
+                human_bytes(size), human_bytes(largest_file()));
   Fd fd(::memfd_create(name.c_str(), MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (!fd) return fail_errno("memfd_create");
   if (::ftruncate(fd.get(), static_cast<off_t>(size)) != 0)

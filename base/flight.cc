@@ -5,7 +5,6 @@
 #include <pthread.h>
 #include <sys/file.h>
 #include <sys/mman.h>
-#include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
 #include <sys/vfs.h>
@@ -25,6 +24,7 @@
 #include "base/fd.h"
 #include "base/flight_ring.h"
 #include "base/log.h"
+#include "base/no_signals.h"
 
 namespace rejoin::flight {
 
@@ -201,9 +201,7 @@ Result<> try_open(const std::string& directory, const std::string& who, const st
   (void)::flock(file.get(), LOCK_EX | LOCK_NB);
   // All of it now: a page that can't be had later would end this process, as would a file that is larger than it may
   // be.
-  rlimit limit{};
-  const bool may = ::getrlimit(RLIMIT_FSIZE, &limit) != 0 || limit.rlim_cur >= kSizes.bytes();
-  const int error = may ? ::posix_fallocate(file.get(), 0, kSizes.bytes()) : EFBIG;
+  const int error = largest_file() >= kSizes.bytes() ? ::posix_fallocate(file.get(), 0, kSizes.bytes()) : EFBIG;
   auto memory = error == 0 ? Mapping::of(file, kSizes.bytes()) : fail(ErrorCode::exhausted, "{}", std::strerror(error));
   if (!memory) {
     ::unlinkat(folder->get(), name.c_str(), 0);

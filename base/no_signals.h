@@ -3,6 +3,9 @@
 
 #include <pthread.h>
 #include <signal.h>
+#include <sys/resource.h>
+
+#include <cstdint>
 
 namespace rejoin {
 
@@ -21,6 +24,12 @@ class NoSignals {
  private:
   sigset_t before_;
 };
+
+// The bytes that a file of this process may have; one that grows beyond them has SIGXFSZ sent to it.
+inline std::uint64_t largest_file() {
+  rlimit limit{};
+  return ::getrlimit(RLIMIT_FSIZE, &limit) == 0 ? limit.rlim_cur : RLIM_INFINITY;
+}
 
 // While it lives, a file that this thread may not let grow (RLIMIT_FSIZE) is an error, EFBIG, and no SIGXFSZ, which
 // ends a process unless it says otherwise.

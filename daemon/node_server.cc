@@ -148,7 +148,7 @@ void NodeServer::keep_listening() {
 }
 
 void NodeServer::tick() {
-  timer_.expires_after(std::min(options_.silence / kTicksOfSilence, kLongestTick) + std::chrono::milliseconds(1));
+  timer_.expires_after(options_.silence / Coordinators::ticks_of(options_.silence) + std::chrono::milliseconds(1));
   timer_.async_wait([this](asio::error_code error) {
     if (error) return;
     keep_listening();

@@ -46,8 +46,6 @@ class NodeServer {
   void retire(std::function<void()> call);
 
  private:
-  static constexpr int kTicksOfSilence = 16;
-  static constexpr std::chrono::milliseconds kLongestTick{500};  // a coordinator may have a shorter silence
   // A stream for all ranks whose state is in the host's memory, or for one rank whose state is on a GPU. The trainer of
   // that rank serves the GPU's memory to the daemon.
   struct DeviceStream {

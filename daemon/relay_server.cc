@@ -1,6 +1,5 @@
 #include "daemon/relay_server.h"
 
-#include <algorithm>
 #include <nlohmann/json.hpp>
 
 #include "base/bytes.h"
@@ -51,8 +50,7 @@ Result<std::unique_ptr<RelayServer>> RelayServer::start(asio::io_context& io, co
 }
 
 void RelayServer::tick() {
-  timer_.expires_after(std::min<std::chrono::milliseconds>(silence_ / 16, std::chrono::milliseconds(500)) +
-                       std::chrono::milliseconds(1));
+  timer_.expires_after(silence_ / Coordinators::ticks_of(silence_) + std::chrono::milliseconds(1));
   timer_.async_wait([this](asio::error_code error) {
     if (error) return;
     coordinators_.tick(now());

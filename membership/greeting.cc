@@ -47,7 +47,10 @@ std::uint64_t in_ms(Duration silence) {
   return static_cast<std::uint64_t>(std::chrono::duration_cast<std::chrono::milliseconds>(silence).count());
 }
 
-Duration pace_of(Duration silence, const proto::NodeWelcome& welcome) {
+Duration pace_of(const std::string& who, Duration silence, const proto::NodeWelcome& welcome,
+                 std::vector<Note>& notes) {
+  if (auto line = different_silence(who, in_ms(silence), "who it is connected with", welcome.silence_ms()))
+    notes.push_back({std::move(*line), true});
   const bool sooner = welcome.silence_ms() != 0 && welcome.silence_ms() < in_ms(silence);
   return deadlines::kHeartbeatOfDaemon.of(sooner ? std::chrono::milliseconds(welcome.silence_ms()) : silence);
 }

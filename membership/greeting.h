@@ -4,9 +4,11 @@
 
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "base/clock.h"
 #include "control.pb.h"
+#include "membership/note.h"
 #include "membership/versions.h"
 
 namespace rejoin::membership {
@@ -27,7 +29,7 @@ std::optional<std::string> different_silence(const std::string& who, std::uint64
 
 // As it stands in both messages.
 std::uint64_t in_ms(Duration silence);
-// How often who has been told that sends heartbeats: so that neither end finds it silent.
-Duration pace_of(Duration silence, const proto::NodeWelcome& welcome);
+// How often who has been told that sends heartbeats: so that neither end finds it silent. A note where the two differ.
+Duration pace_of(const std::string& who, Duration silence, const proto::NodeWelcome& welcome, std::vector<Note>& notes);
 
 }  // namespace rejoin::membership

@@ -47,12 +47,7 @@ Node::Actions Node::on_coordinator_message(const proto::ToNode& message, TimePoi
   };
   switch (message.kind_case()) {
     case proto::ToNode::kIntroduce: return on_coordinator_up(now, message.introduce().number());
-    case proto::ToNode::kWelcome:
-      if (auto line = different_silence("this daemon", in_ms(silence_), "who it is connected with",
-                                        message.welcome().silence_ms()))
-        actions.notes.push_back({std::move(*line), true});
-      pace_ = pace_of(silence_, message.welcome());
-      break;
+    case proto::ToNode::kWelcome: pace_ = pace_of("this daemon", silence_, message.welcome(), actions.notes); break;
     case proto::ToNode::kLeads:  // for LeaderTracker
     case proto::ToNode::kHeartbeat: break;
     case proto::ToNode::kRegistered: {

@@ -74,12 +74,7 @@ Relay::Actions Relay::on_coordinator_message(const proto::ToNode& message, TimeP
     case proto::ToNode::kIntroduce:
       for (auto& [key, group] : groups_) group.last_status.clear();
       return on_coordinator_up(now, message.introduce().number());
-    case proto::ToNode::kWelcome:
-      if (auto line = different_silence("this relay", in_ms(silence_), "who it is connected with",
-                                        message.welcome().silence_ms()))
-        actions_.notes.push_back({std::move(*line), true});
-      pace_ = pace_of(silence_, message.welcome());
-      break;
+    case proto::ToNode::kWelcome: pace_ = pace_of("this relay", silence_, message.welcome(), actions_.notes); break;
     case proto::ToNode::kLeads:  // for LeaderTracker
     case proto::ToNode::kHeartbeat: break;
     case proto::ToNode::kRegistered: {

@@ -1,6 +1,7 @@
 // Many ranks that come back at once: what that costs, and who is judged meanwhile.
 #include <gtest/gtest.h>
 
+#include <functional>
 #include <map>
 #include <set>
 
@@ -170,8 +171,8 @@ TEST(Returns, WhoComesBackAloneHearsOfItsPeersAtOnce) {
   EXPECT_EQ(job.to_relay.plans, 1u);
 }
 
-// One rank each 10 ms, over 2.5 silences: no replica of those that are there first puts out the others.
-TEST(Returns, NobodyIsJudgedAbsentWhileRanksStillComeBack) {
+// A job whose connections are all lost, in the epoch that it had, by this coordinator or by one that was started again.
+void with_all_lost(const std::function<void(Returning&, Epoch, bool restarted)>& then) {
   for (const bool restarted : {false, true}) {
     Returning before;
     before.start();
@@ -180,10 +181,17 @@ TEST(Returns, NobodyIsJudgedAbsentWhileRanksStillComeBack) {
     job.now = before.now;
     job.incarnations = before.incarnations;
     job.relay.reset();
-    if (restarted) ASSERT_TRUE(job.coordinator.started());
+    ASSERT_TRUE(job.coordinator.started());
     const auto epoch = job.coordinator.epoch();
     job.pass(125ms);
     for (const auto node : {kRelay, kOthers}) job.keep(job.coordinator.on_node_lost(node, job.now));
+    then(job, epoch, restarted);
+  }
+}
+
+// One rank each 10 ms, over 2.5 silences: no replica of those that are there first puts out the others.
+TEST(Returns, NobodyIsJudgedAbsentWhileRanksStillComeBack) {
+  with_all_lost([](Returning& job, Epoch epoch, bool restarted) {
     for (std::uint32_t i = 0; i < kManyReplicas * kRanksOfEach; ++i) {
       job.now += 10ms;
       job.up(i / kRanksOfEach, i % kRanksOfEach);
@@ -193,21 +201,12 @@ TEST(Returns, NobodyIsJudgedAbsentWhileRanksStillComeBack) {
     EXPECT_EQ(job.coordinator.epoch(), epoch) << restarted;
     EXPECT_EQ(job.coordinator.members().size(), kManyReplicas) << restarted;
     EXPECT_TRUE(job.coordinator.suspended().empty()) << restarted;
-  }
+  });
 }
 
 // A rank that comes and goes all the time keeps nobody else in the job for good.
 TEST(Returns, WhoStaysAwayIsOutThoughOthersComeBackAgainAndAgain) {
-  for (const bool restarted : {false, true}) {
-    Returning before;
-    before.start();
-    Returning after(before.log);
-    Returning& job = restarted ? after : before;
-    job.now = before.now;
-    job.incarnations = before.incarnations;
-    job.relay.reset();
-    job.pass(125ms);
-    for (const auto node : {kRelay, kOthers}) job.keep(job.coordinator.on_node_lost(node, job.now));
+  with_all_lost([](Returning& job, Epoch, bool restarted) {
     for (std::uint32_t i = kRanksOfEach; i < kManyReplicas * kRanksOfEach; ++i)
       job.up(i / kRanksOfEach, i % kRanksOfEach);
     Duration taken{};
@@ -218,7 +217,7 @@ TEST(Returns, WhoStaysAwayIsOutThoughOthersComeBackAgainAndAgain) {
     EXPECT_EQ(job.coordinator.members().size(), kManyReplicas - 1) << restarted;
     EXPECT_GE(taken, 9s) << restarted;
     EXPECT_LE(taken, 10500ms) << restarted;
-  }
+  });
 }
 
 }  // namespace
