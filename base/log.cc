@@ -19,17 +19,7 @@ namespace rejoin {
 
 namespace {
 
-// Standard error, which nobody may read: a terminal that was stopped, a full pipe. A daemon does not stand still for
-// that. What is not taken is left out, and counted.
 class StandardError : public spdlog::sinks::base_sink<std::mutex> {
- public:
-  // A pipe or a terminal takes part of a line where it is opened anew, which does not change it for others.
-  StandardError() {
-    struct stat status {};
-    if (::fstat(STDERR_FILENO, &status) != 0 || (!S_ISFIFO(status.st_mode) && !S_ISCHR(status.st_mode))) return;
-    own_ = Fd(::open("/proc/self/fd/2", O_WRONLY | O_NONBLOCK | O_NOCTTY | O_CLOEXEC));
-  }
-
  protected:
   void sink_it_(const spdlog::details::log_msg& message) override {
     spdlog::memory_buf_t line;
@@ -47,9 +37,22 @@ class StandardError : public spdlog::sinks::base_sink<std::mutex> {
   void flush_() override {}
 
  private:
+  // Where lines go now: a program may put another file in the place of its standard error. A pipe or a terminal takes
+  // part of a line where it is opened anew, which does not change it for others.
+  int descriptor() {
+    struct stat now {};
+    if (::fstat(STDERR_FILENO, &now) != 0) return STDERR_FILENO;
+    if (now.st_dev != seen_.st_dev || now.st_ino != seen_.st_ino || now.st_rdev != seen_.st_rdev) {
+      seen_ = now;
+      own_ = {};
+      if (S_ISFIFO(now.st_mode) || S_ISCHR(now.st_mode))
+        own_ = Fd(::open("/proc/self/fd/2", O_WRONLY | O_NONBLOCK | O_NOCTTY | O_CLOEXEC));
+    }
+    return own_ ? own_.get() : STDERR_FILENO;
+  }
   // As much of it as is taken.
-  bool put(std::string& text, int patience) const {
-    const int to = own_ ? own_.get() : STDERR_FILENO;
+  bool put(std::string& text, int patience) {
+    const int to = descriptor();
     while (!text.empty()) {
       pollfd may{to, POLLOUT, 0};
       if (::poll(&may, 1, patience) <= 0) return false;
@@ -60,15 +63,18 @@ class StandardError : public spdlog::sinks::base_sink<std::mutex> {
     return true;
   }
 
-  Fd own_;
+  struct stat seen_ {};
+  Fd own_;            // the same file, opened anew
   std::string rest_;  // of a line of which a part is out
   std::size_t left_out_ = 0;
 };
 
 }  // namespace
 
+std::shared_ptr<spdlog::sinks::sink> standard_error() { return std::make_shared<StandardError>(); }
+
 void init_logging(const std::string& who, const std::string& level) {
-  auto logger = std::make_shared<spdlog::logger>(who, std::make_shared<StandardError>());
+  auto logger = std::make_shared<spdlog::logger>(who, standard_error());
   logger->set_pattern("%H:%M:%S.%e %-5l [%n] %v");
   logger->set_level(spdlog::level::from_str(level));
   spdlog::set_default_logger(std::move(logger));

@@ -4,6 +4,7 @@
 #include <spdlog/spdlog.h>
 
 #include <array>
+#include <memory>
 #include <string>
 #include <string_view>
 
@@ -13,5 +14,10 @@ inline constexpr std::array<std::string_view, 6> kLogLevels{"trace", "debug", "i
 
 // Call once from main. `who` heads every line, e.g. "rejoind r0" or "trainer r1.0". Level: one of these.
 void init_logging(const std::string& who, const std::string& level);
+
+// Standard error, which nobody may read: a terminal that was stopped, a full pipe. Who logs stands still for 10 ms at
+// most (one second for a critical line). What is not taken is left out, and how much is said with the next line. Any
+// thread.
+std::shared_ptr<spdlog::sinks::sink> standard_error();
 
 }  // namespace rejoin

@@ -231,6 +231,7 @@ Result<> Log::recover() {
   records_ = std::move(parsed->records);
   bytes_cut_ = parsed->torn;
   end_ = from + again.size();
+  remember_tail();
   if (auto marked = write_and_sync(file_, log_bytes({}, end_), end_); !marked) return marked;
   return parsed->old ? write_and_sync(file_, as_bytes(kMagic), 0) : Result<>{};  // all of it has a mark behind it now
 }
@@ -283,7 +284,15 @@ std::optional<std::uint64_t> Log::file_size() const {
   return static_cast<std::uint64_t>(status.st_size);
 }
 
-// Whether what the last append ended with is there still. Where the file was cut and then made longer, zeros are.
+void Log::remember_tail() {
+  tail_.resize(std::min<std::size_t>(end_, kMarkBytes));
+  const auto from = static_cast<off_t>(end_ - tail_.size());
+  const ssize_t read = ::pread(file_.get(), tail_.data(), tail_.size(), from);
+  if (read != static_cast<ssize_t>(tail_.size())) tail_.clear();
+}
+
+// Whether what was just before the records that were written now is there still. Where the file was cut and then made
+// longer, zeros are.
 bool Log::tail_is_there() const {
   Bytes now(tail_.size());
   const auto from = static_cast<off_t>(end_ - tail_.size());

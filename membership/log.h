@@ -95,6 +95,7 @@ class Log {
   Result<> recover();
   bool in_its_place() const;
   std::optional<std::uint64_t> file_size() const;
+  void remember_tail();
   bool tail_is_there() const;
   Result<> cut_to(std::optional<std::uint64_t> size);
   Result<> write(const Fd& file, BytesView bytes, std::uint64_t at) const;
@@ -107,7 +108,7 @@ class Log {
   std::string path_;
   Disk disk_;
   std::uint64_t end_ = 0;  // where the last record ends; the mark behind it is written again
-  Bytes tail_;             // what the last append has written just before end_
+  Bytes tail_;             // what is just before end_ by what was written, or read when it was opened
   std::vector<proto::LogRecord> records_;
   std::uint64_t bytes_cut_ = 0;
   bool failed_ = false;

@@ -104,7 +104,7 @@ Result<> Log::compact(const proto::LogRecord& snapshot) {
   give_room_back();  // as an archive it needs none
   file_ = std::move(*next);
   end_ = end;
-  tail_.clear();
+  remember_tail();
   if (disk_.sync(folder_.get()) == 0) return {};
   failed_ = true;
   return fail_errno(fmt::format("decision log {}, whose new file may not be at its path after a crash", path_));

@@ -1,12 +1,12 @@
 #include "rejoin/log.h"
 
 #include <spdlog/sinks/base_sink.h>
-#include <spdlog/sinks/stdout_sinks.h>
 #include <spdlog/spdlog.h>
 
 #include <memory>
 #include <mutex>
 
+#include "base/log.h"
 #include "rejoin/log_default.h"
 
 namespace rejoin {
@@ -23,15 +23,15 @@ class Redirect final : public spdlog::sinks::base_sink<std::mutex> {
 
  private:
   void sink_it_(const spdlog::details::log_msg& message) override {
-    if (!sink_) return stderr_.log(message);
+    if (!sink_) return stderr_->log(message);
     sink_(level_of(message.level), {message.payload.data(), message.payload.size()});
   }
-  void flush_() override { stderr_.flush(); }
+  void flush_() override {}
   static LogLevel level_of(spdlog::level::level_enum level) {
     return level >= spdlog::level::err ? LogLevel::error : static_cast<LogLevel>(level);
   }
   LogSink sink_;
-  spdlog::sinks::stderr_sink_st stderr_;
+  const std::shared_ptr<spdlog::sinks::sink> stderr_ = standard_error();  // a trainer does not stand still for it
 };
 
 const std::shared_ptr<Redirect>& redirect() {

@@ -112,6 +112,14 @@ struct NodeStub {
   }
 };
 
+TEST(Coordinators, AllTicksOfASilenceTakeItAndNoneIsLongerThanHalfASecond) {
+  for (const auto silence : {200ms, 1'000ms, 7'999ms, 8'000ms, 8'001ms, 60'000ms, 3'600'000ms}) {
+    const auto tick = silence / Coordinators::ticks_of(silence) + 1ms;  // as nodes and relays set their timers
+    EXPECT_GE(tick * Coordinators::ticks_of(silence), silence);
+    EXPECT_LE(tick, std::min(silence / 8, 501ms + 1ms)) << silence.count();
+  }
+}
+
 TEST(Coordinators, OneAddressIsTakenForTheLeaderUnasked) {
   NodeStub node;
   Fake only(node.io, node.keys);

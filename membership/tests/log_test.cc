@@ -176,19 +176,29 @@ TEST_F(LogFile, OneThatIsCutDuringAnAppendTakesNoMore) {
   before_write.write = [&](int fd, const void* bytes, std::size_t size, off_t at) {
     return cut(), ::pwrite(fd, bytes, size, at);
   };
-  for (const Disk& disk : {in_sync, before_write}) {
-    std::filesystem::remove(path);
-    cut_to = 0;
-    auto log = Log::open(directory, disk);
-    ASSERT_TRUE(log) << log.error().message;
-    for (std::uint64_t step = 1; step <= 9; ++step) ASSERT_TRUE(log->append({commit(step)}));
-    cut_to = log->size() / 2;
-    const auto refused = log->append({commit(10)});
-    ASSERT_FALSE(refused);
-    EXPECT_EQ(refused.error().code, ErrorCode::corrupt);
-    EXPECT_NE(refused.error().message.find("was cut from "), std::string::npos) << refused.error().message;
-    EXPECT_TRUE(log->failed());
-  }
+  proto::LogRecord snapshot;
+  snapshot.mutable_snapshot()->set_epoch(9);
+  for (const Disk& disk : {in_sync, before_write})
+    for (const std::string_view last : {"appended", "opened", "compacted"}) {
+      SCOPED_TRACE(last);
+      std::filesystem::remove_all(directory);
+      cut_to = 0;
+      auto log = Log::open(directory, disk);
+      ASSERT_TRUE(log) << log.error().message;
+      for (std::uint64_t step = 1; step <= 9; ++step) ASSERT_TRUE(log->append({commit(step)}));
+      if (last == "opened") {
+        { const Log closed = std::move(*log); }
+        log = Log::open(directory, disk);
+        ASSERT_TRUE(log) << log.error().message;
+      }
+      if (last == "compacted") ASSERT_TRUE(log->compact(snapshot));
+      cut_to = log->size() / 2;
+      const auto refused = log->append({commit(10)});
+      ASSERT_FALSE(refused);
+      EXPECT_EQ(refused.error().code, ErrorCode::corrupt);
+      EXPECT_NE(refused.error().message.find("was cut from "), std::string::npos) << refused.error().message;
+      EXPECT_TRUE(log->failed());
+    }
 }
 
 TEST_F(LogFile, AShortFileThatIsNoLogIsLeftAsItIs) {

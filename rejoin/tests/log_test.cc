@@ -1,13 +1,17 @@
 // A program takes the library's log lines over.
 #include "rejoin/log.h"
 
+#include <fcntl.h>
 #include <gtest/gtest.h>
+#include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "base/fd.h"
 #include "base/log.h"
 #include "rejoin/session.h"
 
@@ -54,6 +58,32 @@ TEST_F(Log, WithoutASinkLinesGoToStandardErrorAgain) {
   spdlog::warn("for people");
   EXPECT_NE(testing::internal::GetCapturedStderr().find("for people"), std::string::npos);
   EXPECT_TRUE(lines.empty());
+}
+
+TEST_F(Log, AStandardErrorThatNobodyReadsKeepsNobodyAndWhatIsLeftOutIsCounted) {
+  set_log({});
+  int ends[2];
+  ASSERT_EQ(::pipe2(ends, O_CLOEXEC), 0);
+  const Fd reader(ends[0]);
+  Fd writer(ends[1]);
+  const Fd before(::fcntl(STDERR_FILENO, F_DUPFD_CLOEXEC, 0));
+  ASSERT_EQ(::dup2(writer.get(), STDERR_FILENO), STDERR_FILENO);
+  writer = {};
+  const std::string text(1000, 'x');
+  for (int i = 0; i < 100; ++i) spdlog::warn("{} {}", i, text);  // more than the pipe has room for
+  std::string read(std::size_t{1} << 20, 0);
+  read.resize(static_cast<std::size_t>(std::max<ssize_t>(::read(reader.get(), read.data(), read.size()), 0)));
+  EXPECT_NE(read.find("] 0 xxx"), std::string::npos);
+  EXPECT_EQ(read.find("] 99 xxx"), std::string::npos);
+  spdlog::warn("the next");
+  std::string next(std::size_t{1} << 20, 0);
+  next.resize(static_cast<std::size_t>(std::max<ssize_t>(::read(reader.get(), next.data(), next.size()), 0)));
+  EXPECT_NE(next.find(" lines were left out, since nobody read them"), std::string::npos) << next;
+  EXPECT_NE(next.find("the next"), std::string::npos) << next;
+  ::dup2(before.get(), STDERR_FILENO);
+  testing::internal::CaptureStderr();
+  spdlog::warn("for people again");
+  EXPECT_NE(testing::internal::GetCapturedStderr().find("for people again"), std::string::npos);
 }
 
 TEST_F(Log, ASinkMayBeReplacedWhileOthersLog) {
