@@ -190,6 +190,7 @@ nlohmann::json status_of(const membership::Coordinator& machine, const NodeListe
   for (auto replica : machine.blocked_on()) json["blocked_on"].push_back(replica.value);
   json["steps_rolled_back"] = machine.steps_rolled_back();
   if (auto step = machine.wants_roll_back()) json["wants_roll_back_to"] = step->value;
+  if (machine.wants_log()) json["wants_log"] = true;
   json["registered"] = nlohmann::json::array();
   for (const auto& [id, replica] : machine.replicas())
     json["registered"].push_back({{"replica", id.value},

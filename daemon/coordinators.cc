@@ -84,8 +84,11 @@ nlohmann::json Coordinators::status(bool connected) const {
     addresses += (addresses.empty() ? "" : ",") + one->address();
   }
   const auto refuses = std::ranges::find_if(all_, [](const auto& one) { return !one->refusal().empty(); });
-  const std::string none = refuses == all_.end() ? "none of them says that it leads"
-                                                 : fmt::format("{}: {}", (*refuses)->address(), (*refuses)->refusal());
+  const auto alone = tracker_.decides_alone();
+  const std::string none = refuses != all_.end() ? fmt::format("{}: {}", (*refuses)->address(), (*refuses)->refusal())
+                           : alone ? fmt::format("{} decides alone (--store file): --connect takes its address only",
+                                                 all_[*alone]->address())
+                                   : "none of them says that it leads";
   const std::string leader = leader_ ? all_[*leader_]->address() : "";
   return {{"address", leader_ ? leader : addresses},
           {"connected", connected},

@@ -51,6 +51,7 @@ void JobHistory::on_records(const std::vector<proto::LogRecord>& records, std::o
 // From here on the time counts: that before is nobody's.
 void JobHistory::on_lead(TimePoint now) {
   committed_at_.reset();
+  decides_since_ = now;
   if (contributors() > 0) begin_step(now);
 }
 
@@ -58,6 +59,7 @@ void JobHistory::on_lead(TimePoint now) {
 void JobHistory::on_standby(TimePoint now, bool running) {
   effective_ = effective(now, running);
   committed_at_.reset();
+  decides_since_.reset();
 }
 
 void JobHistory::begin_step(TimePoint now) { committed_at_ = contributed_at_ = now; }

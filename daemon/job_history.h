@@ -113,6 +113,7 @@ class JobHistory {
   const Histogram& append_seconds() const { return appends_; }
   const std::optional<Failure>& last_failure() const { return last_failure_; }
   std::optional<TimePoint> last_commit() const { return committed_at_; }
+  std::optional<TimePoint> decides_since() const { return decides_since_; }  // this coordinator, if it does
   std::optional<Duration> median_step() const;
   // By which a step is long, or the job stands still: the median, or where none is known a minute.
   Duration usual_step() const { return median_step().value_or(kUsualIfUnknown); }
@@ -152,6 +153,7 @@ class JobHistory {
   Histogram step_seconds_{{.001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500}};
   Histogram recovery_seconds_{{.001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 25, 50, 100}};
   Histogram appends_{{.0001, .00025, .0005, .001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5}};
+  std::optional<TimePoint> decides_since_;
   std::optional<TimePoint> committed_at_;  // or since when a step was under way that was the first of all
   TimePoint contributed_at_{};             // until then contributors' seconds of the step under way are counted
   std::optional<TimePoint> lost_at_;       // until the next commit

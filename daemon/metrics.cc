@@ -134,6 +134,7 @@ void add_job(Metrics& metrics, const json& c, const JobHistory& history, TimePoi
                 static_cast<double>(c.at("blocked_on").size()));
   metrics.gauge("wants_roll_back", "1: the job waits for an operator's word to go on from an older checkpoint.",
                 c.contains("wants_roll_back_to"));
+  metrics.gauge("wants_log", "1: its log is an older copy, or another job's.", c.contains("wants_log"));
   metrics.gauge("stopped", "1: replicas differ and an operator must say which is wrong.", c.at("stopped") != "");
   metrics.gauge("alarms", "What is not as it should be although nothing waits for it; the status has the words.",
                 static_cast<double>(c.at("alarms").size()));
@@ -163,9 +164,11 @@ void add_job(Metrics& metrics, const json& c, const JobHistory& history, TimePoi
                     history.recovery_seconds());
   if (const auto median = history.median_step())
     metrics.gauge("step_duration_median_seconds", "Of the last 200 steps.", seconds(*median));
-  if (const auto at = history.last_commit())
-    metrics.gauge("last_commit_timestamp_seconds", "When the last step was committed, since 1970.",
-                  unix_seconds(*at, now));
+  if (const auto at = history.last_commit() ? history.last_commit() : history.decides_since())
+    metrics.gauge(
+        "last_commit_timestamp_seconds",
+        "When the last step was committed, since 1970; where none was, when this coordinator began to decide.",
+        unix_seconds(*at, now));
   const auto effective = history.effective(now, !c.at("finished").get<bool>());
   metrics.counter("training_seconds", "Time of the job since this coordinator decides.", seconds(effective.total));
   metrics.counter(

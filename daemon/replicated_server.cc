@@ -135,6 +135,7 @@ nlohmann::json ReplicatedServer::status() const {
     for (const char* of_leader : {"waiting_for", "alarms", "refused", "blocked_on", "registered"})
       json[of_leader] = nlohmann::json::array();
   if (!leads) json.erase("wants_roll_back_to");
+  if (!leads) json.erase("wants_log");
   if (!leads) json.erase("versions");
   const std::string given_up = copy_->given_up();
   if (!given_up.empty())

@@ -146,7 +146,7 @@ class Coordinator {
   std::vector<std::string> alarms() const;
   // The job waits for an operator's word: the step that roll_back_to would have to allow.
   std::optional<Step> wants_roll_back() const { return wants_roll_back_; }
-  const std::optional<std::string>& outdated() const { return outdated_; }
+  bool wants_log() const { return outdated_ || !strangers().empty(); }  // its own is an older copy, or another job's
   // Ranks that were refused for what they declare, one of a replica, and have not come back otherwise.
   const std::map<ReplicaId, std::pair<std::uint32_t, std::string>>& refused() const { return refused_; }
   std::uint64_t steps_rolled_back() const { return steps_rolled_back_; }  // ever, by the log
@@ -252,6 +252,7 @@ class Coordinator {
   void drop_registration(ReplicaId replica, const std::string& reason);
   void note_never_members(const proto::LogRecord& record);
   void note_outages(const proto::LogRecord::EpochBegun& begun, std::optional<TimePoint> since);
+  static std::string why_silent(const ReplicaState& replica);
   std::string reason_for_being_out(ReplicaId replica) const;
   std::string strange_stream(ReplicaId id, std::uint32_t number) const;
   void tell_who_differs(const std::vector<ReplicaId>& replicas, const std::vector<ReplicaId>& chosen);

@@ -50,12 +50,12 @@ void Coordinator::lose_silent_nodes(TimePoint now) {
 
 // What becomes of those who have been gone for too long.
 void Coordinator::settle_absent(TimePoint now) {
-  std::vector<ReplicaId> absent;
+  std::map<ReplicaId, std::string> absent;  // and why
   for (const auto& [id, replica] : replicas_)
-    if (overdue(replica, now)) absent.push_back(id);
+    if (overdue(replica, now)) absent[id] = why_silent(replica);
   if (absent.empty()) return;
   std::string out;
-  for (auto id : absent) {
+  for (const auto& [id, why] : absent) {
     const MemberState* m = member(id);
     if (m == nullptr || (m->catching_up && (!caught_up(*m) || last_complete(*m)))) continue;
     const bool last = !others_contribute(id);
@@ -63,16 +63,16 @@ void Coordinator::settle_absent(TimePoint now) {
       block_on(id, "it is silent");
       continue;
     }
-    suspend(id, "it is silent");
+    suspend(id, why);
     out += fmt::format("{}{}", out.empty() ? "" : ", ", id);
   }
   if (!out.empty()) next_epoch(fmt::format("without replica {}: silent", out));
-  for (auto id : absent) {
+  for (const auto& [id, why] : absent) {
     const MemberState* m = member(id);
     const Suspended* out_of_it = out_for_now(id);
     const bool may_come_back = out_of_it != nullptr && registration(id, out_of_it->incarnation) != nullptr;
-    if (m != nullptr && m->catching_up && !caught_up(*m)) remove(id, "it is silent", now);
-    else if (m == nullptr && has_contributors() && !may_come_back) drop_registration(id, "it is silent");
+    if (m != nullptr && m->catching_up && !caught_up(*m)) remove(id, why, now);
+    else if (m == nullptr && has_contributors() && !may_come_back) drop_registration(id, why);
   }
 }
 

@@ -223,7 +223,7 @@ Coordinator::RankState& Coordinator::keep(ReplicaState& replica, NodeId node, co
   rank.version = up.version();
   rank.digest = up.digest();
   rank.trained = keep_brought(Samples(up.trained(), kMostSamples));
-  audit_.on_digest_time(std::chrono::microseconds(std::min<std::uint64_t>(up.digest_us(), 1'000'000'000)));
+  audit_.on_digest_time(up.rank(), std::chrono::microseconds(std::min<std::uint64_t>(up.digest_us(), 1'000'000'000)));
   rank.connected_node = true;
   rank.address_size = static_cast<std::uint32_t>(up.address().size());
   rank.pid = up.pid();

@@ -15,6 +15,7 @@ constexpr std::uint64_t kFirstPeriod = 64;         // steps, before it is known 
 constexpr std::uint64_t kLongestPeriod = 1 << 16;  // … unless it is set
 constexpr double kShare = 0.005;                   // of a step's time
 constexpr std::size_t kRemembered = 16;            // steps
+constexpr std::size_t kDigestTimes = 5;            // of a rank: one that was paused while it measured is outvoted
 constexpr std::size_t kStrikes = 3;
 constexpr int kStateRepeats = 3;         // of one step, while the states before it differ
 constexpr std::uint64_t kInARow = 1000;  // steps that three differences may lie apart
@@ -44,6 +45,14 @@ std::string list(const Digests& digests) {
   return text;
 }
 
+// Of two in the middle the shorter one.
+Duration median(const std::deque<Duration>& of) {
+  std::vector<Duration> times(of.begin(), of.end());
+  const auto middle = times.begin() + static_cast<std::ptrdiff_t>((times.size() - 1) / 2);
+  std::nth_element(times.begin(), middle, times.end());
+  return *middle;
+}
+
 }  // namespace
 
 DriftAudit::DriftAudit(const AuditConfig& config, std::uint32_t ranks)
@@ -65,7 +74,27 @@ void DriftAudit::fill(proto::Plan& plan) const {
 
 // ---- what comes in
 
-void DriftAudit::on_digest_time(Duration time) { digest_time_ = std::max(digest_time_, time); }
+void DriftAudit::on_digest_time(std::uint32_t rank, Duration time) {
+  if (time == Duration{}) return;
+  auto& times = digest_times_[rank];
+  times.push_back(time);
+  if (times.size() > kDigestTimes) times.pop_front();
+  measured_anew_ = true;
+}
+
+// Of the rank that takes longest, since a step takes as long as its slowest rank.
+Duration DriftAudit::digest_time() const {
+  Duration longest{};
+  for (const auto& [rank, times] : digest_times_) longest = std::max(longest, median(times));
+  return longest;
+}
+
+std::optional<std::uint64_t> DriftAudit::fitting_period() const {
+  if (config_.period != 0 || digest_times_.empty() || step_times_.size() < kRemembered) return std::nullopt;
+  const double step = std::max(seconds(median(step_times_)), 1e-6);
+  return static_cast<std::uint64_t>(
+      std::clamp(std::ceil(seconds(digest_time()) / (kShare * step)), 1.0, static_cast<double>(kLongestPeriod)));
+}
 
 void DriftAudit::on_reduced(ReplicaId replica, const proto::Reduced& reduced) {
   if (config_.on) reported_[replica].take(reduced, ranks_);
@@ -104,14 +133,14 @@ void DriftAudit::on_committed(TimePoint now) {
                                         static_cast<double>(period_));
     return;
   }
+  // A round that is too long by far, since it was measured wrong, is not waited for.
+  const auto fitting = measured_anew_ ? fitting_period() : std::nullopt;
+  if (fitting) measured_anew_ = false;
+  if (fitting && *fitting < period_ / 2) phase_ = phase_ * *fitting / std::exchange(period_, *fitting);
   if (++phase_ < period_) return;
   phase_ = 0;
   ++counted_.rounds;
-  if (config_.period != 0 || digest_time_ == Duration{} || step_times_.size() < kRemembered) return;
-  std::vector<Duration> times(step_times_.begin(), step_times_.end());
-  std::nth_element(times.begin(), times.begin() + kRemembered / 2, times.end());
-  const double steps = seconds(digest_time_) / (kShare * std::max(seconds(times[kRemembered / 2]), 1e-6));
-  period_ = static_cast<std::uint64_t>(std::clamp(std::ceil(steps), 1.0, static_cast<double>(kLongestPeriod)));
+  period_ = fitting_period().value_or(period_);
 }
 
 // ---- decisions

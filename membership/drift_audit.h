@@ -43,7 +43,7 @@ class DriftAudit {
     std::vector<ReplicaId> among{};  // stop: those that differ
   };
 
-  void on_digest_time(Duration of_all_state);  // as a rank has measured it
+  void on_digest_time(std::uint32_t rank, Duration of_all_state);  // as one of a replica has measured it
   void on_reduced(ReplicaId replica, const proto::Reduced& reduced);
   void on_details(const proto::Details& details);
   // A joiner found that its sources differ: that part is audited next.
@@ -93,6 +93,8 @@ class DriftAudit {
   Verdict judge_state() const;
   std::string place_of(std::uint32_t right, std::uint32_t wrong) const;
   void note(std::string line);
+  Duration digest_time() const;
+  std::optional<std::uint64_t> fitting_period() const;  // none: it is set, or not known yet
 
   const AuditConfig config_;
   const std::uint32_t ranks_;
@@ -103,7 +105,8 @@ class DriftAudit {
   std::uint64_t period_, phase_ = 0;
   bool states_reported_alike_ = true;
   std::optional<std::pair<std::uint64_t, std::uint64_t>> focus_;  // where a drift is: bytes before it, of so many
-  Duration digest_time_{};
+  std::map<std::uint32_t, std::deque<Duration>> digest_times_;    // by rank, the last ones
+  bool measured_anew_ = false;
   TimePoint committed_at_{};
   std::deque<Duration> step_times_;
   Counted counted_;

@@ -23,7 +23,7 @@ LeaderTracker::Actions LeaderTracker::on_connected(std::size_t coordinator, Time
   Actions actions;
   now_ = now;
   auto& reached = coordinators_[coordinator];
-  reached = {.connected = true, .heard = now, .spoken = reached.spoken};
+  reached = {.connected = true, .since = now, .heard = now, .spoken = reached.spoken};
   if (coordinators_.size() == 1) {
     leader_ = coordinator;
     stalled_ = silent_ = false;
@@ -91,6 +91,14 @@ void LeaderTracker::on_leads(std::size_t from, const proto::Leads& leads, Action
   if (first || leads.term() < term_) send_view(from, actions);
 }
 
+std::optional<std::size_t> LeaderTracker::decides_alone() const {
+  for (std::size_t i = 0; coordinators_.size() > 1 && i < coordinators_.size(); ++i)
+    if (coordinators_[i].connected && coordinators_[i].welcomed && !coordinators_[i].one_of_several &&
+        now_ - coordinators_[i].since > silence_ / 4)
+      return i;
+  return std::nullopt;
+}
+
 void LeaderTracker::send_view(std::size_t to, Actions& actions) {
   proto::FromNode message;
   *message.mutable_leader_view() = view_;
@@ -143,7 +151,7 @@ LeaderTracker::Actions LeaderTracker::on_tick(TimePoint now) {
   if (due) reported_ = now;
   report(actions, due);
   if (leaderless_since_ == TimePoint{}) leaderless_since_ = now;
-  if (!leader_ && coordinators_.size() > 1 && now - leaderless_since_ > silence_ &&
+  if (!leader_ && coordinators_.size() > 1 && !decides_alone() && now - leaderless_since_ > silence_ &&
       !std::exchange(leaderless_reported_, true))
     actions.notes.push_back(
         {"none of the coordinators says that it leads: waiting for one to take over, or for one "

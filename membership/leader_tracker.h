@@ -36,6 +36,8 @@ class LeaderTracker {
   Actions on_tick(TimePoint now);  // at least every silence / 8
 
   std::optional<std::size_t> leader() const { return leader_; }
+  // Of several one that has greeted and does not say whether it leads: it is no one of several.
+  std::optional<std::size_t> decides_alone() const;
   bool hears_leader() const { return leader_ && !stalled_ && !silent_; }
   TimePoint hears_since() const { return hears_since_; }  // where it does
   std::uint64_t term() const { return term_; }
@@ -44,7 +46,7 @@ class LeaderTracker {
   struct Coordinator {
     bool connected = false;
     bool one_of_several = false;  // it has said whether it leads
-    TimePoint heard{};
+    TimePoint since{}, heard{};
     bool welcomed = false;
     std::optional<Spoken> spoken{};  // since it has said anything
   };

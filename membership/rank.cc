@@ -44,9 +44,11 @@ std::uint64_t Rank::weights() const {
 
 Rank::Meaning Rank::on_plan(const proto::Plan& plan) {
   epoch_changed_ = false;
-  // Plans come from one coordinator over one ordered path, but a restarted one repeats its last.
-  if (std::pair(plan.epoch(), plan.committed()) <= std::pair(plan_.epoch(), plan_.committed()) && plan_.epoch() != 0)
-    return Meaning::nothing;
+  // Plans come from one coordinator over one ordered path, but a restarted one repeats its last, and may say that
+  // the job is finished with it.
+  const std::pair known(plan_.epoch(), plan_.committed()), said(plan.epoch(), plan.committed());
+  const bool repeated = plan_.epoch() != 0 && said <= known;
+  if (repeated && (said != known || !plan.finished() || plan_.finished())) return Meaning::nothing;
   const bool was_in = in_, was_part = in_ || suspended_;
   const std::uint64_t step_before = plan_.step(), epoch_before = plan_.epoch();
   plan_ = plan;
@@ -60,6 +62,7 @@ Rank::Meaning Rank::on_plan(const proto::Plan& plan) {
   epoch_changed_ = in_ && (plan.epoch() != epoch_before || !was_in);
   // Who is suspended was a member of the epoch in which the last step was committed.
   const bool decided = was_part && plan.committed() >= step_before;
+  if (was_part && plan.finished() && !decided) return Meaning::cut_short;
   if (epoch_changed_ || decided) reduced_ = false;
   if (decided) return plan.finished() ? Meaning::finished : Meaning::committed;
   return epoch_changed_ ? Meaning::new_epoch : Meaning::nothing;

@@ -34,6 +34,7 @@ class Rank {
     committed,  // the step under way is decided: apply its update
     evicted,    // this incarnation is out of the job, and a step was committed without it
     finished,   // committed, and it was the last step
+    cut_short,  // the job is finished with the step before the one under way: the coordinator has another --steps now
     over,       // the job was finished before this incarnation had a part in it
   };
   // `new_epoch` and `committed` can both hold: `committed` is returned, and epoch_changed() tells.

@@ -148,7 +148,7 @@ void Relay::on_peers(const proto::Peers& peers) {
 
 void Relay::on_plan(const proto::ToNode& message) {
   const std::pair now(message.plan().epoch(), message.plan().committed());
-  const bool fresh = now != plan_;
+  const bool fresh = now != plan_ || finished_ != message.plan().finished();
   if (fresh) accused_.clear(), of_themselves_.clear();
   plan_ = now;
   finished_ = message.plan().finished();

@@ -300,10 +300,13 @@ void Driver::on_plan(const proto::Plan& plan, TimePoint now) {
   using Meaning = membership::Rank::Meaning;
   if (meaning == Meaning::evicted) return put_out("a step was committed without it", now);
   if (meaning == Meaning::nothing) return;
-  if (meaning == Meaning::over) {
-    spdlog::warn("the job was finished with step {} before this replica had a part in it: its state is not the job's",
-                 plan.committed());
-    finished_ = over_ = true;
+  if (meaning == Meaning::over || meaning == Meaning::cut_short) {
+    over_ = meaning == Meaning::over;
+    if (over_)
+      spdlog::warn("the job was finished with step {} before this replica had a part in it: its state is not the job's",
+                   plan.committed());
+    else spdlog::warn("the job is finished with step {}: its coordinator has that as --steps now", plan.committed());
+    finished_ = true;
     current_.reset();
     ++revision_;
     return;

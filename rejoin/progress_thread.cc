@@ -377,6 +377,7 @@ void ProgressThread::publish() {
     current_ = driver_->step();
     if (epoch_ != driver_->machine().epoch()) note_epoch();
   }
+  if (driver_->finished()) end_step_that_is_cut_short();
   changed_.notify_all();
 }
 

@@ -85,6 +85,7 @@ class ProgressThread {
   void check_daemon(TimePoint now);
   void publish();
   void note_epoch();
+  void end_step_that_is_cut_short();
   void send_all(TimePoint now);
   bool has_line();
   Result<> greet(Fd& socket);

@@ -37,6 +37,17 @@ bool ProgressThread::over() const {
   return over_;
 }
 
+// Where the coordinator has another --steps now. A trainer between two steps finds the job finished, as otherwise.
+void ProgressThread::end_step_that_is_cut_short() {
+  std::unique_lock lock(mutex_);
+  if (failure_ || over_ || taken_ <= committed_) return;
+  const std::uint64_t dropped = taken_;
+  lock.unlock();
+  fail({ErrorCode::cancelled, fmt::format("the job is finished with step {}, and step {}, which was under way here, is "
+                                          "dropped: the coordinator was started with --steps {}",
+                                          dropped - 1, dropped, dropped - 1)});
+}
+
 bool ProgressThread::intact(std::chrono::milliseconds during) {
   const auto until = in(std::min<std::chrono::milliseconds>(during, kLongestTime));
   std::unique_lock lock(mutex_);

@@ -12,6 +12,7 @@
 
 #include "base/fd.h"
 #include "base/unix_socket.h"
+#include "membership/log.h"
 #include "tests/daemon_support.h"
 
 namespace rejoin::test {
@@ -282,6 +283,38 @@ TEST(Log, ThatIsCompactedWhileInUseHasEverySampleOnce) {
   EXPECT_NE(audit.output.find(" 0 lost, 0 repeated"), std::string::npos) << audit.output;
   EXPECT_NE(audit.output.find(fmt::format("{} steps committed", kSteps)), std::string::npos) << audit.output;
   EXPECT_EQ(audit.output.find("compacted"), std::string::npos) << "all of it is there";
+}
+
+// Its operator has given it another end.
+TEST(Coordinator, WhoseStepsAreFewerThanWereCommittedIsRefusedAndWhoseAreAsManyEndsTheTrainers) {
+  Job job;
+  job.start(2, 0);
+  Process first({kMinimal}, job.file("a"), job.environment(0)), second({kMinimal}, job.file("b"), job.environment(1));
+  ASSERT_TRUE(eventually([&] { return job.status().value("committed", std::uint64_t{0}) > 20; }));
+  ::kill(job.processes[0]->pid(), SIGKILL);
+  job.processes[0]->wait(std::chrono::seconds(10));
+  const auto records = membership::read_log(job.file("log/decisions.log"));
+  ASSERT_TRUE(records) << records.error().message;
+  std::uint64_t committed = 0;
+  for (const auto& record : *records)
+    if (record.has_committed()) committed = record.committed().step();
+  ASSERT_GT(committed, 20u);
+  const auto with_steps = [&](std::uint64_t steps) {
+    std::vector<std::string> all{"--replicas", "2", "--ranks", "1", "--batch", "8", "--steps", std::to_string(steps)};
+    all.insert(all.end(), {"--coordinator", "--log-directory", job.file("log"), "--listen", job.coordinator});
+    return all;
+  };
+  const auto refused = job.daemon("coordinator", with_steps(committed - 1));
+  EXPECT_EQ(refused->wait(std::chrono::seconds(30)), 2);
+  EXPECT_NE(refused->output().find(fmt::format("the job ends before step {}, which is committed", committed)),
+            std::string::npos)
+      << refused->output();
+  const auto last = job.daemon("coordinator", with_steps(committed));
+  for (Process* trainer : {&first, &second}) {
+    EXPECT_GE(trainer->wait(std::chrono::seconds(30)), 0) << trainer->output();
+    EXPECT_NE(trainer->output().find(fmt::format("the job is finished with step {}", committed)), std::string::npos)
+        << trainer->output();
+  }
 }
 
 // The trainers have a GPU, of software; the daemons were started without its driver, and need none.

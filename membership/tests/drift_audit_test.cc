@@ -266,17 +266,43 @@ TEST(DriftAudit, WhatIsSaidOfATensorIsCut) {
   EXPECT_LT(verdict.reason.size(), 4000u);
 }
 
-TEST(DriftAudit, ThePeriodIsSuchThatDigestsTakeHalfAPercentOfTheTime) {
-  DriftAudit audit({}, 1);
-  const DriftAudit::Voter voter{ReplicaId(0), true};
-  audit.on_digest_time(200ms);
-  TimePoint now(1s);
-  for (int step = 0; step < 200; ++step) {
-    audit.on_reduced(ReplicaId(0), report({1}, {2}));
-    ASSERT_EQ(audit.judge({&voter, 1}, Epoch(1), Step(0)).kind, Kind::agree);
-    audit.on_committed(now += 100ms);
+struct Period : testing::Test {
+  DriftAudit audit{{}, 2};
+  TimePoint now{1s};
+  void steps(int count) {
+    const DriftAudit::Voter voter{ReplicaId(0), true};
+    for (int step = 0; step < count; ++step) {
+      audit.on_reduced(ReplicaId(0), report({1, 1}, {2, 2}));
+      ASSERT_EQ(audit.judge({&voter, 1}, Epoch(1), Step(0)).kind, Kind::agree);
+      audit.on_committed(now += 100ms);
+    }
   }
-  EXPECT_EQ(audit.period(), 400u) << "0.5 ms a step";
+};
+
+TEST_F(Period, IsSuchThatDigestsTakeHalfAPercentOfTheTime) {
+  audit.on_digest_time(0, 50ms);
+  audit.on_digest_time(1, 200ms);
+  steps(200);
+  EXPECT_EQ(audit.period(), 400u) << "0.5 ms a step, of the slower rank";
+}
+
+TEST_F(Period, IsNotThatOfOneWhoWasPausedWhileItMeasured) {
+  for (const auto time : {1ms, 5'000ms, 1ms}) audit.on_digest_time(0, time);
+  steps(200);
+  EXPECT_EQ(audit.period(), 2u);
+}
+
+// All that have measured so far were slow, as when a job starts on a busy machine.
+TEST_F(Period, FallsAtOnceWhenItIsMeasuredShorter) {
+  audit.on_digest_time(0, 5'000ms);
+  steps(200);
+  EXPECT_EQ(audit.period(), 10'000u);
+  audit.on_digest_time(0, 1ms);
+  steps(1);
+  EXPECT_EQ(audit.period(), 2u);
+  const auto rounds = audit.counted().rounds;
+  steps(10);
+  EXPECT_GE(audit.counted().rounds, rounds + 4);
 }
 
 TEST(DriftAudit, OffItAsksNobodyForAnythingAndComparesNothing) {
