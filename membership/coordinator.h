@@ -98,8 +98,7 @@ class Coordinator {
     std::int32_t pid = 0;
     std::uint64_t daemon = 0;  // that it is behind
     Declaration* declaration = nullptr;
-    std::uint32_t address_size = 0, stream_size = 0, card_size = 0, location_size = 0;
-    std::string addresses;  // of its all-reduce engine, its daemon's stream; its card; its node's location and name
+    RankTexts texts;
   };
   struct ReplicaState {
     Incarnation incarnation;

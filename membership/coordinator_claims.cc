@@ -99,9 +99,7 @@ void Coordinator::settle_claims(TimePoint now) {
   }
 }
 
-std::string Coordinator::node_name(const RankState& rank) {
-  return rank.addresses.substr(std::size_t{rank.address_size} + rank.stream_size + rank.card_size + rank.location_size);
-}
+std::string Coordinator::node_name(const RankState& rank) { return std::string(rank.texts.at(RankText::node)); }
 
 void Coordinator::list_claims(TimePoint now, std::vector<std::string>& lines) const {
   for (const auto& claim : claims_) {

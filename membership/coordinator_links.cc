@@ -12,11 +12,6 @@ namespace {
 // Of who stands where in a start: other links may tell more, and so on.
 constexpr unsigned kMostChanges = 4;
 
-std::string_view location_of(const Coordinator::RankState& rank) {
-  return std::string_view(rank.addresses)
-      .substr(std::size_t{rank.address_size} + rank.stream_size + rank.card_size, rank.location_size);
-}
-
 // Those that have come through this node last.
 RankSet here(const Coordinator::ReplicaState& replica, const RankSet& ranks, NodeId node) {
   RankSet its = ranks;
@@ -77,8 +72,9 @@ std::optional<Located> Coordinator::located(ReplicaId id, Incarnation incarnatio
   if (here == nullptr || !fully_registered(*here)) return std::nullopt;
   Located located{.replica = id, .ranks = {}};
   for (const auto& rank : here->ranks) {
-    if (rank.location_size == 0) return std::nullopt;
-    located.ranks.push_back(location_of(rank));
+    const std::string_view location = rank.texts.at(RankText::location);
+    if (location.empty()) return std::nullopt;
+    located.ranks.push_back(location);
   }
   return located;
 }

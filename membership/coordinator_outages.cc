@@ -81,16 +81,16 @@ std::vector<ReplicaOutage> Coordinator::outages(TimePoint now) const {
 // Its daemon uses another transport than that of the first other replica: the two can't catch up from each other.
 std::string Coordinator::strange_stream(ReplicaId id, std::uint32_t number) const {
   const auto stream_family = [](const RankState& of) {
-    const std::string address = of.addresses.substr(of.address_size, of.stream_size);
+    const std::string_view address = of.texts.at(RankText::stream_address);
     return address.substr(0, address.find('='));
   };
   const RankState& rank = replicas_.at(id).ranks[number];
-  if (rank.stream_size == 0) return {};
-  const std::string family = stream_family(rank);
+  if (rank.texts.at(RankText::stream_address).empty()) return {};
+  const std::string_view family = stream_family(rank);
   for (const auto& [other, replica] : replicas_) {
     if (other == id || replica.ranks.size() <= number || !replica.ranks[number].registered) continue;
     const RankState& its = replica.ranks[number];
-    if (its.stream_size == 0) continue;
+    if (its.texts.at(RankText::stream_address).empty()) continue;
     if (stream_family(its) == family) return {};
     return fmt::format(
         "replica {} rank {}: its daemon's catch-up stream goes over {}, and that of replica {} over {}: neither can "

@@ -225,25 +225,20 @@ Coordinator::RankState& Coordinator::keep(ReplicaState& replica, NodeId node, co
   rank.trained = keep_brought(Samples(up.trained(), kMostSamples));
   audit_.on_digest_time(up.rank(), std::chrono::microseconds(std::min<std::uint64_t>(up.digest_us(), 1'000'000'000)));
   rank.connected_node = true;
-  rank.address_size = static_cast<std::uint32_t>(up.address().size());
   rank.pid = up.pid();
   for (auto& claim : claims_)  // it is asked again, through where it is now
     if (claim.up.replica() == up.replica() && claim.up.rank() == up.rank()) claim.asked = {};
   rank.daemon = up.daemon();
   keep_versions(rank, node, up);
-  rank.stream_size = static_cast<std::uint32_t>(up.stream_address().size());
   rank.weighs = up.weighs();
   rank.passes_on = up.passes_on();
-  rank.card_size = static_cast<std::uint32_t>(up.card().size());
   std::string_view location = up.location();
   if (const auto right = Location::parse(location); !location.empty() && !right) {
     warn_once(
         fmt::format("replica {} rank {} on node {}: {}", up.replica(), up.rank(), up.node(), right.error().message));
     location = {};
   }
-  rank.location_size = static_cast<std::uint32_t>(location.size());
-  rank.addresses = up.address() + up.stream_address() + up.card() + std::string(location) + up.node();
-  rank.addresses.shrink_to_fit();
+  rank.texts = RankTexts({up.address(), up.stream_address(), up.card(), location, up.node()});
   if (auto line = strange_stream(ReplicaId(up.replica()), up.rank()); !line.empty()) warn_once(std::move(line));
   nodes_[node].hosts.add(up.rank(), std::uint64_t{up.rank()} + 1);
   return rank;
@@ -379,12 +374,10 @@ void Coordinator::announce(const std::vector<NodeId>& nodes, const RankSet& rank
         peer.set_replica(id.value);
         peer.set_incarnation(replica->incarnation.value);
         peer.set_rank(static_cast<std::uint32_t>(number));
-        peer.set_address(rank.addresses.substr(0, rank.address_size));
-        peer.set_stream_address(rank.addresses.substr(rank.address_size, rank.stream_size));
-        peer.set_card(rank.addresses.substr(std::size_t{rank.address_size} + rank.stream_size, rank.card_size));
-        if (rank.location_size > 0)
-          peer.set_location(rank.addresses.substr(std::size_t{rank.address_size} + rank.stream_size + rank.card_size,
-                                                  rank.location_size));
+        peer.set_address(std::string(rank.texts.at(RankText::address)));
+        peer.set_stream_address(std::string(rank.texts.at(RankText::stream_address)));
+        peer.set_card(std::string(rank.texts.at(RankText::card)));
+        peer.set_location(std::string(rank.texts.at(RankText::location)));
         peer.set_passes_on(rank.passes_on);
         bytes += peer.ByteSizeLong();
       }

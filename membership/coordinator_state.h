@@ -9,6 +9,7 @@
 #include "control.pb.h"
 #include "membership/coordinator_actions.h"
 #include "membership/link_rates.h"
+#include "membership/packed_text.h"
 #include "membership/rank_set.h"
 #include "membership/round_trips.h"
 #include "membership/versions.h"
@@ -24,6 +25,11 @@ struct RankVersions {
   Spoken spoken = Spoken();
   std::string release{}, of_daemon{};
 };
+
+// What a rank has said of where it is: the address of its all-reduce engine, the one of its daemon's catch-up stream,
+// its network card, and its node's location and name.
+enum class RankText : std::uint8_t { address, stream_address, card, location, node };
+using RankTexts = PackedText<RankText, 5>;
 
 // A connection of a daemon or relay.
 struct ConnectedNode {
