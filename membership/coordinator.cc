@@ -33,15 +33,15 @@ Actions Coordinator::on_message(NodeId node, const proto::FromNode& message, Tim
       nodes_[node].spoken = Spoken::with(Versions::of(message.hello()));
       nodes_[node].release = printable(message.hello().release(), kLongestRelease);
       break;
-    case proto::FromNode::kRankUp: on_rank_up(node, message.rank_up(), now); break;
-    case proto::FromNode::kRankDown: on_rank_down(node, message.rank_down(), now); break;
-    case proto::FromNode::kReduced: on_reduced(message.reduced(), now); break;
-    case proto::FromNode::kReplicaStatus: on_replica_status(node, message.replica_status(), now); break;
-    case proto::FromNode::kAccusation: on_accusation(message.accusation(), now); break;
+    case proto::FromNode::kRankUp: on_rank_up(node, message.rank_up()); break;
+    case proto::FromNode::kRankDown: on_rank_down(node, message.rank_down()); break;
+    case proto::FromNode::kReduced: on_reduced(message.reduced()); break;
+    case proto::FromNode::kReplicaStatus: on_replica_status(node, message.replica_status()); break;
+    case proto::FromNode::kAccusation: on_accusation(message.accusation()); break;
     case proto::FromNode::kDetails: audit_.on_details(message.details()); break;
     case proto::FromNode::kDrift: audit_.on_drift(message.drift()); break;
     case proto::FromNode::kAlive: on_alive(message.alive()); break;
-    case proto::FromNode::kDeclaration: on_declaration(message.declaration(), now); break;
+    case proto::FromNode::kDeclaration: on_declaration(message.declaration()); break;
     case proto::FromNode::kHeartbeat: {
       proto::ToNode answer;
       answer.mutable_heartbeat();
@@ -59,11 +59,12 @@ Actions Coordinator::on_message(NodeId node, const proto::FromNode& message, Tim
 
 // Its ranks may still run: they have `silence` to come back through another connection, or longer while others do.
 Actions Coordinator::on_node_lost(NodeId node, TimePoint now) {
+  now_ = now;
   lose_node(node, now);
   return take();
 }
 
-void Coordinator::lose_node(NodeId node, TimePoint now) {
+void Coordinator::lose_node(NodeId node, TimePoint since) {
   const auto gone = nodes_.extract(node);
   const std::string name = gone.empty() ? "" : gone.mapped().name;
   ConnectedNode::Processes dropped;
@@ -72,13 +73,13 @@ void Coordinator::lose_node(NodeId node, TimePoint now) {
   std::erase_if(claims_, [&](const Claim& claim) { return claim.node == node; });
   std::erase_if(misfits_, [&](const Differing& one) { return one.node == node; });
   for (auto& [place, stranger] : strangers_)
-    if (stranger.node == node) stranger.lost_at = now;
+    if (stranger.node == node) stranger.lost_at = since;
   for (auto& [id, replica] : replicas_) {
     replica.statuses.forget(node);
     for (auto& rank : replica.ranks)
       if (rank.connected_node && rank.node == node) {
         rank.connected_node = false;
-        rank.lost_at = now;
+        rank.lost_at = since;
         const std::string own = node_name(rank);
         rank.lost_why = name == own
                             ? fmt::format("its node {} is not connected", own)
@@ -90,37 +91,37 @@ void Coordinator::lose_node(NodeId node, TimePoint now) {
 
 Actions Coordinator::on_tick(TimePoint now) {
   now_ = now;
-  if (const Duration pause = pause_detector_.on_tick(now); pause > Duration{}) suspect_itself(pause, now);
-  if (finished()) settle_claims(now);
-  if (outdated_) tell_why_it_waits(now);
+  if (const Duration pause = pause_detector_.on_tick(now); pause > Duration{}) suspect_itself(pause);
+  if (finished()) settle_claims();
+  if (outdated_) tell_why_it_waits();
   const bool more_may_come = pause_detector_.settling(now) || now - owed_at_ < config_.silence / 64;
   if (!more_may_come || now - paid_at_ >= config_.silence / 4) pay();
   if (pause_detector_.settling(now) || finished() || outdated_) return take();
-  lose_silent_nodes(now);
-  if (recovering_until_) settle_recovery(now);
-  if (!recovering_until_) settle_absent(now);
-  settle_claims(now);
-  settle_declarations(now);
+  lose_silent_nodes();
+  if (recovering_until_) settle_recovery();
+  if (!recovering_until_) settle_absent();
+  settle_claims();
+  settle_declarations();
   forget_declarations();
-  if (!mend(now)) judge(now);
-  look_for_slow_link(now);
+  if (!mend()) judge();
+  look_for_slow_link();
   lower_protocol();
-  try_start(now);
+  try_start();
   tell_prospect();
-  tell_why_it_waits(now);
+  tell_why_it_waits();
   return take();
 }
 
 // That a process has ended is true whoever says it. That it is silent is true of this way alone: a daemon that has left
 // a relay may have come by another one.
-void Coordinator::on_rank_down(NodeId node, const proto::RankDown& down, TimePoint now) {
+void Coordinator::on_rank_down(NodeId node, const proto::RankDown& down) {
   const auto concerns = [&](NodeId its) { return down.ended() || its == node; };
   if (auto stranger = strangers_.find({down.replica(), down.rank()});
       stranger != strangers_.end() && stranger->second.instance == down.instance()) {
     if (!concerns(stranger->second.node)) return;
-    if (!down.ended()) return void(stranger->second.lost_at = now);
+    if (!down.ended()) return void(stranger->second.lost_at = now_);
     strangers_.erase(stranger);
-    return try_start(now);
+    return try_start();
   }
   const auto is_over = [&](const auto& one) { return concerns(one.node) && same_process(one.up, down); };
   const auto process = ConnectedNode::Process::of(down);
@@ -133,54 +134,54 @@ void Coordinator::on_rank_down(NodeId node, const proto::RankDown& down, TimePoi
   const std::string why = shortened(down.reason(), kLongestReason);
   if (down.ended()) {
     remove(ReplicaId(down.replica()), fmt::format("rank {}{}: {}", down.rank(), down.left() ? " has left" : "", why),
-           now, down.left());
-    return settle_claims(now);
+           down.left());
+    return settle_claims();
   }
   note("replica {} rank {}: {}", down.replica(), down.rank(), why);
   rank->connected_node = false;
-  rank->lost_at = ask_the_other_nodes(node, {}, {}) ? now : now - config_.silence;
+  rank->lost_at = ask_the_other_nodes(node, {}, {}) ? now_ : now_ - config_.silence;
   rank->lost_why = why;
-  if (!finished() && !recovering_until_ && !pause_detector_.just_paused(now)) settle_absent(now);
+  if (!finished() && !recovering_until_ && !pause_detector_.just_paused(now_)) settle_absent();
 }
 
-void Coordinator::on_reduced(const proto::Reduced& reduced, TimePoint now) {
+void Coordinator::on_reduced(const proto::Reduced& reduced) {
   MemberState* m = member(ReplicaId(reduced.replica()));
   if (m == nullptr || m->incarnation.value != reduced.incarnation() || reduced.epoch() != epoch_.value ||
       reduced.step() != committed_.value + 1)
     return;  // stale
   m->reduced.add(RankSet(reduced.ranks(), config_.ranks));
-  m->computed.add(plausible(reduced.compute_us(), now));
+  m->computed.add(plausible(reduced.compute_us()));
   audit_.on_reduced(m->replica, reduced);
-  try_commit(now);
+  try_commit();
 }
 
-void Coordinator::on_accusation(const proto::Accusation& accusation, TimePoint now) {
+void Coordinator::on_accusation(const proto::Accusation& accusation) {
   const bool current = accusation.epoch() == epoch_.value && member(ReplicaId(accusation.replica())) != nullptr &&
                        member(ReplicaId(accusation.suspect())) != nullptr;
   if (!current) return;
   auto [edge, fresh] = accusations_.try_emplace({accusation.replica(), accusation.suspect()});
-  if (fresh || (!edge->second.counts && !accusation.only_waiting())) edge->second.since = now;
+  if (fresh || (!edge->second.counts && !accusation.only_waiting())) edge->second.since = now_;
   const TimePoint waits_since =
-      now - std::chrono::milliseconds(std::min<std::uint64_t>(accusation.waited_ms(), 1 << 30));
+      now_ - std::chrono::milliseconds(std::min<std::uint64_t>(accusation.waited_ms(), 1 << 30));
   edge->second.waits_since = fresh ? waits_since : std::min(edge->second.waits_since, waits_since);
   if (accusation.rank() < config_.ranks) edge->second.ranks.add(RankSet(accusation.rank()));
   edge->second.what = shortened(accusation.what(), kLongestReason);
   edge->second.lost |= accusation.lost();
   edge->second.counts |= !accusation.only_waiting();
-  if (accusation.excused() && accusation.suspect() == accusation.replica()) edge->second.excused = now;
+  if (accusation.excused() && accusation.suspect() == accusation.replica()) edge->second.excused = now_;
 }
 
 // ---- decisions
 
-void Coordinator::try_commit(TimePoint now) {
+void Coordinator::try_commit() {
   if (members_.empty() || finished() || stopped_) return;
   for (const auto& m : members_)
     if (m.reduced.size() < config_.ranks) return;
   if (!has_contributors()) return;
-  if (!differences_settled(now)) return;
+  if (!differences_settled()) return;
   const Step step(committed_.value + 1);
   excused_ = std::ranges::any_of(accusations_, [](const auto& one) { return one.second.excused.has_value(); });
-  measure(step, now);
+  measure(step);
   proto::LogRecord record;
   auto& committed = *record.mutable_committed();
   committed.set_step(step.value);
@@ -199,8 +200,8 @@ void Coordinator::try_commit(TimePoint now) {
   give_up_suspended();
   ledger_.commit(step);
   if (change) ledger_.set_next(*change);
-  audit_.on_committed(now);
-  under_way_since_ = now;
+  audit_.on_committed(now_);
+  under_way_since_ = now_;
   for (auto& m : members_) m.reduced.clear(), m.computed = {};
   accusations_.clear();
   mended_.clear();

@@ -161,37 +161,37 @@ class Coordinator {
   std::optional<SlowLinkFinder::Found> slow_link() const { return slow_link_.found(); }
 
  private:
-  void on_rank_up(NodeId node, const proto::RankUp& up, TimePoint now);
+  void on_rank_up(NodeId node, const proto::RankUp& up);
   std::optional<std::string> contradicted(const proto::RankUp& up) const;
   bool belongs_elsewhere(NodeId node, const proto::RankUp& up);
-  void register_new(NodeId node, const proto::RankUp& up, TimePoint now);
+  void register_new(NodeId node, const proto::RankUp& up);
   void refuse(NodeId node, const proto::RankUp& up, refusals::Why why, std::string reason);
   void send_finished(NodeId node, const proto::RankUp& up);
-  void on_fully_registered(ReplicaId id, TimePoint now);
+  void on_fully_registered(ReplicaId id);
   void welcome(NodeId node, const proto::RankUp& up, Incarnation incarnation);
   void welcome_back(NodeId node, const proto::RankUp& up, const ReplicaState& replica);
-  void on_rank_down(NodeId node, const proto::RankDown& down, TimePoint now);
-  void lose_node(NodeId node, TimePoint now);
-  void on_reduced(const proto::Reduced& reduced, TimePoint now);
-  void on_replica_status(NodeId node, const proto::ReplicaStatus& status, TimePoint now);
-  void on_accusation(const proto::Accusation& accusation, TimePoint now);
+  void on_rank_down(NodeId node, const proto::RankDown& down);
+  void lose_node(NodeId node, TimePoint since);
+  void on_reduced(const proto::Reduced& reduced);
+  void on_replica_status(NodeId node, const proto::ReplicaStatus& status);
+  void on_accusation(const proto::Accusation& accusation);
 
   // coordinator_balance.cc
   bool all_may_balance();
   bool may_balance(const ReplicaState& replica) const;
-  std::uint64_t plausible(std::uint64_t compute_us, TimePoint now) const;
-  void measure(Step step, TimePoint now);
-  void look_for_slow_link(TimePoint now);
+  std::uint64_t plausible(std::uint64_t compute_us) const;
+  void measure(Step step);
+  void look_for_slow_link();
   std::optional<Balance> change_of_balance(Step step);
 
   // coordinator_claims.cc
   using Claim = PlaceClaim;
-  RankState* holder_against(const proto::RankUp& up, TimePoint now);
+  RankState* holder_against(const proto::RankUp& up);
   bool former_may_come_back(const proto::RankUp& up, TimePoint now) const;
-  bool claims_place(NodeId node, const proto::RankUp& up, TimePoint now);
+  bool claims_place(NodeId node, const proto::RankUp& up);
   void inquire(Claim& claim, const RankState& holder);
   void on_alive(const proto::Alive& alive);
-  void settle_claims(TimePoint now);
+  void settle_claims();
   static std::string node_name(const RankState& rank);
   void list_claims(TimePoint now, std::vector<std::string>& lines) const;
 
@@ -209,13 +209,13 @@ class Coordinator {
   static bool fits(const Declaration& declaration, const First& first);
   std::optional<First> decided() const;
   bool dissent() const;
-  bool differs(NodeId node, const proto::RankUp& up, TimePoint now);
-  void on_declaration(const proto::Declaration& declared, TimePoint now);
-  void settle_declarations(TimePoint now);
-  void settle_without_majority(TimePoint now);
+  bool differs(NodeId node, const proto::RankUp& up);
+  void on_declaration(const proto::Declaration& declared);
+  void settle_declarations();
+  void settle_without_majority();
   void announce_after_dissent();
-  void turn_out_those_who_differ(const First& binding, TimePoint now);
-  void ask_for(Declaration& declaration, TimePoint now);
+  void turn_out_those_who_differ(const First& binding);
+  void ask_for(Declaration& declaration);
   std::vector<ReplicaId> who_declared(const Declaration& declaration) const;
   std::string difference(const Declaration& declaration, const Declaration* right, const First& binding) const;
   std::vector<std::string> dissent_lines() const;
@@ -229,15 +229,15 @@ class Coordinator {
   std::vector<std::string> unreached_lines(ReplicaId id, const ReplicaState& replica) const;
   void list_missing(TimePoint now, std::vector<std::string>& lines) const;
   std::string missing_line(const MemberState& member, TimePoint now) const;
-  void tell_why_it_waits(TimePoint now);
+  void tell_why_it_waits();
   // coordinator_absence.cc
-  void suspect_itself(Duration pause, TimePoint now);
-  void lose_silent_nodes(TimePoint now);
-  void settle_absent(TimePoint now);
-  void settle_recovery(TimePoint now);
-  bool mend(TimePoint now);
+  void suspect_itself(Duration pause);
+  void lose_silent_nodes();
+  void settle_absent();
+  void settle_recovery();
+  bool mend();
   enum class Begun : bool { maybe, fresh };  // whether somebody may have begun the step before an epoch
-  void judge(TimePoint now);
+  void judge();
   void suspend(ReplicaId replica, const std::string& reason);
   bool take_back(bool only_present);
   bool promote_caught_up(bool only_present);
@@ -245,7 +245,7 @@ class Coordinator {
   bool last_complete(const MemberState& member) const;
   bool may_be_complete(const MemberState& member) const;
   void give_up_suspended();
-  void remove(ReplicaId replica, const std::string& reason, TimePoint now, bool left = false);
+  void remove(ReplicaId replica, const std::string& reason, bool left = false);
   void lose_everybody();
   void next_epoch(const std::string& reason, Begun step = Begun::maybe);
   void drop_registration(ReplicaId replica, const std::string& reason);
@@ -258,9 +258,9 @@ class Coordinator {
   void evict(NodeId node, ReplicaId replica, Incarnation incarnation, const std::string& reason, std::uint64_t of_job);
   bool is_back(const MemberState& member) const;
   bool present(ReplicaId replica, Incarnation incarnation) const;
-  bool overdue(const ReplicaState& replica, TimePoint now) const;
-  bool may_come_back(const RankState& rank, TimePoint now) const;
-  void on_return(TimePoint now);
+  bool overdue(const ReplicaState& replica) const;
+  bool may_come_back(const RankState& rank) const;
+  void on_return();
   bool others_contribute(ReplicaId replica) const;
   bool contributes_here(const MemberState& member) const;
   bool has_contributors() const;
@@ -268,8 +268,8 @@ class Coordinator {
   void warn_once(std::string line);
 
   // coordinator_start.cc
-  void try_start(TimePoint now);
-  std::vector<ReplicaId> ready_to_start(TimePoint now);
+  void try_start();
+  std::vector<ReplicaId> ready_to_start();
   Duration start_patience() const;
   static std::pair<Step, Step> versions(const ReplicaState& replica);
   bool foreign(Step version) const;
@@ -283,9 +283,9 @@ class Coordinator {
   std::vector<std::string> unfit(const std::vector<ReplicaId>& replicas) const;
   std::vector<bool> fit_to_start(const std::vector<ReplicaId>& replicas, Step from) const;
   void start_with(const std::vector<ReplicaId>& replicas, Step from);
-  void try_commit(TimePoint now);
+  void try_commit();
   // coordinator_audit.cc
-  bool differences_settled(TimePoint now);
+  bool differences_settled();
   Result<> drop_as_configured();
   bool change_members_at_boundary();
   void begin_epoch(const std::string& reason, Begun step = Begun::maybe);
@@ -376,14 +376,15 @@ class Coordinator {
   Prospect prospect_;
   mutable KnownNeighbourhoods near_;
   std::optional<TimePoint> recovering_until_, incomplete_since_;
-  Duration recovery_prolonged_{};        // for ranks that were still coming back
-  TimePoint now_{}, under_way_since_{};  // the last event; when the step under way was planned, or its epoch
-  TimePoint back_at_{};                  // when a rank last came back
-  TimePoint owed_at_{}, paid_at_{};      // when a node was last owed something, and when all that was last sent
-  std::set<std::string> warned_;         // in this epoch
-  bool excused_ = false;                 // somebody took its time in the last committed step
-  bool settled_ = false;                 // the step was planned in this epoch
-  bool has_log_ = false;                 // it was not the first to decide
+  Duration recovery_prolonged_{};    // for ranks that were still coming back
+  TimePoint now_{};                  // of the event that is handled, or was handled last
+  TimePoint under_way_since_{};      // when the step under way was planned, or its epoch
+  TimePoint back_at_{};              // when a rank last came back
+  TimePoint owed_at_{}, paid_at_{};  // when a node was last owed something, and when all that was last sent
+  std::set<std::string> warned_;     // in this epoch
+  bool excused_ = false;             // somebody took its time in the last committed step
+  bool settled_ = false;             // the step was planned in this epoch
+  bool has_log_ = false;             // it was not the first to decide
   DriftAudit audit_;
   Paces paces_;
   SlowLinkFinder slow_link_{24 * config_.silence};  // what is measured every 16 shows it twice

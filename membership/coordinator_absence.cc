@@ -18,41 +18,41 @@ constexpr int kMends = 3;  // epochs in which two members may try to connect aga
 // ---- silence
 
 // The time in which this process did not run is nobody's silence.
-void Coordinator::suspect_itself(Duration pause, TimePoint now) {
+void Coordinator::suspect_itself(Duration pause) {
   warn("this coordinator was paused for {:.0f} ms; nobody is put out for that time", milliseconds(pause));
-  for (auto& [node, state] : nodes_) forgive(state.heard, pause, now);
+  for (auto& [node, state] : nodes_) forgive(state.heard, pause, now_);
   for (auto& [id, replica] : replicas_)
-    for (auto& rank : replica.ranks) forgive(rank.lost_at, pause, now);
+    for (auto& rank : replica.ranks) forgive(rank.lost_at, pause, now_);
   for (auto& [place, stranger] : strangers_)
-    if (stranger.lost_at) forgive(*stranger.lost_at, pause, now);
+    if (stranger.lost_at) forgive(*stranger.lost_at, pause, now_);
   for (auto& [edge, about] : accusations_) {
-    forgive(about.since, pause, now);
-    forgive(about.waits_since, pause, now);
-    if (about.excused) forgive(*about.excused, pause, now);
+    forgive(about.since, pause, now_);
+    forgive(about.waits_since, pause, now_);
+    if (about.excused) forgive(*about.excused, pause, now_);
   }
-  forgive(under_way_since_, pause, now);
+  forgive(under_way_since_, pause, now_);
   if (recovering_until_) *recovering_until_ += pause;
-  if (incomplete_since_) forgive(*incomplete_since_, pause, now);
+  if (incomplete_since_) forgive(*incomplete_since_, pause, now_);
 }
 
-void Coordinator::lose_silent_nodes(TimePoint now) {
+void Coordinator::lose_silent_nodes() {
   std::vector<NodeId> silent;
   for (const auto& [node, state] : nodes_)
-    if (now - state.heard > config_.silence) silent.push_back(node);
+    if (now_ - state.heard > config_.silence) silent.push_back(node);
   for (auto node : silent) {
     const ConnectedNode& state = nodes_.at(node);
     warn("node {} at {} was silent for {:.0f} ms", state.name, state.address, milliseconds(config_.silence));
-    lose_node(node, now - config_.silence);
+    lose_node(node, now_ - config_.silence);
     // Its ranks may be out by the time that it is heard again: it has to connect anew, and to introduce them.
     actions_.close.push_back(node);
   }
 }
 
 // What becomes of those who have been gone for too long.
-void Coordinator::settle_absent(TimePoint now) {
+void Coordinator::settle_absent() {
   std::map<ReplicaId, std::string> absent;  // and why
   for (const auto& [id, replica] : replicas_)
-    if (overdue(replica, now)) absent[id] = why_silent(replica);
+    if (overdue(replica)) absent[id] = why_silent(replica);
   if (absent.empty()) return;
   std::string out;
   for (const auto& [id, why] : absent) {
@@ -71,21 +71,21 @@ void Coordinator::settle_absent(TimePoint now) {
     const MemberState* m = member(id);
     const Suspended* out_of_it = out_for_now(id);
     const bool may_come_back = out_of_it != nullptr && registration(id, out_of_it->incarnation) != nullptr;
-    if (m != nullptr && m->catching_up && !caught_up(*m)) remove(id, why, now);
+    if (m != nullptr && m->catching_up && !caught_up(*m)) remove(id, why);
     else if (m == nullptr && has_contributors() && !may_come_back) drop_registration(id, why);
   }
 }
 
 // After a restart of this coordinator, members have `silence` to come back, or longer while others do. Where nobody who
 // has the state is there by then, all who may have it are waited for.
-void Coordinator::settle_recovery(TimePoint now) {
-  if (now < *recovering_until_) return;
+void Coordinator::settle_recovery() {
+  if (now_ < *recovering_until_) return;
   const bool somebody =
       std::any_of(members_.begin(), members_.end(), [&](const auto& m) { return !m.catching_up && is_back(m); });
   const bool found = !somebody && (take_back(true) || promote_caught_up(true));
   if (!somebody && !found) {
     // Who only may have it is given up at an operator's word, after the time that a start has.
-    const bool given_up = roll_back_to_ && now - *recovering_until_ >= start_patience();
+    const bool given_up = roll_back_to_ && now_ - *recovering_until_ >= start_patience();
     bool waits = false;
     for (const auto& m : members_) {
       const bool has = !m.catching_up || m.complete;
@@ -95,7 +95,7 @@ void Coordinator::settle_recovery(TimePoint now) {
                             m.replica, has ? "has" : "may have", committed_,
                             has ? "" : "; start the coordinator with --roll-back-to to go on without it"));
     }
-    if (waits || now - back_at_ < config_.silence / 4) return;  // who has just come says next where it stands
+    if (waits || now_ - back_at_ < config_.silence / 4) return;  // who has just come says next where it stands
   }
   recovering_until_.reset();
   std::vector<ReplicaId> holders, joiners;
@@ -105,7 +105,7 @@ void Coordinator::settle_recovery(TimePoint now) {
   announce_all();
   if (!holders.empty()) next_epoch("without those that did not come back after the coordinator's restart");
   else if (found) next_epoch("the last contributor had ended before the coordinator's restart was over");
-  for (auto id : joiners) remove(id, "it did not come back after the coordinator's restart", now);
+  for (auto id : joiners) remove(id, "it did not come back after the coordinator's restart");
   if (members_.empty() || has_contributors()) return;
   if (!find_contributors()) lose_everybody();
   next_epoch("the last contributor had ended before the coordinator's restart was over");
@@ -115,11 +115,11 @@ void Coordinator::settle_recovery(TimePoint now) {
 
 // Two members whose connection broke connect again, in an epoch of the same members, before anyone is judged. A process
 // that has died is reported by its daemon first.
-bool Coordinator::mend(TimePoint now) {
+bool Coordinator::mend() {
   std::set<std::pair<std::uint32_t, std::uint32_t>> broken;
   std::string what;
   for (const auto& [edge, about] : accusations_) {
-    if (!about.lost || now - about.since < config_.silence / 16) continue;
+    if (!about.lost || now_ - about.since < config_.silence / 16) continue;
     const MemberState *one = member(ReplicaId(edge.first)), *other = member(ReplicaId(edge.second));
     if (one == nullptr || other == nullptr || one == other) continue;
     if (!present(one->replica, one->incarnation) || !present(other->replica, other->incarnation)) continue;
@@ -140,16 +140,16 @@ bool Coordinator::mend(TimePoint now) {
 
 // The wait-for graph: who is waited for, but waits for nobody, is the one that hangs. A broken connection that could
 // not be mended accuses both its ends.
-void Coordinator::judge(TimePoint now) {
+void Coordinator::judge() {
   const Duration patience = config_.silence / 4;
   std::map<std::uint32_t, int> accused;
   std::set<std::uint32_t> waiting;
   for (const auto& [edge, about] : accusations_) {
     // The step waits for a trainer that may take its time, and so all others may.
-    if (about.excused && now - *about.excused <= config_.silence) return;
+    if (about.excused && now_ - *about.excused <= config_.silence) return;
     if (!about.counts) continue;
     if (edge.first != edge.second) waiting.insert(edge.first);
-    if (now - about.since >= patience) ++accused[edge.second];
+    if (now_ - about.since >= patience) ++accused[edge.second];
   }
   if (accused.empty()) return;
   const auto worse = [&](const auto& a, const auto& b) {  // less guilty first
@@ -176,7 +176,7 @@ void Coordinator::judge(TimePoint now) {
       present(m->replica, m->incarnation))
     what = fmt::format("it hangs: its processes are heard, wait for nobody and do not go on; {}", what);
   if (m->catching_up && last_complete(*m)) return block_on(guilty, what);
-  if (m->catching_up && !caught_up(*m)) return remove(guilty, what, now);
+  if (m->catching_up && !caught_up(*m)) return remove(guilty, what);
   if (!others_contribute(guilty) && !promote_caught_up(true)) return block_on(guilty, what);
   suspend(guilty, what);
   next_epoch(fmt::format("without replica {}: {}", guilty, what));
@@ -236,7 +236,7 @@ void Coordinator::give_up_suspended() {
 
 // Its process is gone: out of the job, whether it is a member, suspended or only registered. The step under way is
 // retried without it.
-void Coordinator::remove(ReplicaId id, const std::string& reason, TimePoint now, bool left) {
+void Coordinator::remove(ReplicaId id, const std::string& reason, bool left) {
   // It has done its part and leaves. It stays a member: its other ranks may come back, and have yet to hear the end.
   if (finished()) {
     if (replicas_.erase(id) > 0) note("replica {} has left the finished job: {}", id, reason);
@@ -253,7 +253,7 @@ void Coordinator::remove(ReplicaId id, const std::string& reason, TimePoint now,
   if (!has_contributors() && !find_contributors() && !may_yet_report) lose_everybody();
   next_epoch(fmt::format("without replica {}: {}", id, reason));
   (void)may_announce();  // those who are left may now be all who were waited for
-  try_start(now);
+  try_start();
 }
 
 // Half a state is worth nothing without a source: who was catching up starts again, too.
@@ -317,25 +317,25 @@ bool Coordinator::present(ReplicaId id, Incarnation incarnation) const {
 }
 
 // One of its ranks has been gone for too long.
-bool Coordinator::overdue(const ReplicaState& replica, TimePoint now) const {
+bool Coordinator::overdue(const ReplicaState& replica) const {
   return std::any_of(replica.ranks.begin(), replica.ranks.end(), [&](const RankState& rank) {
-    return rank.registered && !rank.connected_node && !may_come_back(rank, now);
+    return rank.registered && !rank.connected_node && !may_come_back(rank);
   });
 }
 
 // All of them may have been lost at once, because of this process, and what most say may wait to be read behind what
 // others say: nobody is judged for that while they still come.
-bool Coordinator::may_come_back(const RankState& rank, TimePoint now) const {
-  const bool others_come = now - back_at_ < config_.silence / 4;
-  return now - rank.lost_at < (others_come ? deadlines::kOthersComeBack.of(config_.silence) : config_.silence);
+bool Coordinator::may_come_back(const RankState& rank) const {
+  const bool others_come = now_ - back_at_ < config_.silence / 4;
+  return now_ - rank.lost_at < (others_come ? deadlines::kOthersComeBack.of(config_.silence) : config_.silence);
 }
 
 // A rank that was registered before is there again. After a restart all have to come, and are judged as above.
-void Coordinator::on_return(TimePoint now) {
-  back_at_ = now;
+void Coordinator::on_return() {
+  back_at_ = now_;
   if (!recovering_until_) return;
   const Duration most = deadlines::kOthersComeBack.of(config_.silence) - config_.silence - recovery_prolonged_;
-  const Duration more = std::clamp(now + config_.silence / 4 - *recovering_until_, Duration{}, most);
+  const Duration more = std::clamp(now_ + config_.silence / 4 - *recovering_until_, Duration{}, most);
   *recovering_until_ += more;
   recovery_prolonged_ += more;
 }

@@ -7,7 +7,7 @@
 namespace rejoin::membership {
 
 // Whether the step that all have reduced may be committed.
-bool Coordinator::differences_settled(TimePoint now) {
+bool Coordinator::differences_settled() {
   std::vector<DriftAudit::Voter> voters;
   for (const auto& m : members_) voters.push_back({m.replica, !m.catching_up});
   const DriftAudit::Verdict verdict = audit_.judge(voters, epoch_, committed_);
@@ -15,7 +15,7 @@ bool Coordinator::differences_settled(TimePoint now) {
   using Kind = DriftAudit::Verdict::Kind;
   switch (verdict.kind) {
     case Kind::agree: return true;
-    case Kind::remove: remove(verdict.replica, verdict.reason, now); return false;
+    case Kind::remove: remove(verdict.replica, verdict.reason); return false;
     case Kind::repeat: break;
     case Kind::stop: {
       proto::LogRecord record;

@@ -31,14 +31,14 @@ bool Coordinator::may_balance(const ReplicaState& replica) const {
 
 // Nobody has computed for longer than the step is under way. A little more is allowed: two clocks show it, and the
 // trainer may have heard the plan before this coordinator had taken over.
-std::uint64_t Coordinator::plausible(std::uint64_t compute_us, TimePoint now) const {
-  const Duration under_way = now - under_way_since_;
+std::uint64_t Coordinator::plausible(std::uint64_t compute_us) const {
+  const Duration under_way = now_ - under_way_since_;
   const auto most = (under_way + under_way / 8) / std::chrono::microseconds(1) + 1000;
   return compute_us <= static_cast<std::uint64_t>(std::max<std::int64_t>(0, most)) ? compute_us : 0;
 }
 
 // A step is being committed. One in which somebody came or went, or a trainer took its time, says nothing.
-void Coordinator::measure(Step step, TimePoint now) {
+void Coordinator::measure(Step step) {
   std::vector<Paces::Measured> contributors;
   for (const auto& m : members_) {
     const Batch* batch = ledger_.batch_of(m.replica);
@@ -46,7 +46,7 @@ void Coordinator::measure(Step step, TimePoint now) {
       contributors.push_back(
           {m.replica, m.incarnation, samples_of(*batch), settled_ && !excused_ ? m.computed.us() : 0});
   }
-  paces_.on_step(step, contributors, now);
+  paces_.on_step(step, contributors, now_);
 }
 
 std::vector<Paces::Straggler> Coordinator::stragglers() const {
@@ -58,7 +58,7 @@ std::vector<Paces::Straggler> Coordinator::stragglers() const {
 }
 
 // Sums go around the ring, and results both ways.
-void Coordinator::look_for_slow_link(TimePoint now) {
+void Coordinator::look_for_slow_link() {
   std::vector<RingLink> links;
   for (std::size_t i = 0; i < members_.size(); ++i) {
     const ReplicaState* here = registration(members_[i].replica, members_[i].incarnation);
@@ -70,7 +70,7 @@ void Coordinator::look_for_slow_link(TimePoint now) {
       if (const auto link = rates.of(members_[next].incarnation.value))
         links.push_back({members_[i].replica, members_[next].replica, link->rank, link->rate});
   }
-  slow_link_.look(links, committed_, now);
+  slow_link_.look(links, committed_, now_);
 }
 
 // How the steps after the next one are to be shared from now on, where that changes with this commit: the plan that

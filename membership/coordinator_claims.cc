@@ -12,12 +12,12 @@ namespace rejoin::membership {
 
 // Another process has the place and may be alive, for all that this coordinator has heard. A daemon has one process in
 // a place, so that of the same daemon has ended.
-Coordinator::RankState* Coordinator::holder_against(const proto::RankUp& up, TimePoint now) {
+Coordinator::RankState* Coordinator::holder_against(const proto::RankUp& up) {
   auto found = replicas_.find(ReplicaId(up.replica()));
   if (found == replicas_.end() || found->second.ranks.empty()) return nullptr;
   RankState& rank = found->second.ranks[up.rank()];
   if (!rank.registered || rank.instance == up.instance() || rank.daemon == up.daemon()) return nullptr;
-  const bool may_be_there = rank.connected_node || may_come_back(rank, now) || pause_detector_.just_paused(now);
+  const bool may_be_there = rank.connected_node || may_come_back(rank) || pause_detector_.just_paused(now_);
   return may_be_there ? &rank : nullptr;
 }
 
@@ -37,7 +37,7 @@ bool Coordinator::former_may_come_back(const proto::RankUp& up, TimePoint now) c
 }
 
 // True: it waits.
-bool Coordinator::claims_place(NodeId node, const proto::RankUp& up, TimePoint now) {
+bool Coordinator::claims_place(NodeId node, const proto::RankUp& up) {
   const auto process = ConnectedNode::Process::of(up);
   std::erase_if(claims_, [&](const Claim& one) {
     const bool again = same_process(one.up, up);
@@ -46,8 +46,8 @@ bool Coordinator::claims_place(NodeId node, const proto::RankUp& up, TimePoint n
     return again;
   });
   std::erase(nodes_[node].moved, process);
-  RankState* holder = holder_against(up, now);
-  if (holder == nullptr && !former_may_come_back(up, now)) return false;
+  RankState* holder = holder_against(up);
+  if (holder == nullptr && !former_may_come_back(up, now_)) return false;
   if (too_many(claims_, up)) {
     refuse(node, up, refusals::Why::place, "several processes ask for its place already");
     return true;
@@ -87,11 +87,11 @@ void Coordinator::on_alive(const proto::Alive& alive) {
 }
 
 // Those whose predecessor has ended meanwhile, or is silent for too long, register.
-void Coordinator::settle_claims(TimePoint now) {
+void Coordinator::settle_claims() {
   for (auto& claim : std::exchange(claims_, {})) {
-    RankState* holder = finished() ? nullptr : holder_against(claim.up, now);
-    if (holder == nullptr && (finished() || !former_may_come_back(claim.up, now))) {
-      on_rank_up(claim.node, claim.up, now);
+    RankState* holder = finished() ? nullptr : holder_against(claim.up);
+    if (holder == nullptr && (finished() || !former_may_come_back(claim.up, now_))) {
+      on_rank_up(claim.node, claim.up);
       continue;
     }
     if (holder != nullptr) inquire(claim, *holder);

@@ -69,7 +69,7 @@ bool Coordinator::dissent() const {
 }
 
 // True: it does not register, but is refused as soon as it is known in what it differs.
-bool Coordinator::differs(NodeId node, const proto::RankUp& up, TimePoint now) {
+bool Coordinator::differs(NodeId node, const proto::RankUp& up) {
   std::erase_if(misfits_, [&](const Differing& one) { return same_process(one.up, up); });
   Declaration& declaration = declaration_of(up);
   // In a log from before this was written down: that a member, who comes back, is right, and not somebody new.
@@ -84,12 +84,12 @@ bool Coordinator::differs(NodeId node, const proto::RankUp& up, TimePoint now) {
            "it declares something else than the job's replicas, as others in its place do");
     return true;
   }
-  misfits_.push_back({.node = node, .up = up, .declaration = &declaration, .since = now});
-  settle_declarations(now);
+  misfits_.push_back({.node = node, .up = up, .declaration = &declaration, .since = now_});
+  settle_declarations();
   return true;
 }
 
-void Coordinator::on_declaration(const proto::Declaration& declared, TimePoint now) {
+void Coordinator::on_declaration(const proto::Declaration& declared) {
   Declaration* declaration = nullptr;
   if (const RankState* rank = rank_of(declared.replica(), declared.rank(), declared.instance()))
     declaration = rank->declaration;
@@ -97,31 +97,31 @@ void Coordinator::on_declaration(const proto::Declaration& declared, TimePoint n
     if (same_process(one.up, declared)) declaration = one.declaration;
   if (declaration == nullptr) return;
   declaration->content = declared;
-  settle_declarations(now);
+  settle_declarations();
 }
 
 // With each event that may have changed it, and each tick.
-void Coordinator::settle_declarations(TimePoint now) {
+void Coordinator::settle_declarations() {
   announce_after_dissent();
   const auto binding = decided();
-  if (!binding) return settle_without_majority(now);
-  if (members_.empty() && dissent()) turn_out_those_who_differ(*binding, now);
+  if (!binding) return settle_without_majority();
+  if (members_.empty() && dissent()) turn_out_those_who_differ(*binding);
   Declaration* right = nullptr;
   for (auto& [key, declaration] : declarations_)
     if (fits(declaration, *binding) && (right == nullptr || declaration.content)) right = &declaration;
   bool any = false;
   for (auto& one : std::exchange(misfits_, {})) {
     if (fits(*one.declaration, *binding) && !one.was_registered) {  // others have come, and gone
-      on_rank_up(one.node, one.up, now);
+      on_rank_up(one.node, one.up);
       continue;
     }
     const bool known = one.declaration->content && (right == nullptr || right->content);
     const bool only_settings = one.declaration->key->first == binding->plan_hash;
-    if (!known && !only_settings && now - one.since < config_.silence / 2) {
+    if (!known && !only_settings && now_ - one.since < config_.silence / 2) {
       Declaration& sent = *one.declaration;
       misfits_.push_back(std::move(one));
-      ask_for(sent, now);
-      if (right != nullptr) ask_for(*right, now);
+      ask_for(sent);
+      if (right != nullptr) ask_for(*right);
       continue;
     }
     auto why = difference(*one.declaration, right, *binding);
@@ -129,29 +129,29 @@ void Coordinator::settle_declarations(TimePoint now) {
     refuse(one.node, one.up, refusals::Why::declaration, std::move(why));
     any = true;
   }
-  if (any) try_start(now);
+  if (any) try_start();
 }
 
 // Nothing binds anybody, so all may register. Of those who were turned out for a majority that is gone meanwhile it is
 // not known any more what they have come with: they start again.
-void Coordinator::settle_without_majority(TimePoint now) {
+void Coordinator::settle_without_majority() {
   for (auto& one : std::exchange(misfits_, {}))
     if (one.was_registered)
       refuse(one.node, one.up, refusals::Why::declaration,
              "those who declared something else have gone: start it again");
-    else on_rank_up(one.node, one.up, now);
+    else on_rank_up(one.node, one.up);
   if (!dissent()) return dissent_since_.reset();
-  if (!dissent_since_) dissent_since_ = now;
+  if (!dissent_since_) dissent_since_ = now_;
   bool known = true;
   for (const auto& [id, replica] : replicas_) {
     if (!replica.mixed) {
-      ask_for(*replica.declaration, now);
+      ask_for(*replica.declaration);
       known = known && replica.declaration->content;
     }
     for (std::uint32_t number = 0; replica.mixed && number < replica.ranks.size(); ++number)
-      if (replica.ranks[number].registered) ask_for(*replica.ranks[number].declaration, now);
+      if (replica.ranks[number].registered) ask_for(*replica.ranks[number].declaration);
   }
-  if (!known && now - *dissent_since_ < config_.silence / 2) return;  // in what they differ is being asked
+  if (!known && now_ - *dissent_since_ < config_.silence / 2) return;  // in what they differ is being asked
   for (auto& line : dissent_lines()) warn_once(std::move(line));
 }
 
@@ -163,7 +163,7 @@ void Coordinator::announce_after_dissent() {
 }
 
 // A majority is there: the others register no longer. Their ranks hear why when that is known.
-void Coordinator::turn_out_those_who_differ(const First& binding, TimePoint now) {
+void Coordinator::turn_out_those_who_differ(const First& binding) {
   std::vector<std::uint64_t> gone;
   for (auto& [id, replica] : replicas_) {
     if (!replica.mixed && (replica.declaration == nullptr || fits(*replica.declaration, binding))) continue;
@@ -181,7 +181,7 @@ void Coordinator::turn_out_those_who_differ(const First& binding, TimePoint now)
       --replica.registered;
       if (!rank.connected_node) continue;
       auto& one =
-          misfits_.emplace_back(Differing{.node = rank.node, .up = {}, .declaration = rank.declaration, .since = now});
+          misfits_.emplace_back(Differing{.node = rank.node, .up = {}, .declaration = rank.declaration, .since = now_});
       one.up.set_replica(id.value);
       one.up.set_rank(number);
       one.up.set_instance(rank.instance);
@@ -197,11 +197,11 @@ void Coordinator::turn_out_those_who_differ(const First& binding, TimePoint now)
 }
 
 // One who has declared that declaration, and is there, says it in full.
-void Coordinator::ask_for(Declaration& declaration, TimePoint now) {
-  if (declaration.content || (declaration.asked_at != TimePoint{} && now - declaration.asked_at < config_.silence / 8))
+void Coordinator::ask_for(Declaration& declaration) {
+  if (declaration.content || (declaration.asked_at != TimePoint{} && now_ - declaration.asked_at < config_.silence / 8))
     return;
   const auto ask = [&](NodeId node, std::uint32_t replica, std::uint32_t rank, std::uint64_t instance) {
-    declaration.asked_at = now;
+    declaration.asked_at = now_;
     proto::ToNode message;
     message.mutable_declare()->set_replica(replica);
     message.mutable_declare()->set_rank(rank);

@@ -24,7 +24,7 @@ RankSet here(const Coordinator::ReplicaState& replica, const RankSet& ranks, Nod
 }  // namespace
 
 // That a replica has caught up is acted on at the next step boundary, or when nobody else is left, whoever says it.
-void Coordinator::on_replica_status(NodeId node, const proto::ReplicaStatus& status, TimePoint now) {
+void Coordinator::on_replica_status(NodeId node, const proto::ReplicaStatus& status) {
   auto found = replicas_.find(ReplicaId(status.replica()));
   if (found == replicas_.end() || found->second.incarnation.value != status.incarnation()) return;
   const RankSet named(status.ranks(), config_.ranks);
@@ -43,7 +43,7 @@ void Coordinator::on_replica_status(NodeId node, const proto::ReplicaStatus& sta
   near_.stale = near_.stale || round_trips(found->first, found->second.incarnation) != trips_before;
   if (member(found->first) == nullptr && out_for_now(found->first) == nullptr)
     for (auto& line : unreached_lines(found->first, found->second)) warn_once(std::move(line));
-  try_start(now);
+  try_start();
 }
 
 // Each of its ranks is connected with all of these, itself left out.

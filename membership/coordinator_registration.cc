@@ -9,7 +9,7 @@
 
 namespace rejoin::membership {
 
-void Coordinator::on_rank_up(NodeId node, const proto::RankUp& up, TimePoint now) {
+void Coordinator::on_rank_up(NodeId node, const proto::RankUp& up) {
   const ReplicaId id(up.replica());
   if (up.replica() >= config_.replicas || up.rank() >= config_.ranks)
     return refuse(node, up, refusals::Why::job,
@@ -20,8 +20,8 @@ void Coordinator::on_rank_up(NodeId node, const proto::RankUp& up, TimePoint now
   if (up.version() > kMostSteps)
     return refuse(node, up, refusals::Why::offer,
                   fmt::format("its state's version is {}, and steps are numbered up to {}", up.version(), kMostSteps));
-  if (up.incarnation() == 0 && claims_place(node, up, now)) return;
-  if (differs(node, up, now)) return;
+  if (up.incarnation() == 0 && claims_place(node, up)) return;
+  if (differs(node, up)) return;
   if (auto contradiction = contradicted(up)) return refuse(node, up, refusals::Why::job, *contradiction);
   auto found = replicas_.find(id);
   if (up.incarnation() != 0) {  // it was registered before and comes back (its daemon or the coordinator restarted)
@@ -41,20 +41,20 @@ void Coordinator::on_rank_up(NodeId node, const proto::RankUp& up, TimePoint now
       return evict(node, id, Incarnation(up.incarnation()), reason, up.job());
     }
     // Whoever had its place has ended.
-    if (!known && !from_log) remove(id, fmt::format("rank {} was started again", up.rank()), now);
+    if (!known && !from_log) remove(id, fmt::format("rank {} was started again", up.rank()));
     auto& replica = replicas_[id];
     if (!known) replica.incarnation = Incarnation(up.incarnation());
     const bool was_fully_registered = fully_registered(replica);
     const RankState* there = rank_of(up.replica(), up.rank(), up.instance());
-    if (recovering_until_ || there == nullptr || !there->connected_node) on_return(now);
+    if (recovering_until_ || there == nullptr || !there->connected_node) on_return();
     keep(replica, node, up);
     welcome_back(node, up, replica);
-    if (!was_fully_registered && fully_registered(replica)) on_fully_registered(id, now);
+    if (!was_fully_registered && fully_registered(replica)) on_fully_registered(id);
     if (versions_of(replica.ranks[up.rank()]).spoken.version() < protocol_.version()) lower_protocol();
-    on_reduced(reduced_of(up), now);  // stale, unless it is of this epoch and step
-    return try_start(now);
+    on_reduced(reduced_of(up));  // stale, unless it is of this epoch and step
+    return try_start();
   }
-  register_new(node, up, now);
+  register_new(node, up);
 }
 
 void Coordinator::refuse(NodeId node, const proto::RankUp& up, refusals::Why why, std::string reason) {
@@ -117,7 +117,7 @@ bool Coordinator::belongs_elsewhere(NodeId node, const proto::RankUp& up) {
 }
 
 // A process that has not been registered yet, or none that anything depended on.
-void Coordinator::register_new(NodeId node, const proto::RankUp& up, TimePoint now) {
+void Coordinator::register_new(NodeId node, const proto::RankUp& up) {
   const ReplicaId id(up.replica());
   auto found = replicas_.find(id);
   // If this replica lives already, that instance has ended without our hearing of it.
@@ -126,7 +126,7 @@ void Coordinator::register_new(NodeId node, const proto::RankUp& up, TimePoint n
       keep(found->second, node, up);  // it never heard our answer; its daemon may be another one by now
       return welcome_back(node, up, found->second);
     }
-    remove(id, fmt::format("rank {} was started again", up.rank()), now);
+    remove(id, fmt::format("rank {} was started again", up.rank()));
     found = replicas_.find(id);
   }
   const auto is_it = [&](Incarnation incarnation) {
@@ -135,7 +135,7 @@ void Coordinator::register_new(NodeId node, const proto::RankUp& up, TimePoint n
   const MemberState* m = member(id);
   const Suspended* out = out_for_now(id);
   if ((m != nullptr && is_it(m->incarnation)) || (out != nullptr && is_it(out->incarnation))) {
-    remove(id, fmt::format("rank {} was started again", up.rank()), now);
+    remove(id, fmt::format("rank {} was started again", up.rank()));
     found = replicas_.find(id);
   }
   if (found == replicas_.end()) {
@@ -147,18 +147,18 @@ void Coordinator::register_new(NodeId node, const proto::RankUp& up, TimePoint n
     found = replicas_.emplace(id, ReplicaState{.incarnation = incarnation}).first;
   }
   ReplicaState& replica = found->second;
-  keep(replica, node, up).lost_at = now;
+  keep(replica, node, up).lost_at = now_;
   welcome(node, up, replica.incarnation);
   if (!fully_registered(replica)) return;
   note("replica {} has registered", id);
-  on_fully_registered(id, now);
-  try_start(now);
+  on_fully_registered(id);
+  try_start();
 }
 
 // Those who differ in what they declare could not connect with each other.
-void Coordinator::on_fully_registered(ReplicaId id, TimePoint now) {
+void Coordinator::on_fully_registered(ReplicaId id) {
   const bool differed = dissent();
-  settle_declarations(now);
+  settle_declarations();
   auto found = replicas_.find(id);
   if (differed) unannounced_ = true;
   else if (found != replicas_.end() && may_announce()) announce_replica(found->second, id), tell_prospect();

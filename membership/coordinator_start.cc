@@ -31,14 +31,14 @@ std::string text_of(const Samples& samples) {
 
 // Nobody contributes: a fresh job, or everybody was lost. It goes on from the most advanced state there is, but below
 // the last committed step only if an operator says so.
-void Coordinator::try_start(TimePoint now) {
-  if (pause_detector_.just_paused(now)) return;  // those who are waited for may have come: the next ticks read on
+void Coordinator::try_start() {
+  if (pause_detector_.just_paused(now_)) return;  // those who are waited for may have come: the next ticks read on
   wants_roll_back_.reset();
   if (has_contributors() || finished() || (recovering_until_ && !members_.empty())) return;
   std::erase_if(strangers_,
-                [&](const auto& one) { return one.second.lost_at && now - *one.second.lost_at > start_patience(); });
+                [&](const auto& one) { return one.second.lost_at && now_ - *one.second.lost_at > start_patience(); });
   if (!strangers().empty()) return incomplete_since_.reset();
-  const auto ready = ready_to_start(now);
+  const auto ready = ready_to_start();
   if (ready.empty()) return;
   const auto from = newest(ready);
   if (send_back_mixed(ready, from)) return;
@@ -66,7 +66,7 @@ std::vector<std::string> Coordinator::strangers() const {
 }
 
 // All that are configured; of a job that had started before also fewer, when the others have not come for long.
-std::vector<ReplicaId> Coordinator::ready_to_start(TimePoint now) {
+std::vector<ReplicaId> Coordinator::ready_to_start() {
   // Asked with each report that a replica is connected with some: of a large job most come while others have yet to.
   if (!started() && replicas_.size() + refused_.size() < config_.replicas) {
     incomplete_since_.reset();
@@ -82,8 +82,8 @@ std::vector<ReplicaId> Coordinator::ready_to_start(TimePoint now) {
       incomplete_since_.reset();
       return {};
     }
-    if (!incomplete_since_) incomplete_since_ = now;
-    if (now - *incomplete_since_ < start_patience()) return {};
+    if (!incomplete_since_) incomplete_since_ = now_;
+    if (now_ - *incomplete_since_ < start_patience()) return {};
   }
   if (const auto lacks = not_linked(there)) return not_linked_ = *lacks, std::vector<ReplicaId>{};
   return there;

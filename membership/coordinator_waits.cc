@@ -54,9 +54,9 @@ std::vector<std::string> Coordinator::waiting_for(TimePoint now) const {
 }
 
 // What keeps a job from starting is told to its trainers, too, when it has lasted: who started them looks there.
-void Coordinator::tell_why_it_waits(TimePoint now) {
+void Coordinator::tell_why_it_waits() {
   std::vector<std::string> lines;
-  if (!started() || members_.empty()) lines = waiting_for(now);
+  if (!started() || members_.empty()) lines = waiting_for(now_);
   constexpr std::size_t most = 8;
   if (lines.size() > most) lines.resize(most);
   auto why = fmt::format("{}", fmt::join(lines, "; "));
@@ -65,9 +65,9 @@ void Coordinator::tell_why_it_waits(TimePoint now) {
     std::erase_if(text, [](unsigned char c) { return std::isdigit(c) != 0; });
     return text;
   };
-  if (as_compared(why) != as_compared(waits_.why)) waits_ = {.why = {}, .since = now, .reported = false};
+  if (as_compared(why) != as_compared(waits_.why)) waits_ = {.why = {}, .since = now_, .reported = false};
   waits_.why = std::move(why);
-  if (waits_.reported || waits_.why.empty() || now - waits_.since < 2 * config_.silence) return;
+  if (waits_.reported || waits_.why.empty() || now_ - waits_.since < 2 * config_.silence) return;
   waits_.reported = true;
   proto::ToNode message;
   message.mutable_waits()->set_why(waits_.why);
