@@ -134,7 +134,7 @@ void Coordinator::on_rank_down(NodeId node, const proto::RankDown& down) {
   const std::string why = shortened(down.reason(), kLongestReason);
   if (down.ended()) {
     remove(ReplicaId(down.replica()), fmt::format("rank {}{}: {}", down.rank(), down.left() ? " has left" : "", why),
-           down.left());
+           down.left() ? Parting::left : Parting::lost);
     return settle_claims();
   }
   note("replica {} rank {}: {}", down.replica(), down.rank(), why);
@@ -229,7 +229,7 @@ bool Coordinator::change_members_at_boundary() {
     }
   }
   const auto waiting = candidates();
-  Ring ring = waiting.empty() ? Ring{} : ring_of_members(false);
+  Ring ring = waiting.empty() ? Ring{} : ring_of_members(When::now);
   for (auto id : waiting) {
     const ReplicaState& replica = replicas_.at(id);
     // change_of_balance() has ended it, and the step that is planned already is the last one under it.

@@ -239,13 +239,13 @@ class Coordinator {
   enum class Begun : bool { maybe, fresh };  // whether somebody may have begun the step before an epoch
   void judge();
   void suspend(ReplicaId replica, const std::string& reason);
-  bool take_back(bool only_present);
-  bool promote_caught_up(bool only_present);
+  bool take_back(Whom whom);
+  bool promote_caught_up(Whom whom);
   bool find_contributors();
   bool last_complete(const MemberState& member) const;
   bool may_be_complete(const MemberState& member) const;
   void give_up_suspended();
-  void remove(ReplicaId replica, const std::string& reason, bool left = false);
+  void remove(ReplicaId replica, const std::string& reason, Parting parting = Parting::lost);
   void lose_everybody();
   void next_epoch(const std::string& reason, Begun step = Begun::maybe);
   void drop_registration(ReplicaId replica, const std::string& reason);
@@ -301,12 +301,12 @@ class Coordinator {
   void announce_replica(const ReplicaState& replica, ReplicaId id);
   void announce_ranks(const ReplicaState& replica, ReplicaId id, const RankSet& ranks, const std::set<NodeId>& sent_to);
   void announce(const std::vector<NodeId>& nodes, const RankSet& ranks,
-                const std::map<ReplicaId, const ReplicaState*>& replicas, bool all);
+                const std::map<ReplicaId, const ReplicaState*>& replicas, Named named);
   proto::Plan plan() const;
   bool fully_registered(const ReplicaState& replica) const;
   bool linked(const ReplicaState& replica, const Incarnations& incarnations) const;  // coordinator_links.cc
   Ring ring_in_plan() const;
-  Ring ring_of_members(bool promoted) const;
+  Ring ring_of_members(When when) const;
   Ring in_ring_order(Ring ring, Moving moving = Moving::yes) const;
   void order_by_location(Ring::iterator begin, Ring::iterator end, Moving moving) const;
   Neighbourhoods near_each_other(std::span<const RingMember> members) const;

@@ -59,7 +59,7 @@ void Coordinator::settle_absent() {
     const MemberState* m = member(id);
     if (m == nullptr || (m->catching_up && (!caught_up(*m) || last_complete(*m)))) continue;
     const bool last = !others_contribute(id);
-    if (last && !take_back(true) && !promote_caught_up(true)) {
+    if (last && !take_back(Whom::connected) && !promote_caught_up(Whom::connected)) {
       block_on(id, "it is silent");
       continue;
     }
@@ -82,7 +82,7 @@ void Coordinator::settle_recovery() {
   if (now_ < *recovering_until_) return;
   const bool somebody =
       std::any_of(members_.begin(), members_.end(), [&](const auto& m) { return !m.catching_up && is_back(m); });
-  const bool found = !somebody && (take_back(true) || promote_caught_up(true));
+  const bool found = !somebody && (take_back(Whom::connected) || promote_caught_up(Whom::connected));
   if (!somebody && !found) {
     // Who only may have it is given up at an operator's word, after the time that a start has.
     const bool given_up = roll_back_to_ && now_ - *recovering_until_ >= start_patience();
@@ -177,7 +177,7 @@ void Coordinator::judge() {
     what = fmt::format("it hangs: its processes are heard, wait for nobody and do not go on; {}", what);
   if (m->catching_up && last_complete(*m)) return block_on(guilty, what);
   if (m->catching_up && !caught_up(*m)) return remove(guilty, what);
-  if (!others_contribute(guilty) && !promote_caught_up(true)) return block_on(guilty, what);
+  if (!others_contribute(guilty) && !promote_caught_up(Whom::connected)) return block_on(guilty, what);
   suspend(guilty, what);
   next_epoch(fmt::format("without replica {}: {}", guilty, what));
 }
@@ -192,14 +192,14 @@ void Coordinator::suspend(ReplicaId id, const std::string& reason) {
   std::erase_if(members_, [&](const MemberState& each) { return each.replica == id; });
 }
 
-// Suspended contributors whose processes live, as far as is known; `present`: those only that are connected now.
-bool Coordinator::take_back(bool only_present) {
+// Suspended contributors whose processes live, as far as is known.
+bool Coordinator::take_back(Whom whom) {
   bool any = false;
   const auto replaced = [&](const Suspended& out) {  // another instance has its place
     return replicas_.contains(out.replica) && registration(out.replica, out.incarnation) == nullptr;
   };
   for (auto out = suspended_.begin(); out != suspended_.end();) {
-    if (out->ended || replaced(*out) || (only_present && !present(out->replica, out->incarnation))) {
+    if (out->ended || replaced(*out) || (whom == Whom::connected && !present(out->replica, out->incarnation))) {
       ++out;
       continue;
     }
@@ -212,12 +212,12 @@ bool Coordinator::take_back(bool only_present) {
 }
 
 // Nobody else is left to contribute: joiners that have caught up hold the same state, and need not wait for the next
-// step's boundary. `present`: as above.
-bool Coordinator::promote_caught_up(bool only_present) {
+// step's boundary.
+bool Coordinator::promote_caught_up(Whom whom) {
   bool any = false;
   for (auto& m : members_) {
     if (!m.catching_up || !caught_up(m)) continue;
-    if (only_present && !present(m.replica, m.incarnation)) continue;
+    if (whom == Whom::connected && !present(m.replica, m.incarnation)) continue;
     note("replica {} has caught up and contributes after step {}, whose state it has", m.replica, committed_);
     m.catching_up = false;
     any = true;
@@ -236,7 +236,7 @@ void Coordinator::give_up_suspended() {
 
 // Its process is gone: out of the job, whether it is a member, suspended or only registered. The step under way is
 // retried without it.
-void Coordinator::remove(ReplicaId id, const std::string& reason, bool left) {
+void Coordinator::remove(ReplicaId id, const std::string& reason, Parting parting) {
   // It has done its part and leaves. It stays a member: its other ranks may come back, and have yet to hear the end.
   if (finished()) {
     if (replicas_.erase(id) > 0) note("replica {} has left the finished job: {}", id, reason);
@@ -245,7 +245,7 @@ void Coordinator::remove(ReplicaId id, const std::string& reason, bool left) {
   if (Suspended* out = out_for_now(id)) out->ended = true;
   drop_registration(id, reason);
   if (member(id) == nullptr) return;
-  actions_.notes.push_back({fmt::format("replica {} is out: {}", id, reason), !left});
+  actions_.notes.push_back({fmt::format("replica {} is out: {}", id, reason), parting == Parting::lost});
   ledger_.hand_back(id);
   std::erase_if(members_, [&](const MemberState& m) { return m.replica == id; });
   // After a restart a joiner may not have reported yet that it has caught up: settle_recovery() decides.
@@ -369,7 +369,9 @@ bool Coordinator::contributes_here(const MemberState& m) const {
 
 // Where nobody contributes any more: whoever else holds the state, if possible somebody who is there.
 bool Coordinator::find_contributors() {
-  return take_back(true) || promote_caught_up(true) || take_back(false) || promote_caught_up(false);
+  for (auto whom : {Whom::connected, Whom::all})
+    if (take_back(whom) || promote_caught_up(whom)) return true;
+  return false;
 }
 
 // A joiner that has caught up, and no contributor is there: who knows whether one will be again.

@@ -58,11 +58,11 @@ bool Coordinator::linked(const ReplicaState& replica, const Incarnations& incarn
   return count == config_.ranks;
 }
 
-// `promoted`: as it will be at the next step boundary.
-Ring Coordinator::ring_of_members(bool promoted) const {
+// At the next step boundary those who have caught up contribute.
+Ring Coordinator::ring_of_members(When when) const {
   Ring ring;
   for (const auto& m : members_)
-    ring.push_back({m.replica, m.incarnation, m.catching_up && !(promoted && caught_up(m))});
+    ring.push_back({m.replica, m.incarnation, m.catching_up && !(when == When::next_step && caught_up(m))});
   return in_ring_order(std::move(ring));
 }
 
@@ -237,7 +237,7 @@ void Coordinator::tell_prospect() {
   constexpr std::size_t few = 16;
   const auto waiting = candidates();
   if (waiting.empty() || (waiting.size() > few && now_ - prospect_.sent_at < config_.silence / 16)) return;
-  Ring ring = ring_of_members(true);
+  Ring ring = ring_of_members(When::next_step);
   std::set<NodeId> nodes;
   for (auto id : waiting) {
     const ReplicaState& replica = replicas_.at(id);

@@ -46,7 +46,7 @@ std::string Coordinator::reason_for_being_out(ReplicaId id) const {
 
 std::vector<ReplicaOutage> Coordinator::outages(TimePoint now) const {
   std::vector<ReplicaOutage> all;
-  const Ring members = ring_of_members(false);
+  const Ring members = ring_of_members(When::now);
   const auto connects = [&](ReplicaId id, const ReplicaState& replica) {
     Ring with = members;
     with.push_back({id, replica.incarnation, true});

@@ -323,7 +323,7 @@ void Coordinator::announce_to(const std::vector<NodeId>& nodes, const RankSet& r
   std::map<ReplicaId, const ReplicaState*> there;
   for (const auto& [id, replica] : replicas_)
     if (fully_registered(replica)) there[id] = &replica;
-  announce(nodes, ranks, there, true);
+  announce(nodes, ranks, there, Named::all);
 }
 
 // All of its ranks have come: to them all others, and to all others them.
@@ -345,20 +345,20 @@ void Coordinator::announce_ranks(const ReplicaState& replica, ReplicaId id, cons
   for (const auto& [node, state] : nodes_)
     if (!sent_to.contains(node)) by_concerned[ranks.common(state.hosts)].push_back(node);
   for (const auto& [concerned, nodes] : by_concerned)
-    if (!concerned.empty()) announce(nodes, concerned, {{id, &replica}}, false);
+    if (!concerned.empty()) announce(nodes, concerned, {{id, &replica}}, Named::some);
 }
 
 // In as many messages as it takes for each to fit a frame, however many ranks a relay has: all that concerns a rank is
-// in one of them. `all`: those are all of its peers.
+// in one of them.
 void Coordinator::announce(const std::vector<NodeId>& nodes, const RankSet& ranks,
-                           const std::map<ReplicaId, const ReplicaState*>& replicas, bool all) {
+                           const std::map<ReplicaId, const ReplicaState*>& replicas, Named named) {
   constexpr std::size_t kMost = 4 * MiB;
   proto::ToNode message;
   RankSet complete;
   std::size_t bytes = 0;
   const auto flush = [&] {
     auto& peers = *message.mutable_peers();
-    if (all) complete.to(peers.mutable_complete());
+    if (named == Named::all) complete.to(peers.mutable_complete());
     send_to(nodes, std::exchange(message, {}));
     complete.clear();
     bytes = 0;

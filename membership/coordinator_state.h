@@ -92,6 +92,18 @@ struct SuspendedReplica {
 // Whether members may change their positions in the ring because of measured round trips.
 enum class Moving : bool { no, yes };
 
+// Of which replicas a decision is: those that are connected on all of their ranks now, or all.
+enum class Whom : bool { connected, all };
+
+// How a replica has come out of the job: one of its processes was lost, or has said that it leaves.
+enum class Parting : bool { lost, left };
+
+// Who contributes: as it is, or as it will be from the next step boundary on.
+enum class When : bool { now, next_step };
+
+// Whether a message to ranks names all of their peers, or only some that are there now.
+enum class Named : bool { some, all };
+
 // The neighbourhoods that were found last. They are asked for more often than they change.
 struct KnownNeighbourhoods {
   std::vector<std::uint64_t> of;  // the incarnations among which they were found
