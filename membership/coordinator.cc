@@ -145,19 +145,20 @@ void Coordinator::on_rank_down(NodeId node, const proto::RankDown& down) {
 }
 
 void Coordinator::on_reduced(const proto::Reduced& reduced) {
-  MemberState* m = member(ReplicaId(reduced.replica()));
+  MemberState* m = members_.find(ReplicaId(reduced.replica()));
   if (m == nullptr || m->incarnation.value != reduced.incarnation() || reduced.epoch() != epoch_.value ||
       reduced.step() != committed_.value + 1)
     return;  // stale
-  m->reduced.add(RankSet(reduced.ranks(), config_.ranks));
+  members_.add_reduced(*m, RankSet(reduced.ranks(), config_.ranks));
   m->computed.add(plausible(reduced.compute_us()));
   audit_.on_reduced(m->replica, reduced);
   try_commit();
 }
 
 void Coordinator::on_accusation(const proto::Accusation& accusation) {
-  const bool current = accusation.epoch() == epoch_.value && member(ReplicaId(accusation.replica())) != nullptr &&
-                       member(ReplicaId(accusation.suspect())) != nullptr;
+  const bool current = accusation.epoch() == epoch_.value &&
+                       members_.find(ReplicaId(accusation.replica())) != nullptr &&
+                       members_.find(ReplicaId(accusation.suspect())) != nullptr;
   if (!current) return;
   auto [edge, fresh] = accusations_.try_emplace({accusation.replica(), accusation.suspect()});
   if (fresh || (!edge->second.counts && !accusation.only_waiting())) edge->second.since = now_;
@@ -175,9 +176,7 @@ void Coordinator::on_accusation(const proto::Accusation& accusation) {
 
 void Coordinator::try_commit() {
   if (members_.empty() || finished() || stopped_) return;
-  for (const auto& m : members_)
-    if (m.reduced.size() < config_.ranks) return;
-  if (!has_contributors()) return;
+  if (!members_.all_reduced() || !has_contributors()) return;
   if (!differences_settled()) return;
   const Step step(committed_.value + 1);
   excused_ = std::ranges::any_of(accusations_, [](const auto& one) { return one.second.excused.has_value(); });
@@ -202,7 +201,7 @@ void Coordinator::try_commit() {
   if (change) ledger_.set_next(*change);
   audit_.on_committed(now_);
   under_way_since_ = now_;
-  for (auto& m : members_) m.reduced.clear(), m.computed = {};
+  members_.begin_step();
   accusations_.clear();
   mended_.clear();
   warned_.clear();
@@ -239,7 +238,7 @@ bool Coordinator::change_members_at_boundary() {
       ring.pop_back();
       continue;
     }
-    members_.push_back({.replica = id, .incarnation = replica.incarnation, .catching_up = true});
+    members_.add({.replica = id, .incarnation = replica.incarnation, .catching_up = true});
     changed = true;
     note("replica {} is admitted after step {}, catching up", id, committed_);
   }
@@ -263,10 +262,8 @@ void Coordinator::begin_epoch(const std::string& reason, Begun step) {
   begun.set_reason(reason);
   begun.set_fresh(ledger_.shares() && step == Begun::fresh);
   if (protocol_.version() > kSilentProtocol) begun.set_protocol(protocol_.version());
-  for (auto& m : members_) {
-    m.reduced.clear(), m.computed = {};
-    name(m, *begun.add_members()).set_catching_up(m.catching_up);
-  }
+  members_.begin_step();
+  for (const auto& m : members_) name(m, *begun.add_members()).set_catching_up(m.catching_up);
   for (const auto& out : suspended_) name(out, *begun.add_suspended());
   note_never_members(record);
   note_outages(begun, now_);
@@ -336,11 +333,6 @@ bool Coordinator::caught_up(const ReplicaState& replica) const { return replica.
 bool Coordinator::caught_up(const MemberState& m) const {
   const ReplicaState* here = registration(m.replica, m.incarnation);
   return m.complete || (here != nullptr && caught_up(*here));
-}
-
-Coordinator::MemberState* Coordinator::member(ReplicaId replica) {
-  auto found = std::find_if(members_.begin(), members_.end(), [&](const auto& m) { return m.replica == replica; });
-  return found == members_.end() ? nullptr : &*found;
 }
 
 // A replica is at most once among them: its next incarnation is a member after a commit at the earliest.

@@ -48,6 +48,7 @@
 #include "membership/drift_audit.h"
 #include "membership/job_config.h"
 #include "membership/ledger.h"
+#include "membership/members.h"
 #include "membership/paces.h"
 #include "membership/pause_detector.h"
 #include "membership/process.h"
@@ -109,14 +110,6 @@ class Coordinator {
     Statuses statuses;
     RankSet caught_up;  // of this incarnation, ever: a daemon that is started again has to find it out anew
   };
-  struct MemberState {
-    ReplicaId replica;
-    Incarnation incarnation;
-    bool catching_up = false;
-    bool complete = false;  // it has caught up, and the log says so
-    RankSet reduced;        // for the step under way
-    ComputeTime computed;   // likewise
-  };
   using Suspended = SuspendedReplica;
 
   std::uint64_t job() const { return job_; }  // its id; 0: of a log from before there was one
@@ -124,7 +117,7 @@ class Coordinator {
   bool finished() const { return config_.steps != 0 && committed_.value >= config_.steps; }
   Epoch epoch() const { return epoch_; }
   Step committed() const { return committed_; }
-  const std::vector<MemberState>& members() const { return members_; }
+  const std::vector<MemberState>& members() const { return members_.all(); }
   const std::vector<Suspended>& suspended() const { return suspended_; }
   std::optional<Located> located(ReplicaId replica, Incarnation incarnation) const;  // nothing: not all its ranks are
   RoundTrips round_trips(ReplicaId replica, Incarnation incarnation) const;          // as its ranks have told
@@ -317,7 +310,6 @@ class Coordinator {
   void tell_prospect();
   RankState& keep(ReplicaState& replica, NodeId node, const proto::RankUp& up);
   bool ask_the_other_nodes(NodeId lost, const ConnectedNode& was, const ConnectedNode::Processes& dropped);
-  MemberState* member(ReplicaId replica);
   Suspended* out_for_now(ReplicaId replica);
   const ReplicaState* registration(ReplicaId replica, Incarnation incarnation) const;
   RankState* rank_of(std::uint32_t replica, std::uint32_t rank, std::uint64_t instance);
@@ -352,7 +344,7 @@ class Coordinator {
   std::set<std::uint64_t> never_members_;
   std::uint64_t incarnations_before_epoch_ = 0;  // given out before the last epoch was begun
   std::uint64_t steps_rolled_back_ = 0;
-  std::vector<MemberState> members_;
+  Members members_{config_.ranks};
   std::vector<Suspended> suspended_;
   std::map<ReplicaId, ReplicaState> replicas_;
   std::map<ReplicaId, AbsentReplica> out_;

@@ -56,7 +56,7 @@ void Coordinator::settle_absent() {
   if (absent.empty()) return;
   std::string out;
   for (const auto& [id, why] : absent) {
-    const MemberState* m = member(id);
+    const MemberState* m = members_.find(id);
     if (m == nullptr || (m->catching_up && (!caught_up(*m) || last_complete(*m)))) continue;
     const bool last = !others_contribute(id);
     if (last && !take_back(Whom::connected) && !promote_caught_up(Whom::connected)) {
@@ -68,7 +68,7 @@ void Coordinator::settle_absent() {
   }
   if (!out.empty()) next_epoch(fmt::format("without replica {}: silent", out));
   for (const auto& [id, why] : absent) {
-    const MemberState* m = member(id);
+    const MemberState* m = members_.find(id);
     const Suspended* out_of_it = out_for_now(id);
     const bool may_come_back = out_of_it != nullptr && registration(id, out_of_it->incarnation) != nullptr;
     if (m != nullptr && m->catching_up && !caught_up(*m)) remove(id, why);
@@ -120,7 +120,7 @@ bool Coordinator::mend() {
   std::string what;
   for (const auto& [edge, about] : accusations_) {
     if (!about.lost || now_ - about.since < config_.silence / 16) continue;
-    const MemberState *one = member(ReplicaId(edge.first)), *other = member(ReplicaId(edge.second));
+    const MemberState *one = members_.find(ReplicaId(edge.first)), *other = members_.find(ReplicaId(edge.second));
     if (one == nullptr || other == nullptr || one == other) continue;
     if (!present(one->replica, one->incarnation) || !present(other->replica, other->incarnation)) continue;
     const std::pair<std::uint32_t, std::uint32_t> pair = std::minmax(edge.first, edge.second);
@@ -154,7 +154,7 @@ void Coordinator::judge() {
   if (accused.empty()) return;
   const auto worse = [&](const auto& a, const auto& b) {  // less guilty first
     const auto rank = [&](const auto& entry) {
-      const MemberState* m = member(ReplicaId(entry.first));
+      const MemberState* m = members_.find(ReplicaId(entry.first));
       return std::tuple(!waiting.contains(entry.first), entry.second, m != nullptr && m->catching_up, entry.first);
     };
     return rank(a) < rank(b);
@@ -171,7 +171,7 @@ void Coordinator::judge() {
     what += fmt::format("{}the step waits for {}", what.empty() ? "" : "; ", its_own->second.what);
     explained = true;
   }
-  const MemberState* m = member(guilty);
+  const MemberState* m = members_.find(guilty);
   if (!explained && !waiting.contains(guilty.value) && m->reduced.size() < config_.ranks &&
       present(m->replica, m->incarnation))
     what = fmt::format("it hangs: its processes are heard, wait for nobody and do not go on; {}", what);
@@ -186,10 +186,10 @@ void Coordinator::judge() {
 
 // Who has the state and is not known to be dead. Until the next commit nobody's state is newer.
 void Coordinator::suspend(ReplicaId id, const std::string& reason) {
-  const MemberState* m = member(id);
+  const MemberState* m = members_.find(id);
   warn("replica {} is out: {}", id, reason);
   suspended_.push_back({.replica = id, .incarnation = m->incarnation, .reason = reason});
-  std::erase_if(members_, [&](const MemberState& each) { return each.replica == id; });
+  members_.erase(id);
 }
 
 // Suspended contributors whose processes live, as far as is known.
@@ -204,7 +204,7 @@ bool Coordinator::take_back(Whom whom) {
       continue;
     }
     note("replica {} is taken back: it has the state of step {}", out->replica, committed_);
-    members_.push_back({.replica = out->replica, .incarnation = out->incarnation});
+    members_.add({.replica = out->replica, .incarnation = out->incarnation});
     out = suspended_.erase(out);
     any = true;
   }
@@ -244,10 +244,10 @@ void Coordinator::remove(ReplicaId id, const std::string& reason, Parting partin
   }
   if (Suspended* out = out_for_now(id)) out->ended = true;
   drop_registration(id, reason);
-  if (member(id) == nullptr) return;
+  if (members_.find(id) == nullptr) return;
   actions_.notes.push_back({fmt::format("replica {} is out: {}", id, reason), parting == Parting::lost});
   ledger_.hand_back(id);
-  std::erase_if(members_, [&](const MemberState& m) { return m.replica == id; });
+  members_.erase(id);
   // After a restart a joiner may not have reported yet that it has caught up: settle_recovery() decides.
   const bool may_yet_report = recovering_until_ && !members_.empty();
   if (!has_contributors() && !find_contributors() && !may_yet_report) lose_everybody();
@@ -258,8 +258,7 @@ void Coordinator::remove(ReplicaId id, const std::string& reason, Parting partin
 
 // Half a state is worth nothing without a source: who was catching up starts again, too.
 void Coordinator::lose_everybody() {
-  for (const auto& m : std::exchange(members_, {}))
-    drop_registration(m.replica, "no contributor is left to catch up from");
+  for (const auto& m : members_.take()) drop_registration(m.replica, "no contributor is left to catch up from");
   for (const auto& out : std::exchange(suspended_, {})) ledger_.hand_back(out.replica);
   warn("no process is left that has the state of step {}; the job waits for replicas that bring a checkpoint",
        committed_);

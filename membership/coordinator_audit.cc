@@ -41,7 +41,7 @@ Result<> Coordinator::drop_as_configured() {
          stopped_ ? "stopped" : "not stopped", committed_);
     return {};
   }
-  const MemberState* dropped = member(replica);
+  const MemberState* dropped = members_.find(replica);
   const auto contributors =
       std::count_if(members_.begin(), members_.end(), [](const auto& m) { return !m.catching_up; });
   // One that has ended since may be named: it was wrong, and the others are right.
@@ -64,7 +64,7 @@ Result<> Coordinator::drop_as_configured() {
   warn("replica {} is dropped at the operator's word", replica);
   if (dropped == nullptr) return {};
   ledger_.hand_back(replica);
-  std::erase_if(members_, [&, wrong = replica](const MemberState& m) { return m.replica == wrong; });
+  members_.erase(replica);
   begin_epoch(fmt::format("without replica {}: dropped by an operator", replica));
   return {};
 }

@@ -27,10 +27,10 @@ bool Coordinator::former_may_come_back(const proto::RankUp& up, TimePoint now) c
   if (!recovering_until_ || (now >= *recovering_until_ && !pause_detector_.just_paused(now))) return false;
   const ReplicaId id(up.replica());
   const auto is_its = [&](const auto& one) { return one.replica == id; };
-  const auto m = std::find_if(members_.begin(), members_.end(), is_its);
+  const MemberState* m = members_.find(id);
   const auto out = std::find_if(suspended_.begin(), suspended_.end(), is_its);
-  if (m == members_.end() && (out == suspended_.end() || out->ended)) return false;
-  const Incarnation its = m != members_.end() ? m->incarnation : out->incarnation;
+  if (m == nullptr && (out == suspended_.end() || out->ended)) return false;
+  const Incarnation its = m != nullptr ? m->incarnation : out->incarnation;
   const auto found = replicas_.find(id);
   if (found == replicas_.end()) return true;
   return found->second.incarnation == its && !found->second.ranks.empty() && !found->second.ranks[up.rank()].registered;

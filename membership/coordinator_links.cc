@@ -35,13 +35,13 @@ void Coordinator::on_replica_status(NodeId node, const proto::ReplicaStatus& sta
                          .round_trips = RoundTrips(status.round_trips()),
                          .rates = LinkRates(status.rates())};
   const RoundTrips trips_before = round_trips(found->first, found->second.incarnation);
-  if (MemberState* m = member(found->first); m != nullptr && m->catching_up && !m->complete && caught_up(*m)) {
+  if (MemberState* m = members_.find(found->first); m != nullptr && m->catching_up && !m->complete && caught_up(*m)) {
     m->complete = true;
     actions_.append.emplace_back().mutable_caught_up()->set_incarnation(m->incarnation.value);
   }
   found->second.statuses.say(node, std::move(current), named, here(found->second, named, node));
   near_.stale = near_.stale || round_trips(found->first, found->second.incarnation) != trips_before;
-  if (member(found->first) == nullptr && out_for_now(found->first) == nullptr)
+  if (members_.find(found->first) == nullptr && out_for_now(found->first) == nullptr)
     for (auto& line : unreached_lines(found->first, found->second)) warn_once(std::move(line));
   try_start();
 }
@@ -163,7 +163,7 @@ void Coordinator::order_members(Begun step) {
   if (in_order(ring) == ordered) return;
   std::map<ReplicaId, std::size_t> positions;
   for (const auto& member : ordered) positions.emplace(member.replica, positions.size());
-  std::ranges::sort(members_, {}, [&](const MemberState& m) { return positions.at(m.replica); });
+  members_.order_by(positions);
 }
 
 // Registered, and neither members nor out for now: in the order in which they have come.

@@ -46,11 +46,11 @@ std::string Coordinator::reason_for_being_out(ReplicaId id) const {
 
 std::vector<ReplicaOutage> Coordinator::outages(TimePoint now) const {
   std::vector<ReplicaOutage> all;
-  const Ring members = ring_of_members(When::now);
+  Ring with_it = ring_of_members(When::now);  // and, in the last place, the one that is asked about
+  with_it.emplace_back();
   const auto connects = [&](ReplicaId id, const ReplicaState& replica) {
-    Ring with = members;
-    with.push_back({id, replica.incarnation, true});
-    return !linked(replica, links_in(links_, with, members.size()));
+    with_it.back() = {id, replica.incarnation, true};
+    return !linked(replica, links_in(links_, with_it, with_it.size() - 1));
   };
   const auto next_of = [&](ReplicaId id) -> std::string {
     if (const auto refused = refused_.find(id); refused != refused_.end())

@@ -97,15 +97,15 @@ Result<> Coordinator::replay(const proto::LogRecord& record) {
       epoch_ = Epoch(begun.epoch());
       protocol_ = Spoken::in_epoch(begun.protocol());
       note_never_members(record);
-      const auto before = std::exchange(members_, {});
+      const auto before = members_.take();
       const auto out_before = std::exchange(suspended_, {});
       for (const auto& m : begun.members())
-        members_.push_back({.replica = ReplicaId(m.replica()),
-                            .incarnation = Incarnation(m.incarnation()),
-                            .catching_up = m.catching_up(),
-                            .complete = std::any_of(before.begin(), before.end(), [&](const MemberState& one) {
-                              return one.incarnation.value == m.incarnation() && one.complete;
-                            })});
+        members_.add({.replica = ReplicaId(m.replica()),
+                      .incarnation = Incarnation(m.incarnation()),
+                      .catching_up = m.catching_up(),
+                      .complete = std::any_of(before.begin(), before.end(), [&](const MemberState& one) {
+                        return one.incarnation.value == m.incarnation() && one.complete;
+                      })});
       for (const auto& m : begun.suspended())
         suspended_.push_back({.replica = ReplicaId(m.replica()),
                               .incarnation = Incarnation(m.incarnation()),
@@ -116,7 +116,7 @@ Result<> Coordinator::replay(const proto::LogRecord& record) {
       note_outages(begun, std::nullopt);
       if (members_.empty()) stopped_.reset(), differing_.clear();
       const auto stays = [&](ReplicaId replica) {
-        return member(replica) != nullptr || out_for_now(replica) != nullptr;
+        return members_.find(replica) != nullptr || out_for_now(replica) != nullptr;
       };
       for (const auto& m : before)
         if (!stays(m.replica)) ledger_.hand_back(m.replica);

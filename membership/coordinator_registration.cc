@@ -25,7 +25,7 @@ void Coordinator::on_rank_up(NodeId node, const proto::RankUp& up) {
   if (auto contradiction = contradicted(up)) return refuse(node, up, refusals::Why::job, *contradiction);
   auto found = replicas_.find(id);
   if (up.incarnation() != 0) {  // it was registered before and comes back (its daemon or the coordinator restarted)
-    const MemberState* m = member(id);
+    const MemberState* m = members_.find(id);
     // By its incarnation; by its instance, too: what an earlier leader called it is over when it hears the later one.
     const bool known = found != replicas_.end() && (found->second.incarnation.value == up.incarnation() ||
                                                     rank_of(up.replica(), up.rank(), up.instance()) != nullptr);
@@ -132,7 +132,7 @@ void Coordinator::register_new(NodeId node, const proto::RankUp& up) {
   const auto is_it = [&](Incarnation incarnation) {
     return found == replicas_.end() || found->second.incarnation == incarnation;
   };
-  const MemberState* m = member(id);
+  const MemberState* m = members_.find(id);
   const Suspended* out = out_for_now(id);
   if ((m != nullptr && is_it(m->incarnation)) || (out != nullptr && is_it(out->incarnation))) {
     remove(id, fmt::format("rank {} was started again", up.rank()));

@@ -94,11 +94,11 @@ Result<> Coordinator::take_up(const proto::LogRecord::Snapshot& from) {
   last_incarnation_ = from.last_incarnation();
   const std::set<std::uint64_t> complete(from.complete().begin(), from.complete().end());
   for (const auto& m : from.members())
-    members_.push_back({.replica = ReplicaId(m.replica()),
-                        .incarnation = Incarnation(m.incarnation()),
-                        .catching_up = m.catching_up(),
-                        .complete = complete.contains(m.incarnation()),
-                        .reduced = {}});
+    members_.add({.replica = ReplicaId(m.replica()),
+                  .incarnation = Incarnation(m.incarnation()),
+                  .catching_up = m.catching_up(),
+                  .complete = complete.contains(m.incarnation()),
+                  .reduced = {}});
   const std::set<std::uint32_t> ended(from.ended().begin(), from.ended().end());
   for (const auto& out : from.suspended())
     suspended_.push_back({.replica = ReplicaId(out.replica()),

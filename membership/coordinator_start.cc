@@ -272,9 +272,9 @@ void Coordinator::start_with(const std::vector<ReplicaId>& replicas, Step from) 
   }
   incomplete_since_.reset();
   sent_back_.clear();
-  members_.clear();
+  (void)members_.take();
   for (std::size_t i = 0; i < replicas.size(); ++i)
-    members_.push_back(
+    members_.add(
         {.replica = replicas[i], .incarnation = replicas_.at(replicas[i]).incarnation, .catching_up = !fit[i]});
   tell_who_differs(replicas, contributors);
   next_epoch("start", Begun::fresh);

@@ -45,8 +45,7 @@ std::optional<std::string> World::leaked() const {
     for (const auto& trainer : ranks) {
       if (!trainer) continue;  // it has just been killed
       const auto of = held(*trainer);
-      const auto place =
-          std::ranges::find(members, ReplicaId(trainer->replica), &membership::Coordinator::MemberState::replica);
+      const auto place = std::ranges::find(members, ReplicaId(trainer->replica), &membership::MemberState::replica);
       const auto links =
           links_of(job.links, static_cast<std::uint32_t>(place - members.begin()), shape.replicas, shape.replicas)
               .size();
