@@ -156,7 +156,9 @@ class Coordinator {
  private:
   void on_rank_up(NodeId node, const proto::RankUp& up);
   std::optional<std::string> contradicted(const proto::RankUp& up) const;
-  bool belongs_elsewhere(NodeId node, const proto::RankUp& up);
+  Screened screen(NodeId node, const proto::RankUp& up);
+  Screened screen_log(NodeId node, const proto::RankUp& up);
+  void register_again(NodeId node, const proto::RankUp& up);
   void register_new(NodeId node, const proto::RankUp& up);
   void refuse(NodeId node, const proto::RankUp& up, refusals::Why why, std::string reason);
   void send_finished(NodeId node, const proto::RankUp& up);
@@ -181,7 +183,7 @@ class Coordinator {
   using Claim = PlaceClaim;
   RankState* holder_against(const proto::RankUp& up);
   bool former_may_come_back(const proto::RankUp& up, TimePoint now) const;
-  bool claims_place(NodeId node, const proto::RankUp& up);
+  Screened screen_place(NodeId node, const proto::RankUp& up);
   void inquire(Claim& claim, const RankState& holder);
   void on_alive(const proto::Alive& alive);
   void settle_claims();
@@ -202,7 +204,7 @@ class Coordinator {
   static bool fits(const Declaration& declaration, const First& first);
   std::optional<First> decided() const;
   bool dissent() const;
-  bool differs(NodeId node, const proto::RankUp& up);
+  Screened screen_declaration(NodeId node, const proto::RankUp& up);
   void on_declaration(const proto::Declaration& declared);
   void settle_declarations();
   void settle_without_majority();
@@ -288,7 +290,7 @@ class Coordinator {
   void owe(NodeId node, const RankSet& ranks);
   void pay_at_once();
   void pay();
-  bool may_announce();
+  void end_recovery_if_all_are_back();
   void announce_all();
   void announce_to(const std::vector<NodeId>& nodes, const RankSet& ranks);
   void announce_replica(const ReplicaState& replica, ReplicaId id);

@@ -252,7 +252,7 @@ void Coordinator::remove(ReplicaId id, const std::string& reason, Parting partin
   const bool may_yet_report = recovering_until_ && !members_.empty();
   if (!has_contributors() && !find_contributors() && !may_yet_report) lose_everybody();
   next_epoch(fmt::format("without replica {}: {}", id, reason));
-  (void)may_announce();  // those who are left may now be all who were waited for
+  end_recovery_if_all_are_back();  // those who are left may now be all who were waited for
   try_start();
 }
 

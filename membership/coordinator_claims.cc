@@ -36,8 +36,8 @@ bool Coordinator::former_may_come_back(const proto::RankUp& up, TimePoint now) c
   return found->second.incarnation == its && !found->second.ranks.empty() && !found->second.ranks[up.rank()].registered;
 }
 
-// True: it waits.
-bool Coordinator::claims_place(NodeId node, const proto::RankUp& up) {
+// Who asks for a place that another process has, or may yet come back to, waits.
+Screened Coordinator::screen_place(NodeId node, const proto::RankUp& up) {
   const auto process = ConnectedNode::Process::of(up);
   std::erase_if(claims_, [&](const Claim& one) {
     const bool again = same_process(one.up, up);
@@ -47,17 +47,17 @@ bool Coordinator::claims_place(NodeId node, const proto::RankUp& up) {
   });
   std::erase(nodes_[node].moved, process);
   RankState* holder = holder_against(up);
-  if (holder == nullptr && !former_may_come_back(up, now_)) return false;
+  if (holder == nullptr && !former_may_come_back(up, now_)) return Screened::goes_on;
   if (too_many(claims_, up)) {
     refuse(node, up, refusals::Why::place, "several processes ask for its place already");
-    return true;
+    return Screened::handled;
   }
   Claim& claim = claims_.emplace_back(Claim{.node = node, .up = up});
-  if (holder == nullptr) return true;
+  if (holder == nullptr) return Screened::handled;
   warn("replica {} rank {}: process {} on node {} asks for the place of process {} on node {}", up.replica(), up.rank(),
        up.pid(), up.node(), holder->pid, node_name(*holder));
   inquire(claim, *holder);
-  return true;
+  return Screened::handled;
 }
 
 // Whether its process lives. A node answers in order, so that it would have reported its end before.

@@ -68,25 +68,25 @@ bool Coordinator::dissent() const {
   return false;
 }
 
-// True: it does not register, but is refused as soon as it is known in what it differs.
-bool Coordinator::differs(NodeId node, const proto::RankUp& up) {
+// Who differs does not register, but is refused as soon as it is known in what.
+Screened Coordinator::screen_declaration(NodeId node, const proto::RankUp& up) {
   std::erase_if(misfits_, [&](const Differing& one) { return same_process(one.up, up); });
   Declaration& declaration = declaration_of(up);
   // In a log from before this was written down: that a member, who comes back, is right, and not somebody new.
   if (!first_ && !members_.empty()) {
-    if (up.incarnation() == 0) return false;
+    if (up.incarnation() == 0) return Screened::goes_on;
     first_ = {ReplicaId(up.replica()), up.plan_hash(), settings_of(up)};
   }
   const auto binding = decided();
-  if (!binding || fits(declaration, *binding)) return false;
+  if (!binding || fits(declaration, *binding)) return Screened::goes_on;
   if (too_many(misfits_, up)) {
     refuse(node, up, refusals::Why::declaration,
            "it declares something else than the job's replicas, as others in its place do");
-    return true;
+    return Screened::handled;
   }
   misfits_.push_back({.node = node, .up = up, .declaration = &declaration, .since = now_});
   settle_declarations();
-  return true;
+  return Screened::handled;
 }
 
 void Coordinator::on_declaration(const proto::Declaration& declared) {
@@ -157,7 +157,9 @@ void Coordinator::settle_without_majority() {
 
 // Who registered meanwhile could not connect with the others.
 void Coordinator::announce_after_dissent() {
-  if (!unannounced_ || dissent() || !may_announce()) return;
+  if (!unannounced_ || dissent()) return;
+  end_recovery_if_all_are_back();
+  if (recovering_until_) return;
   unannounced_ = false;
   announce_all();
 }

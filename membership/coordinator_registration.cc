@@ -1,60 +1,75 @@
-// Who is there: ranks register, come back, and get their peers' addresses.
+// Who is there: ranks register, and come back.
 #include <fmt/format.h>
 
 #include <algorithm>
 
-#include "base/bytes.h"
 #include "base/location.h"
 #include "membership/coordinator.h"
 
 namespace rejoin::membership {
 
 void Coordinator::on_rank_up(NodeId node, const proto::RankUp& up) {
-  const ReplicaId id(up.replica());
+  if (screen(node, up) == Screened::handled) return;
+  if (up.incarnation() != 0) register_again(node, up);
+  else register_new(node, up);
+}
+
+// Each of these answers it, puts it off, or lets it go on to the next.
+Screened Coordinator::screen(NodeId node, const proto::RankUp& up) {
+  const auto refused = [&](refusals::Why why, std::string reason) {
+    refuse(node, up, why, std::move(reason));
+    return Screened::handled;
+  };
   if (up.replica() >= config_.replicas || up.rank() >= config_.ranks)
-    return refuse(node, up, refusals::Why::job,
-                  fmt::format("replica {} rank {} is outside this job of {} replicas × {} ranks, both numbered from 0",
-                              up.replica(), up.rank(), config_.replicas, config_.ranks));
-  if (belongs_elsewhere(node, up)) return;
-  if (finished() && up.incarnation() == 0) return send_finished(node, up);
-  if (up.version() > kMostSteps)
-    return refuse(node, up, refusals::Why::offer,
-                  fmt::format("its state's version is {}, and steps are numbered up to {}", up.version(), kMostSteps));
-  if (up.incarnation() == 0 && claims_place(node, up)) return;
-  if (differs(node, up)) return;
-  if (auto contradiction = contradicted(up)) return refuse(node, up, refusals::Why::job, *contradiction);
-  auto found = replicas_.find(id);
-  if (up.incarnation() != 0) {  // it was registered before and comes back (its daemon or the coordinator restarted)
-    const MemberState* m = members_.find(id);
-    // By its incarnation; by its instance, too: what an earlier leader called it is over when it hears the later one.
-    const bool known = found != replicas_.end() && (found->second.incarnation.value == up.incarnation() ||
-                                                    rank_of(up.replica(), up.rank(), up.instance()) != nullptr);
-    const Suspended* out = out_for_now(id);
-    const bool from_log = (out != nullptr && out->incarnation.value == up.incarnation() && !out->ended) ||
-                          (m != nullptr && m->incarnation.value == up.incarnation());
-    // An earlier instance of this coordinator has given it out.
-    const bool only_registered = never_members_.contains(up.incarnation()) &&
-                                 (found == replicas_.end() || found->second.incarnation.value < up.incarnation());
-    if (!known && !from_log && !only_registered) {
-      const auto reason = reason_for_being_out(id);
-      warn("replica {} rank {}, which has come back, is sent away: {}", id, up.rank(), reason);
-      return evict(node, id, Incarnation(up.incarnation()), reason, up.job());
-    }
-    // Whoever had its place has ended.
-    if (!known && !from_log) remove(id, fmt::format("rank {} was started again", up.rank()));
-    auto& replica = replicas_[id];
-    if (!known) replica.incarnation = Incarnation(up.incarnation());
-    const bool was_fully_registered = fully_registered(replica);
-    const RankState* there = rank_of(up.replica(), up.rank(), up.instance());
-    if (recovering_until_ || there == nullptr || !there->connected_node) on_return();
-    keep(replica, node, up);
-    welcome_back(node, up, replica);
-    if (!was_fully_registered && fully_registered(replica)) on_fully_registered(id);
-    if (versions_of(replica.ranks[up.rank()]).spoken.version() < protocol_.version()) lower_protocol();
-    on_reduced(reduced_of(up));  // stale, unless it is of this epoch and step
-    return try_start();
+    return refused(refusals::Why::job,
+                   fmt::format("replica {} rank {} is outside this job of {} replicas × {} ranks, both numbered from 0",
+                               up.replica(), up.rank(), config_.replicas, config_.ranks));
+  if (screen_log(node, up) == Screened::handled) return Screened::handled;
+  if (finished() && up.incarnation() == 0) {
+    send_finished(node, up);
+    return Screened::handled;
   }
-  register_new(node, up);
+  if (up.version() > kMostSteps)
+    return refused(refusals::Why::offer,
+                   fmt::format("its state's version is {}, and steps are numbered up to {}", up.version(), kMostSteps));
+  if (up.incarnation() == 0 && screen_place(node, up) == Screened::handled) return Screened::handled;
+  if (screen_declaration(node, up) == Screened::handled) return Screened::handled;
+  if (auto contradiction = contradicted(up)) return refused(refusals::Why::job, std::move(*contradiction));
+  return Screened::goes_on;
+}
+
+// It was registered before, and comes back: its daemon or this coordinator was started again.
+void Coordinator::register_again(NodeId node, const proto::RankUp& up) {
+  const ReplicaId id(up.replica());
+  const auto found = replicas_.find(id);
+  const MemberState* m = members_.find(id);
+  // By its incarnation; by its instance, too: what an earlier leader called it is over when it hears the later one.
+  const bool known = found != replicas_.end() && (found->second.incarnation.value == up.incarnation() ||
+                                                  rank_of(up.replica(), up.rank(), up.instance()) != nullptr);
+  const Suspended* out = out_for_now(id);
+  const bool from_log = (out != nullptr && out->incarnation.value == up.incarnation() && !out->ended) ||
+                        (m != nullptr && m->incarnation.value == up.incarnation());
+  // An earlier instance of this coordinator has given it out.
+  const bool only_registered = never_members_.contains(up.incarnation()) &&
+                               (found == replicas_.end() || found->second.incarnation.value < up.incarnation());
+  if (!known && !from_log && !only_registered) {
+    const auto reason = reason_for_being_out(id);
+    warn("replica {} rank {}, which has come back, is sent away: {}", id, up.rank(), reason);
+    return evict(node, id, Incarnation(up.incarnation()), reason, up.job());
+  }
+  // Whoever had its place has ended.
+  if (!known && !from_log) remove(id, fmt::format("rank {} was started again", up.rank()));
+  auto& replica = replicas_[id];
+  if (!known) replica.incarnation = Incarnation(up.incarnation());
+  const bool was_fully_registered = fully_registered(replica);
+  const RankState* there = rank_of(up.replica(), up.rank(), up.instance());
+  if (recovering_until_ || there == nullptr || !there->connected_node) on_return();
+  keep(replica, node, up);
+  welcome_back(node, up, replica);
+  if (!was_fully_registered && fully_registered(replica)) on_fully_registered(id);
+  if (versions_of(replica.ranks[up.rank()]).spoken.version() < protocol_.version()) lower_protocol();
+  on_reduced(reduced_of(up));  // stale, unless it is of this epoch and step
+  try_start();
 }
 
 void Coordinator::refuse(NodeId node, const proto::RankUp& up, refusals::Why why, std::string reason) {
@@ -82,8 +97,8 @@ void Coordinator::send_finished(NodeId node, const proto::RankUp& up) {
 // It was registered by a coordinator with another log, or has heard decisions that this log lacks. It is neither sent
 // away, since it may have the last copy of its job's state, nor taken in: only this coordinator can be in the wrong
 // place.
-bool Coordinator::belongs_elsewhere(NodeId node, const proto::RankUp& up) {
-  if (up.incarnation() == 0 || up.job() == 0 || job_ == 0) return false;
+Screened Coordinator::screen_log(NodeId node, const proto::RankUp& up) {
+  if (up.incarnation() == 0 || up.job() == 0 || job_ == 0) return Screened::goes_on;
   const std::pair place(up.replica(), up.rank());
   if (up.job() != job_) {
     // Here another job runs, or that other coordinator has decided nothing: it may be sent away.
@@ -95,7 +110,7 @@ bool Coordinator::belongs_elsewhere(NodeId node, const proto::RankUp& up) {
           up.job(), job_);
       warn("replica {} rank {} is sent away: {}", up.replica(), up.rank(), reason);
       evict(node, ReplicaId(up.replica()), Incarnation(up.incarnation()), reason, up.job());
-      return true;
+      return Screened::handled;
     }
     auto what = fmt::format(
         "replica {} rank {}: it belongs to job {:016x}, which has committed step {}; this log is of job {:016x}, which "
@@ -103,9 +118,9 @@ bool Coordinator::belongs_elsewhere(NodeId node, const proto::RankUp& up) {
         up.replica(), up.rank(), up.job(), up.heard_committed(), job_, committed_);
     warn("{}", what);
     strangers_[place] = {node, up.instance(), std::move(what)};
-    return true;
+    return Screened::handled;
   }
-  if (up.heard_epoch() <= epoch_.value && up.heard_committed() <= most_committed_.value) return false;
+  if (up.heard_epoch() <= epoch_.value && up.heard_committed() <= most_committed_.value) return Screened::goes_on;
   outdated_ = fmt::format(
       "the log is an older copy: it ends with step {} in epoch {}, and replica {} rank {} has heard of step {} in "
       "epoch "
@@ -113,7 +128,7 @@ bool Coordinator::belongs_elsewhere(NodeId node, const proto::RankUp& up) {
       "without that process",
       most_committed_, epoch_, up.replica(), up.rank(), up.heard_committed(), up.heard_epoch());
   warn("{}", *outdated_);
-  return true;
+  return Screened::handled;
 }
 
 // A process that has not been registered yet, or none that anything depended on.
@@ -160,8 +175,12 @@ void Coordinator::on_fully_registered(ReplicaId id) {
   const bool differed = dissent();
   settle_declarations();
   auto found = replicas_.find(id);
-  if (differed) unannounced_ = true;
-  else if (found != replicas_.end() && may_announce()) announce_replica(found->second, id), tell_prospect();
+  if (differed) {
+    unannounced_ = true;
+  } else if (found != replicas_.end()) {
+    end_recovery_if_all_are_back();
+    if (!recovering_until_) announce_replica(found->second, id), tell_prospect();
+  }
   announce_after_dissent();
 }
 
@@ -180,10 +199,11 @@ void Coordinator::welcome(NodeId node, const proto::RankUp& up, Incarnation inca
 // A rank that we know: the plan again, since one that it heard before could not mean it.
 void Coordinator::welcome_back(NodeId node, const proto::RankUp& up, const ReplicaState& replica) {
   welcome(node, up, replica.incarnation);
-  const bool recovering = recovering_until_.has_value();
   if (dissent()) {
     unannounced_ = true;
-  } else if (may_announce() && !recovering) {  // otherwise all has just been announced to everybody
+  } else if (recovering_until_) {
+    end_recovery_if_all_are_back();  // which announces all to everybody
+  } else {
     owe(node, RankSet(up.rank()));
     if (fully_registered(replica)) announce_ranks(replica, ReplicaId(up.replica()), RankSet(up.rank()), {node});
   }
@@ -266,123 +286,6 @@ bool Coordinator::ask_the_other_nodes(NodeId lost, const ConnectedNode& was, con
   message.mutable_introduce();
   send_to({asked.begin(), asked.end()}, std::move(message));
   return true;
-}
-
-// Who are peers now. Whoever is not named is fenced by the others; so after a restart nothing is announced before all
-// members have had their time to come back. Then everything is.
-bool Coordinator::may_announce() {
-  if (!recovering_until_) return true;
-  if (!members_.empty() && !has_contributors()) return false;  // a joiner may yet say that it has caught up
-  for (const auto& m : members_)
-    if (!is_back(m)) return false;
-  recovering_until_.reset();
-  announce_all();
-  return true;
-}
-
-// Nodes that host the same ranks, as those of different replicas do, get the same message, which is made once.
-void Coordinator::announce_all() {
-  std::map<RankSet, std::vector<NodeId>> by_hosts;
-  for (auto& [node, state] : nodes_) by_hosts[state.hosts].push_back(node), state.owed.clear();
-  for (const auto& [hosts, nodes] : by_hosts) announce_to(nodes, hosts);
-}
-
-// These ranks have come, and are to be told of all of their peers.
-void Coordinator::owe(NodeId node, const RankSet& ranks) {
-  nodes_.at(node).owed.add(ranks);
-  owed_at_ = now_;
-}
-
-// Of many that come at about the same time the first are told so, and the others together, with a tick. So what goes to
-// a relay that comes back, and to each daemon behind it, does not grow with the number of those daemons.
-void Coordinator::pay_at_once() {
-  constexpr std::uint64_t few = 256;  // ranks: what all of them are told is little
-  if (now_ - paid_at_ >= config_.silence / 16 || std::uint64_t{config_.replicas} * config_.ranks <= few) pay();
-}
-
-void Coordinator::pay() {
-  std::map<RankSet, std::vector<NodeId>> lists;
-  std::vector<NodeId> plans;
-  for (auto& [node, state] : nodes_) {
-    if (!state.owed.empty()) lists[std::exchange(state.owed, {})].push_back(node);
-    if (std::exchange(state.owes_plan, false)) plans.push_back(node);
-  }
-  if (lists.empty() && plans.empty()) return;
-  paid_at_ = now_;
-  if (dissent()) unannounced_ |= !lists.empty();
-  else
-    for (const auto& [ranks, nodes] : lists) announce_to(nodes, ranks);
-  if (plans.empty()) return;
-  proto::ToNode current;
-  *current.mutable_plan() = plan();
-  send_to(std::move(plans), std::move(current));
-}
-
-// All peers of these ranks.
-void Coordinator::announce_to(const std::vector<NodeId>& nodes, const RankSet& ranks) {
-  std::map<ReplicaId, const ReplicaState*> there;
-  for (const auto& [id, replica] : replicas_)
-    if (fully_registered(replica)) there[id] = &replica;
-  announce(nodes, ranks, there, Named::all);
-}
-
-// All of its ranks have come: to them all others, and to all others them.
-void Coordinator::announce_replica(const ReplicaState& replica, ReplicaId id) {
-  std::set<NodeId> its;
-  for (const auto& rank : replica.ranks) its.insert(rank.node);
-  for (auto one : its)
-    if (nodes_.contains(one)) owe(one, nodes_.at(one).hosts);
-  pay_at_once();
-  RankSet all;
-  all.add(0, config_.ranks);
-  announce_ranks(replica, id, all, its);
-}
-
-// To the others: these ranks are there now.
-void Coordinator::announce_ranks(const ReplicaState& replica, ReplicaId id, const RankSet& ranks,
-                                 const std::set<NodeId>& sent_to) {
-  std::map<RankSet, std::vector<NodeId>> by_concerned;
-  for (const auto& [node, state] : nodes_)
-    if (!sent_to.contains(node)) by_concerned[ranks.common(state.hosts)].push_back(node);
-  for (const auto& [concerned, nodes] : by_concerned)
-    if (!concerned.empty()) announce(nodes, concerned, {{id, &replica}}, Named::some);
-}
-
-// In as many messages as it takes for each to fit a frame, however many ranks a relay has: all that concerns a rank is
-// in one of them.
-void Coordinator::announce(const std::vector<NodeId>& nodes, const RankSet& ranks,
-                           const std::map<ReplicaId, const ReplicaState*>& replicas, Named named) {
-  constexpr std::size_t kMost = 4 * MiB;
-  proto::ToNode message;
-  RankSet complete;
-  std::size_t bytes = 0;
-  const auto flush = [&] {
-    auto& peers = *message.mutable_peers();
-    if (named == Named::all) complete.to(peers.mutable_complete());
-    send_to(nodes, std::exchange(message, {}));
-    complete.clear();
-    bytes = 0;
-  };
-  for (const auto& [begin, end] : ranks.ranges())
-    for (auto number = begin; number < end; ++number) {
-      if (bytes > kMost) flush();
-      complete.add(number, number + 1);
-      for (const auto& [id, replica] : replicas) {
-        if (number >= replica->ranks.size()) continue;
-        const RankState& rank = replica->ranks[number];
-        auto& peer = *message.mutable_peers()->add_peers();
-        peer.set_replica(id.value);
-        peer.set_incarnation(replica->incarnation.value);
-        peer.set_rank(static_cast<std::uint32_t>(number));
-        peer.set_address(std::string(rank.texts.at(RankText::address)));
-        peer.set_stream_address(std::string(rank.texts.at(RankText::stream_address)));
-        peer.set_card(std::string(rank.texts.at(RankText::card)));
-        peer.set_location(std::string(rank.texts.at(RankText::location)));
-        peer.set_passes_on(rank.passes_on);
-        bytes += peer.ByteSizeLong();
-      }
-    }
-  flush();
 }
 
 }  // namespace rejoin::membership

@@ -89,6 +89,9 @@ struct SuspendedReplica {
   bool ended = false;  // one of its processes is gone, and with it the state
 };
 
+// What a check has made of a rank that registers: nothing, so that the next one comes, or all that there is to do.
+enum class Screened : bool { goes_on, handled };
+
 // Whether members may change their positions in the ring because of measured round trips.
 enum class Moving : bool { no, yes };
 
