@@ -71,7 +71,7 @@ void Coordinator::lose_node(NodeId node, TimePoint since) {
   for (const auto& claim : claims_)
     if (claim.node == node) dropped.push_back(ConnectedNode::Process::of(claim.up));
   std::erase_if(claims_, [&](const Claim& claim) { return claim.node == node; });
-  std::erase_if(misfits_, [&](const Differing& one) { return one.node == node; });
+  declarations_.forget_if([&](const Mismatch& one) { return one.node == node; });
   for (auto& [place, stranger] : strangers_)
     if (stranger.node == node) stranger.lost_at = since;
   for (auto& [id, replica] : replicas_) {
@@ -102,7 +102,7 @@ Actions Coordinator::on_tick(TimePoint now) {
   if (!recovering_until_) settle_absent();
   settle_claims();
   settle_declarations();
-  forget_declarations();
+  declarations_.forget_unused(replicas_);
   if (!mend()) judge();
   look_for_slow_link();
   lower_protocol();
@@ -126,7 +126,7 @@ void Coordinator::on_rank_down(NodeId node, const proto::RankDown& down) {
   const auto is_over = [&](const auto& one) { return concerns(one.node) && same_process(one.up, down); };
   const auto process = ConnectedNode::Process::of(down);
   const bool waited = std::erase_if(claims_, is_over) > 0;
-  std::erase_if(misfits_, is_over);
+  declarations_.forget_if(is_over);
   std::erase(nodes_[node].moved, process);
   if (waited && !down.ended()) ask_the_other_nodes(node, {}, {process});
   RankState* rank = rank_of(down.replica(), down.rank(), down.instance());
@@ -343,12 +343,12 @@ Coordinator::Suspended* Coordinator::out_for_now(ReplicaId replica) {
 }
 
 // Of this very incarnation.
-const Coordinator::ReplicaState* Coordinator::registration(ReplicaId replica, Incarnation incarnation) const {
+const ReplicaState* Coordinator::registration(ReplicaId replica, Incarnation incarnation) const {
   auto found = replicas_.find(replica);
   return found == replicas_.end() || found->second.incarnation != incarnation ? nullptr : &found->second;
 }
 
-Coordinator::RankState* Coordinator::rank_of(std::uint32_t replica, std::uint32_t rank, std::uint64_t instance) {
+RankState* Coordinator::rank_of(std::uint32_t replica, std::uint32_t rank, std::uint64_t instance) {
   auto found = replicas_.find(ReplicaId(replica));
   if (found == replicas_.end()) return nullptr;
   auto& ranks = found->second.ranks;

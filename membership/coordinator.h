@@ -45,6 +45,7 @@
 #include "base/refusals.h"
 #include "control.pb.h"
 #include "membership/coordinator_actions.h"
+#include "membership/declarations.h"
 #include "membership/drift_audit.h"
 #include "membership/job_config.h"
 #include "membership/ledger.h"
@@ -54,7 +55,7 @@
 #include "membership/process.h"
 #include "membership/prospect.h"
 #include "membership/rank_set.h"
-#include "membership/statuses.h"
+#include "membership/replica_state.h"
 
 namespace rejoin::membership {
 
@@ -81,35 +82,6 @@ class Coordinator {
   Actions on_node_lost(NodeId node, TimePoint now);
   Actions on_tick(TimePoint now);  // at least every silence / 8
 
-  // What one or more ranks have declared. The coordinator asks one of them for the tensors that are behind the hash.
-  using Declared = std::pair<std::uint64_t, std::string>;  // plan_hash and settings, as in RankUp
-  struct Declaration {
-    const Declared* key = nullptr;
-    std::optional<proto::Declaration> content;  // what is behind the hash, once it is known
-    TimePoint asked_at{};
-  };
-  struct RankState {
-    NodeId node;
-    std::uint64_t instance = 0, version = 0, digest = 0;  // of its state
-    std::uint64_t trained = 0;  // names the samples in brought_ that its checkpoint says are trained
-    TimePoint lost_at{};        // when its node was lost, or it was silent there
-    std::string lost_why;
-    bool registered : 1 = false, connected_node : 1 = false, weighs : 1 = false, passes_on : 1 = false;
-    std::uint16_t versions = 0;  // names them: versions_of()
-    std::int32_t pid = 0;
-    std::uint64_t daemon = 0;  // that it is behind
-    Declaration* declaration = nullptr;
-    RankTexts texts;
-  };
-  struct ReplicaState {
-    Incarnation incarnation;
-    std::vector<RankState> ranks;        // all of the job's, by number
-    std::uint32_t registered = 0;        // of them
-    Declaration* declaration = nullptr;  // what they have declared
-    bool mixed = false;                  // … and not all the same
-    Statuses statuses;
-    RankSet caught_up;  // of this incarnation, ever: a daemon that is started again has to find it out anew
-  };
   using Suspended = SuspendedReplica;
 
   std::uint64_t job() const { return job_; }  // its id; 0: of a log from before there was one
@@ -123,7 +95,7 @@ class Coordinator {
   RoundTrips round_trips(ReplicaId replica, Incarnation incarnation) const;          // as its ranks have told
   std::vector<std::vector<ReplicaId>> neighbourhoods() const;                        // of members, see round_trips.h
   bool orders_by_round_trips() const { return config_.round_trips; }
-  const std::map<ReplicaId, ReplicaState>& replicas() const { return replicas_; }
+  const Replicas& replicas() const { return replicas_; }
   bool caught_up(const ReplicaState& replica) const;  // all its ranks
   bool caught_up(const MemberState& member) const;    // … as far as this coordinator has heard
   const Ledger& ledger() const { return ledger_; }
@@ -140,7 +112,7 @@ class Coordinator {
   std::optional<Step> wants_roll_back() const { return wants_roll_back_; }
   bool wants_log() const { return outdated_ || !strangers().empty(); }  // its own is an older copy, or another job's
   // Ranks that were refused for what they declare, one of a replica, and have not come back otherwise.
-  const std::map<ReplicaId, std::pair<std::uint32_t, std::string>>& refused() const { return refused_; }
+  const Declarations::Refused& refused() const { return declarations_.refused(); }
   std::uint64_t steps_rolled_back() const { return steps_rolled_back_; }  // ever, by the log
   // What all members speak in this epoch, by the log: what they have to do alike may be decided by it.
   Spoken protocol() const { return protocol_; }
@@ -191,29 +163,16 @@ class Coordinator {
   void list_claims(TimePoint now, std::vector<std::string>& lines) const;
 
   // coordinator_declarations.cc
-  void forget_declarations();
-  using First = FirstDeclared;
-  struct Differing {  // a rank that is to be refused
-    NodeId node;
-    proto::RankUp up;
-    Declaration* declaration = nullptr;
-    TimePoint since{};
-    bool was_registered = false;  // before there was a majority: of `up` only its place and instance are known
-  };
-  Declaration& declaration_of(const proto::RankUp& up);
-  static bool fits(const Declaration& declaration, const First& first);
-  std::optional<First> decided() const;
+  std::optional<FirstDeclared> binding_declaration() const;
   bool dissent() const;
   Screened screen_declaration(NodeId node, const proto::RankUp& up);
   void on_declaration(const proto::Declaration& declared);
   void settle_declarations();
   void settle_without_majority();
   void announce_after_dissent();
-  void turn_out_those_who_differ(const First& binding);
+  void turn_out_those_who_differ(const FirstDeclared& binding);
   void ask_for(Declaration& declaration);
-  std::vector<ReplicaId> who_declared(const Declaration& declaration) const;
-  std::string difference(const Declaration& declaration, const Declaration* right, const First& binding) const;
-  std::vector<std::string> dissent_lines() const;
+  void ask(const Declarations::Question& question);
 
   // coordinator_versions.cc
   void keep_versions(RankState& rank, NodeId node, const proto::RankUp& up);
@@ -338,7 +297,6 @@ class Coordinator {
   Step committed_, most_committed_;  // the second: ever, also where it was rolled back
   std::uint64_t job_ = 0;            // its id; 0: not known
   std::uint64_t last_incarnation_ = 0;
-  std::optional<First> first_;
   std::map<ReplicaId, std::pair<Step, Step>> sent_back_;  // with the states of such steps, and how they came
   std::map<std::uint64_t, Samples> brought_;  // by checkpoints, of ranks that are registered: by a digest of them
   // Incarnations that no epoch has ever named, without those that are older than the last epoch and a commit since: who
@@ -348,16 +306,13 @@ class Coordinator {
   std::uint64_t steps_rolled_back_ = 0;
   Members members_{config_.ranks};
   std::vector<Suspended> suspended_;
-  std::map<ReplicaId, ReplicaState> replicas_;
+  Replicas replicas_;
   std::map<ReplicaId, AbsentReplica> out_;
   std::map<ReplicaId, std::string> differed_at_start_;  // until they have taken over the others' state
   WaitOfStart waits_;
   std::map<NodeId, ConnectedNode> nodes_;
   std::map<std::pair<std::uint32_t, std::uint32_t>, Stranger> strangers_;
-  std::map<Declared, Declaration> declarations_;
-  std::vector<Differing> misfits_;
-  std::map<ReplicaId, std::pair<std::uint32_t, std::string>> refused_;
-  std::optional<TimePoint> dissent_since_;
+  Declarations declarations_{config_.replicas, config_.ranks, config_.silence};
   bool unannounced_ = false;             // replicas that came while there was dissent
   std::vector<Claim> claims_;            // of places that others have
   std::optional<std::string> outdated_;  // the log lacks what it had decided: nothing is decided any more

@@ -12,7 +12,7 @@ namespace rejoin::membership {
 
 // Another process has the place and may be alive, for all that this coordinator has heard. A daemon has one process in
 // a place, so that of the same daemon has ended.
-Coordinator::RankState* Coordinator::holder_against(const proto::RankUp& up) {
+RankState* Coordinator::holder_against(const proto::RankUp& up) {
   auto found = replicas_.find(ReplicaId(up.replica()));
   if (found == replicas_.end() || found->second.ranks.empty()) return nullptr;
   RankState& rank = found->second.ranks[up.rank()];

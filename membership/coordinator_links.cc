@@ -13,7 +13,7 @@ namespace {
 constexpr unsigned kMostChanges = 4;
 
 // Those that have come through this node last.
-RankSet here(const Coordinator::ReplicaState& replica, const RankSet& ranks, NodeId node) {
+RankSet here(const ReplicaState& replica, const RankSet& ranks, NodeId node) {
   RankSet its = ranks;
   for (const auto& [begin, end] : ranks.ranges())
     for (auto number = begin; number < std::min<std::uint64_t>(end, replica.ranks.size()); ++number)
@@ -171,10 +171,11 @@ std::vector<ReplicaId> Coordinator::candidates() const {
   std::set<ReplicaId> others;
   for (const auto& m : members_) others.insert(m.replica);
   for (const auto& out : suspended_) others.insert(out.replica);
+  const auto& first = declarations_.first();
   std::vector<std::pair<Incarnation, ReplicaId>> by_incarnation;
   for (const auto& [id, replica] : replicas_) {
     if (!fully_registered(replica) || others.contains(id)) continue;
-    if (first_ && (replica.mixed || !fits(*replica.declaration, *first_))) continue;
+    if (first && (replica.mixed || !Declarations::fits(*replica.declaration, *first))) continue;
     by_incarnation.emplace_back(replica.incarnation, id);
   }
   std::ranges::sort(by_incarnation);

@@ -53,7 +53,7 @@ std::vector<ReplicaOutage> Coordinator::outages(TimePoint now) const {
     return !linked(replica, links_in(links_, with_it, with_it.size() - 1));
   };
   const auto next_of = [&](ReplicaId id) -> std::string {
-    if (const auto refused = refused_.find(id); refused != refused_.end())
+    if (const auto refused = declarations_.refused().find(id); refused != declarations_.refused().end())
       return fmt::format("its rank {} was refused: {}", refused->second.first, refused->second.second);
     const auto found = replicas_.find(id);
     if (found == replicas_.end())

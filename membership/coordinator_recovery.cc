@@ -181,9 +181,7 @@ Result<> Coordinator::replay(const proto::LogRecord& record) {
       differing_.clear();
       for (auto replica : record.stopped().replicas()) differing_.push_back(ReplicaId(replica));
       return {};
-    case proto::LogRecord::kDeclared:
-      first_ = {ReplicaId(record.declared().replica()), record.declared().plan_hash(), record.declared().settings()};
-      return {};
+    case proto::LogRecord::kDeclared: declarations_.set_first(FirstDeclared::from(record.declared())); return {};
     case proto::LogRecord::kDropped:
       stopped_.reset();
       if (Suspended* out = out_for_now(ReplicaId(record.dropped().replica()))) out->ended = true;  // not taken back

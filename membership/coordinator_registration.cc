@@ -221,17 +221,15 @@ void Coordinator::send_plan(NodeId node) {
 }
 
 // As it says of itself now.
-Coordinator::RankState& Coordinator::keep(ReplicaState& replica, NodeId node, const proto::RankUp& up) {
+RankState& Coordinator::keep(ReplicaState& replica, NodeId node, const proto::RankUp& up) {
   replica.ranks.resize(config_.ranks);
   RankState& rank = replica.ranks[up.rank()];
   prospect_.stale = true;
   if (!rank.registered) rank.registered = true, ++replica.registered;
-  rank.declaration = &declaration_of(up);
+  rank.declaration = &declarations_.of(up);
   replica.mixed = replica.mixed || (replica.declaration != nullptr && replica.declaration != rank.declaration);
   if (replica.declaration == nullptr) replica.declaration = rank.declaration;
-  if (auto refused = refused_.find(ReplicaId(up.replica()));
-      refused != refused_.end() && refused->second.first == up.rank())
-    refused_.erase(refused);
+  declarations_.forget_refused(up);
   const auto process = ConnectedNode::Process::of(up);
   if (const auto before = nodes_.find(rank.node);
       rank.connected_node && rank.instance == up.instance() && rank.node != node && before != nodes_.end())

@@ -49,11 +49,7 @@ proto::LogRecord Coordinator::snapshot() const {
   to.set_steps_rolled_back(steps_rolled_back_);
   if (stopped_) to.set_stopped(*stopped_);
   for (auto replica : differing_) to.add_differing(replica.value);
-  if (first_) {
-    to.mutable_declared()->set_replica(first_->replica.value);
-    to.mutable_declared()->set_plan_hash(first_->plan_hash);
-    to.mutable_declared()->set_settings(first_->settings);
-  }
+  if (const auto& first = declarations_.first()) first->to(*to.mutable_declared());
   for (const auto& [replica, out] : out_) {
     auto& one = *to.add_out();
     one.set_replica(replica.value);
@@ -72,7 +68,7 @@ bool Coordinator::has_recovered_like(const Coordinator& other) const {
     for (const auto& out : of.suspended_) suspended.emplace_back(out.replica, out.incarnation, out.ended);
     std::vector<std::pair<ReplicaId, std::string>> out;
     for (const auto& [replica, one] : of.out_) out.emplace_back(replica, one.why);
-    const auto first = of.first_.value_or(First{});
+    const auto first = of.declarations_.first().value_or(FirstDeclared{});
     return std::tuple(of.ledger_, of.epoch_, of.committed_, of.job_, of.most_committed_, of.last_incarnation_,
                       std::tuple(first.replica, first.plan_hash, first.settings), of.never_members_,
                       of.incarnations_before_epoch_, of.steps_rolled_back_, members, suspended, out, of.last_roll_back_,
@@ -111,8 +107,7 @@ Result<> Coordinator::take_up(const proto::LogRecord::Snapshot& from) {
   steps_rolled_back_ = from.steps_rolled_back();
   if (from.has_stopped()) stopped_ = from.stopped();
   for (auto replica : from.differing()) differing_.push_back(ReplicaId(replica));
-  if (from.has_declared())
-    first_ = {ReplicaId(from.declared().replica()), from.declared().plan_hash(), from.declared().settings()};
+  if (from.has_declared()) declarations_.set_first(FirstDeclared::from(from.declared()));
   for (const auto& out : from.out()) out_[ReplicaId(out.replica())] = {out.why(), std::nullopt};
   ledger_.take_up(from.ledger(), committed_);
   return {};

@@ -68,7 +68,7 @@ std::vector<std::string> Coordinator::strangers() const {
 // All that are configured; of a job that had started before also fewer, when the others have not come for long.
 std::vector<ReplicaId> Coordinator::ready_to_start() {
   // Asked with each report that a replica is connected with some: of a large job most come while others have yet to.
-  if (!started() && replicas_.size() + refused_.size() < config_.replicas) {
+  if (!started() && replicas_.size() + declarations_.refused().size() < config_.replicas) {
     incomplete_since_.reset();
     return {};
   }
@@ -77,7 +77,7 @@ std::vector<ReplicaId> Coordinator::ready_to_start() {
     if (present(id, replica.incarnation)) there.push_back(id);
   if (dissent()) return {};
   // Who was refused for what it declares may come back right, and catch up; a majority does not wait for that.
-  if (there.size() + refused_.size() < config_.replicas || 2 * there.size() <= config_.replicas) {
+  if (there.size() + declarations_.refused().size() < config_.replicas || 2 * there.size() <= config_.replicas) {
     if (!started() || there.empty()) {
       incomplete_since_.reset();
       return {};
@@ -264,11 +264,9 @@ void Coordinator::start_with(const std::vector<ReplicaId>& replicas, Step from) 
     REJOIN_CHECK(replay(record));
   }
   if (const Declaration* binding = replicas_.at(replicas.front()).declaration) {
-    first_ = {replicas.front(), binding->key->first, binding->key->second};
-    auto& declared = *actions_.append.emplace_back().mutable_declared();
-    declared.set_replica(first_->replica.value);
-    declared.set_plan_hash(first_->plan_hash);
-    declared.set_settings(first_->settings);
+    const FirstDeclared first{replicas.front(), binding->plan_hash, binding->settings};
+    first.to(*actions_.append.emplace_back().mutable_declared());
+    declarations_.set_first(first);
   }
   incomplete_since_.reset();
   sent_back_.clear();

@@ -119,6 +119,16 @@ struct FirstDeclared {
   ReplicaId replica;
   std::uint64_t plan_hash = 0;
   std::string settings;
+
+  bool operator==(const FirstDeclared&) const = default;
+  static FirstDeclared from(const proto::LogRecord::Declared& declared) {
+    return {ReplicaId(declared.replica()), declared.plan_hash(), declared.settings()};
+  }
+  void to(proto::LogRecord::Declared& declared) const {
+    declared.set_replica(replica.value);
+    declared.set_plan_hash(plan_hash);
+    declared.set_settings(settings);
+  }
 };
 
 // A process that asks for a place which another one has.

@@ -19,16 +19,16 @@ std::vector<std::string> Coordinator::waiting_for(TimePoint now) const {
     for (std::uint32_t r = 0; r < config_.replicas; ++r) {
       auto found = replicas_.find(ReplicaId(r));
       const std::uint32_t up = found == replicas_.end() ? 0 : found->second.registered;
-      const auto refused = refused_.find(ReplicaId(r));
+      const auto refused = declarations_.refused().find(ReplicaId(r));
       if (up < config_.ranks)
         lines.push_back(
             fmt::format("replica {}: {} of {} ranks have registered{}", r, up, config_.ranks,
-                        refused == refused_.end()
+                        refused == declarations_.refused().end()
                             ? ""
                             : fmt::format("; rank {} was refused: {}", refused->second.first, refused->second.second)));
       else there.push_back(ReplicaId(r));
     }
-    for (auto& line : dissent_lines()) lines.push_back(std::move(line));
+    for (auto& line : declarations_.dissent_lines(replicas_)) lines.push_back(std::move(line));
     for (auto id : there)
       for (auto& line : unreached_lines(id, replicas_.at(id))) lines.push_back(std::move(line));
     const auto from = newest(there);

@@ -1,0 +1,98 @@
+// What replicas declare, and who differs. All must declare alike: tensors, buckets, how they all-reduce. The job that
+// runs has declared it; before, it is what the majority of its replicas declares. The coordinator has hashes, and asks
+// one rank of each declaration for what is behind its own, so that who differs is refused with the difference. This
+// class remembers and compares, and says what is to be done: it is the coordinator that asks, refuses and registers.
+#pragma once
+
+#include <map>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "membership/replica_state.h"
+
+namespace rejoin::membership {
+
+// A process that has declared something else than what binds the job. It is refused when the difference is known.
+struct Mismatch {
+  NodeId node;
+  proto::RankUp up;
+  Declaration* declaration = nullptr;
+  TimePoint since{};
+  bool was_registered = false;  // before there was a majority: of `up` only its place and instance are known
+};
+
+class Declarations {
+ public:
+  Declarations(std::uint32_t replicas, std::uint32_t ranks, Duration silence)
+      : replicas_(replicas), ranks_(ranks), silence_(silence) {}
+
+  // The one that ranks which say the same share. It stays where it is until forget_unused() finds nobody who has it.
+  Declaration& of(const proto::RankUp& up);
+  void forget_unused(const Replicas& replicas);  // when there are many
+
+  // What the members have declared, by the log.
+  const std::optional<FirstDeclared>& first() const { return first_; }
+  void set_first(FirstDeclared first) { first_ = std::move(first); }
+  // What binds everybody: that, where there are members, or what a majority declares, if there is one.
+  std::optional<FirstDeclared> binding(const Replicas& replicas, bool has_members) const;
+  static bool fits(const Declaration& declaration, const FirstDeclared& binding);
+  // One that fits, if possible one of which it is known what is behind it. Nothing: nobody here has declared it.
+  Declaration* behind(const FirstDeclared& binding);
+
+  // Replicas that have registered differ.
+  bool dissent(const Replicas& replicas) const;
+  // A line for each way in which they do.
+  std::vector<std::string> dissent_lines(const Replicas& replicas) const;
+
+  // A rank that is to say in full what it has declared.
+  struct Question {
+    NodeId node;
+    std::uint32_t replica = 0, rank = 0;
+    std::uint64_t instance = 0;
+  };
+  // Nothing: it is known, was asked for a moment ago, or nobody who has declared it is there.
+  std::optional<Question> question(Declaration& declaration, const Replicas& replicas, TimePoint now);
+  // The answer. False: of a process that has declared nothing here. `registered`: what it has, where it is registered.
+  bool on_content(const proto::Declaration& content, Declaration* registered);
+
+  // There is no majority: whom to ask, and, when it is known in what they differ or has been asked for long, what to
+  // say.
+  struct Dissent {
+    std::vector<Question> questions;
+    std::vector<std::string> lines;
+  };
+  Dissent without_majority(const Replicas& replicas, TimePoint now);
+
+  // A majority is there. The replicas that differ are registered no longer, and their ranks are mismatches. Returns the
+  // incarnations of those replicas.
+  std::vector<std::uint64_t> turn_out_mismatches(Replicas& replicas, const FirstDeclared& binding, TimePoint now);
+
+  void add(Mismatch mismatch) { mismatches_.push_back(std::move(mismatch)); }
+  bool too_many_for(const proto::RankUp& up) const;  // in its place
+  std::vector<Mismatch> take_mismatches() { return std::exchange(mismatches_, {}); }
+  void forget_if(const auto& is_it) { std::erase_if(mismatches_, is_it); }
+  enum class Fate { registers, waits, refused };
+  Fate fate_of(const Mismatch& mismatch, const FirstDeclared& binding, const Declaration* right, TimePoint now) const;
+  // In what they differ, in words. `right`: what is behind `binding`, where somebody here has declared it.
+  static std::string difference(const Declaration& declaration, const Declaration* right, const FirstDeclared& binding,
+                                const Replicas& replicas);
+
+  // Ranks that were refused, one of a replica, with the reason, until they come back otherwise.
+  using Refused = std::map<ReplicaId, std::pair<std::uint32_t, std::string>>;
+  const Refused& refused() const { return refused_; }
+  void note_refused(const proto::RankUp& up, const std::string& why);
+  void forget_refused(const proto::RankUp& up);
+
+ private:
+  std::uint32_t replicas_, ranks_;
+  Duration silence_;
+  std::map<std::pair<std::uint64_t, std::string>, Declaration> declarations_;  // by hash and settings
+  std::optional<FirstDeclared> first_;
+  std::vector<Mismatch> mismatches_;
+  Refused refused_;
+  std::optional<TimePoint> dissent_since_;
+};
+
+}  // namespace rejoin::membership
