@@ -66,6 +66,7 @@ Actions Coordinator::on_node_lost(NodeId node, TimePoint now) {
 
 void Coordinator::lose_node(NodeId node, TimePoint since) {
   const auto gone = nodes_.extract(node);
+  announcer_.forget(node);
   const std::string name = gone.empty() ? "" : gone.mapped().name;
   ConnectedNode::Processes dropped;
   for (const auto& claim : claims_)
@@ -94,8 +95,7 @@ Actions Coordinator::on_tick(TimePoint now) {
   if (const Duration pause = pause_detector_.on_tick(now); pause > Duration{}) suspect_itself(pause);
   if (finished()) settle_claims();
   if (outdated_) tell_why_it_waits();
-  const bool more_may_come = pause_detector_.settling(now) || now - owed_at_ < config_.silence / 64;
-  if (!more_may_come || now - paid_at_ >= config_.silence / 4) pay();
+  if (announcer_.flushes_with_tick(now, pause_detector_.settling(now))) flush_announcements();
   if (pause_detector_.settling(now) || finished() || outdated_) return take();
   lose_silent_nodes();
   if (recovering_until_) settle_recovery();
@@ -368,6 +368,10 @@ void Coordinator::send_all(proto::ToNode message) {
 void Coordinator::send_to(std::vector<NodeId> nodes, proto::ToNode message) {
   if (message.has_peers()) message.mutable_peers()->set_job(job_);
   actions_.send.emplace_back(std::move(nodes), std::move(message));
+}
+
+void Coordinator::send_each(Announcer::Messages messages) {
+  for (auto& [nodes, message] : messages) send_to(std::move(nodes), std::move(message));
 }
 
 }  // namespace rejoin::membership

@@ -44,6 +44,7 @@
 #include "base/ids.h"
 #include "base/refusals.h"
 #include "control.pb.h"
+#include "membership/announcer.h"
 #include "membership/coordinator_actions.h"
 #include "membership/declarations.h"
 #include "membership/drift_audit.h"
@@ -246,16 +247,10 @@ class Coordinator {
   void plan_step();
   void broadcast_plan();
   void send_plan(NodeId node);
-  void owe(NodeId node, const RankSet& ranks);
-  void pay_at_once();
-  void pay();
   void end_recovery_if_all_are_back();
   void announce_all();
-  void announce_to(const std::vector<NodeId>& nodes, const RankSet& ranks);
   void announce_replica(const ReplicaState& replica, ReplicaId id);
-  void announce_ranks(const ReplicaState& replica, ReplicaId id, const RankSet& ranks, const std::set<NodeId>& sent_to);
-  void announce(const std::vector<NodeId>& nodes, const RankSet& ranks,
-                const std::map<ReplicaId, const ReplicaState*>& replicas, Named named);
+  void flush_announcements();
   proto::Plan plan() const;
   bool fully_registered(const ReplicaState& replica) const;
   bool linked(const ReplicaState& replica, const Incarnations& incarnations) const;  // coordinator_links.cc
@@ -277,6 +272,7 @@ class Coordinator {
   void send(NodeId node, proto::ToNode message);
   void send_all(proto::ToNode message);
   void send_to(std::vector<NodeId> nodes, proto::ToNode message);
+  void send_each(Announcer::Messages messages);
   template <typename... Args>
   void note(fmt::format_string<Args...> format, Args&&... args) {
     actions_.notes.push_back({fmt::format(format, std::forward<Args>(args)...)});
@@ -311,6 +307,7 @@ class Coordinator {
   std::map<ReplicaId, std::string> differed_at_start_;  // until they have taken over the others' state
   WaitOfStart waits_;
   std::map<NodeId, ConnectedNode> nodes_;
+  Announcer announcer_{config_.replicas, config_.ranks, config_.silence};
   std::map<std::pair<std::uint32_t, std::uint32_t>, Stranger> strangers_;
   Declarations declarations_{config_.replicas, config_.ranks, config_.silence};
   bool unannounced_ = false;             // replicas that came while there was dissent
@@ -325,15 +322,14 @@ class Coordinator {
   Prospect prospect_;
   mutable KnownNeighbourhoods near_;
   std::optional<TimePoint> recovering_until_, incomplete_since_;
-  Duration recovery_prolonged_{};    // for ranks that were still coming back
-  TimePoint now_{};                  // of the event that is handled, or was handled last
-  TimePoint under_way_since_{};      // when the step under way was planned, or its epoch
-  TimePoint back_at_{};              // when a rank last came back
-  TimePoint owed_at_{}, paid_at_{};  // when a node was last owed something, and when all that was last sent
-  std::set<std::string> warned_;     // in this epoch
-  bool excused_ = false;             // somebody took its time in the last committed step
-  bool settled_ = false;             // the step was planned in this epoch
-  bool has_log_ = false;             // it was not the first to decide
+  Duration recovery_prolonged_{};  // for ranks that were still coming back
+  TimePoint now_{};                // of the event that is handled, or was handled last
+  TimePoint under_way_since_{};    // when the step under way was planned, or its epoch
+  TimePoint back_at_{};            // when a rank last came back
+  std::set<std::string> warned_;   // in this epoch
+  bool excused_ = false;           // somebody took its time in the last committed step
+  bool settled_ = false;           // the step was planned in this epoch
+  bool has_log_ = false;           // it was not the first to decide
   DriftAudit audit_;
   Paces paces_;
   SlowLinkFinder slow_link_{24 * config_.silence};  // what is measured every 16 shows it twice

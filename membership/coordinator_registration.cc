@@ -1,4 +1,4 @@
-// Who is there: ranks register, and come back.
+// Who is there: ranks register, come back, and get their peers' addresses.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -204,12 +204,13 @@ void Coordinator::welcome_back(NodeId node, const proto::RankUp& up, const Repli
   } else if (recovering_until_) {
     end_recovery_if_all_are_back();  // which announces all to everybody
   } else {
-    owe(node, RankSet(up.rank()));
-    if (fully_registered(replica)) announce_ranks(replica, ReplicaId(up.replica()), RankSet(up.rank()), {node});
+    announcer_.add_pending(node, RankSet(up.rank()), now_);
+    if (fully_registered(replica))
+      send_each(announcer_.news(ReplicaId(up.replica()), replica, RankSet(up.rank()), nodes_, {node}));
   }
   if (finished()) send_plan(node);  // it may be the last that this coordinator says
-  else if (started()) nodes_.at(node).owes_plan = true, owed_at_ = now_;
-  if (present(ReplicaId(up.replica()), replica.incarnation)) pay_at_once();
+  else if (started()) announcer_.add_pending_plan(node, now_);
+  if (present(ReplicaId(up.replica()), replica.incarnation) && announcer_.flushes_at_once(now_)) flush_announcements();
   if (has_contributors()) prospect_.receivers.clear();  // it is sent again
   else if (!prospect_.ring.empty() && prospect_.candidates == 0) send(node, prospect_.message(job_));
 }
@@ -284,6 +285,44 @@ bool Coordinator::ask_the_other_nodes(NodeId lost, const ConnectedNode& was, con
   message.mutable_introduce();
   send_to({asked.begin(), asked.end()}, std::move(message));
   return true;
+}
+
+// ---- who is told of whom
+
+// Whoever is not named as a peer is fenced by the others; so after a restart nothing is announced before all members
+// have had their time to come back. Then everything is.
+void Coordinator::end_recovery_if_all_are_back() {
+  if (!recovering_until_) return;
+  if (!members_.empty() && !has_contributors()) return;  // a joiner may yet say that it has caught up
+  for (const auto& m : members_)
+    if (!is_back(m)) return;
+  recovering_until_.reset();
+  announce_all();
+}
+
+void Coordinator::announce_all() { send_each(announcer_.all(nodes_, replicas_)); }
+
+// All of its ranks have come: to them all others, and to all others them.
+void Coordinator::announce_replica(const ReplicaState& replica, ReplicaId id) {
+  std::set<NodeId> its;
+  for (const auto& rank : replica.ranks) its.insert(rank.node);
+  for (auto one : its)
+    if (const auto node = nodes_.find(one); node != nodes_.end()) announcer_.add_pending(one, node->second.hosts, now_);
+  if (announcer_.flushes_at_once(now_)) flush_announcements();
+  RankSet all;
+  all.add(0, config_.ranks);
+  send_each(announcer_.news(id, replica, all, nodes_, its));
+}
+
+void Coordinator::flush_announcements() {
+  auto pending = announcer_.take_pending(now_);
+  if (dissent()) unannounced_ |= !pending.of_ranks.empty();
+  else
+    for (const auto& [ranks, nodes] : pending.of_ranks) send_each(announcer_.all_peers(nodes, ranks, replicas_));
+  if (pending.of_plan.empty()) return;
+  proto::ToNode current;
+  *current.mutable_plan() = plan();
+  send_to(std::move(pending.of_plan), std::move(current));
 }
 
 }  // namespace rejoin::membership

@@ -47,8 +47,6 @@ struct ConnectedNode {
   };
   using Processes = std::vector<Process>;
   Processes moved{};  // that have registered through it, and then through another connection
-  RankSet owed{};     // ranks that have yet to hear of all of their peers
-  bool owes_plan = false;
 };
 
 // Of a job that does not start, as its trainers are told.
@@ -103,9 +101,6 @@ enum class Parting : bool { lost, left };
 
 // Who contributes: as it is, or as it will be from the next step boundary on.
 enum class When : bool { now, next_step };
-
-// Whether a message to ranks names all of their peers, or only some that are there now.
-enum class Named : bool { some, all };
 
 // The neighbourhoods that were found last. They are asked for more often than they change.
 struct KnownNeighbourhoods {
