@@ -281,8 +281,12 @@ class Coordinator {
   void warn(fmt::format_string<Args...> format, Args&&... args) {
     actions_.notes.push_back({fmt::format(format, std::forward<Args>(args)...), true});
   }
+  Result<> take_up(const proto::LogRecord& record);
   Result<> take_up(const proto::LogRecord::Job& job);
   Result<> take_up(const proto::LogRecord::Snapshot& snapshot);
+  Result<> take_up(const proto::LogRecord::EpochBegun& begun);
+  Result<> take_up(const proto::LogRecord::Committed& committed);
+  Result<> take_up(const proto::LogRecord::RolledBack& rolled_back);
   void describe(proto::LogRecord::Job& job) const;
   void tell_of_roll_back();
   bool roll_back_was_used() const;

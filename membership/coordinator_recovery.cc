@@ -1,5 +1,6 @@
 // Taking up an earlier instance's decisions.
 #include <algorithm>
+#include <functional>
 
 #include "base/fail.h"
 #include "base/release.h"
@@ -84,119 +85,127 @@ Result<> Coordinator::take_up(const proto::LogRecord::Job& job) {
 
 Result<> Coordinator::replay(const proto::LogRecord& record) {
   has_log_ = true;
+  if (auto taken = take_up(record); !taken) return taken;
+  note_never_members(record);
+  return {};
+}
+
+Result<> Coordinator::take_up(const proto::LogRecord& record) {
+  using Record = proto::LogRecord;
   switch (record.kind_case()) {
-    case proto::LogRecord::kJob: return take_up(record.job());
-    case proto::LogRecord::kEpoch: {
-      const auto& begun = record.epoch();
-      if (begun.epoch() <= epoch_.value || begun.step() != committed_.value + 1)
-        return fail(ErrorCode::corrupt,
-                    "the log's epoch {}, which begins with step {}, does not follow epoch {} after step {}",
-                    begun.epoch(), begun.step(), epoch_.value, committed_.value);
-      // Shared with those who were there when it began.
-      if (ledger_.shares() && !begun.fresh()) plan_step();
-      epoch_ = Epoch(begun.epoch());
-      protocol_ = Spoken::in_epoch(begun.protocol());
-      note_never_members(record);
-      const auto before = members_.take();
-      const auto out_before = std::exchange(suspended_, {});
-      for (const auto& m : begun.members())
-        members_.add({.replica = ReplicaId(m.replica()),
-                      .incarnation = Incarnation(m.incarnation()),
-                      .catching_up = m.catching_up(),
-                      .complete = std::any_of(before.begin(), before.end(), [&](const MemberState& one) {
-                        return one.incarnation.value == m.incarnation() && one.complete;
-                      })});
-      for (const auto& m : begun.suspended())
-        suspended_.push_back({.replica = ReplicaId(m.replica()),
-                              .incarnation = Incarnation(m.incarnation()),
-                              .reason = "it was silent",
-                              .ended = std::ranges::any_of(out_before, [&](const Suspended& one) {
-                                return one.incarnation.value == m.incarnation() && one.ended;
-                              })});
-      note_outages(begun, std::nullopt);
-      if (members_.empty()) stopped_.reset(), differing_.clear();
-      const auto stays = [&](ReplicaId replica) {
-        return members_.find(replica) != nullptr || out_for_now(replica) != nullptr;
-      };
-      for (const auto& m : before)
-        if (!stays(m.replica)) ledger_.hand_back(m.replica);
-      for (const auto& out : out_before)
-        if (!stays(out.replica)) ledger_.hand_back(out.replica);
-      plan_step();
-      return {};
-    }
-    case proto::LogRecord::kCommitted:
-      if (record.committed().step() != committed_.value + 1)
-        return fail(ErrorCode::corrupt, "the log commits step {} after step {}", record.committed().step(),
-                    committed_.value);
-      plan_step();
-      for (const auto& m : record.committed().members()) {
-        if (const Batch* own = ledger_.batch_of(ReplicaId(m.replica())); own == nullptr || *own != batch_of(m))
-          return fail(ErrorCode::corrupt,
-                      "the log says that replica {} trained other samples in step {} than those that follow from the "
-                      "records before it; restore it from a copy",
-                      m.replica(), record.committed().step());
-      }
-      committed_ = Step(record.committed().step());
-      most_committed_ = std::max(most_committed_, committed_);
-      give_up_suspended();
-      ledger_.commit(committed_);
-      if (record.committed().has_balance()) ledger_.set_next(Balance::from(record.committed().balance()));
-      note_never_members(record);
-      if (!ledger_.shares()) plan_step();
-      return {};
-    case proto::LogRecord::kIncarnated:
+    case Record::kJob: return take_up(record.job());
+    case Record::kSnapshot: return take_up(record.snapshot());
+    case Record::kEpoch: return take_up(record.epoch());
+    case Record::kCommitted: return take_up(record.committed());
+    case Record::kRolledBack: return take_up(record.rolled_back());
+    case Record::kIncarnated:
       last_incarnation_ = std::max<std::uint64_t>(last_incarnation_, record.incarnated().incarnation());
-      note_never_members(record);
       return {};
-    case proto::LogRecord::kCaughtUp:
+    case Record::kCaughtUp:
       for (auto& m : members_)
         if (m.incarnation.value == record.caught_up().incarnation()) m.complete = true;
       return {};
-    case proto::LogRecord::kRolledBack:
-      if (!record.rolled_back().in_order())
-        return fail(ErrorCode::mismatch,
-                    "the log was rolled back to step {} by an older Rejoin, which handed samples out in another order. "
-                    "Start the job from a checkpoint with a new log directory",
-                    record.rolled_back().version());
-      if (committed_.value > record.rolled_back().version()) {
-        last_roll_back_ = Step(record.rolled_back().version());
-        steps_rolled_back_ += committed_.value - record.rolled_back().version();
-      }
-      committed_ = Step(record.rolled_back().version());
-      most_committed_ = std::max(most_committed_, committed_);
-      // What is written of the samples holds, since the ledger may reach further back now than it did then, or less
-      // far.
-      if (const Samples trained(record.rolled_back().trained(), kMostSamples);
-          trained.empty() && ledger_.trained_at(committed_))
-        ledger_.roll_back(committed_);
-      else if (trained.empty() && committed_ != Step{})
-        return fail(ErrorCode::corrupt,
-                    "the log goes on from step {}, and nothing says what was trained by then; restore it from a copy",
-                    committed_);
-      else ledger_.go_on_from(committed_, trained);
-      return {};
-    case proto::LogRecord::kStopped:
+    case Record::kStopped:
       stopped_ = record.stopped().reason();
       differing_.clear();
       for (auto replica : record.stopped().replicas()) differing_.push_back(ReplicaId(replica));
       return {};
-    case proto::LogRecord::kDeclared: declarations_.set_first(FirstDeclared::from(record.declared())); return {};
-    case proto::LogRecord::kDropped:
+    case Record::kDropped:
       stopped_.reset();
       if (Suspended* out = out_for_now(ReplicaId(record.dropped().replica()))) out->ended = true;  // not taken back
       return {};
-    case proto::LogRecord::kLed: return {};
-    case proto::LogRecord::kNeeds:
+    case Record::kDeclared: declarations_.set_first(FirstDeclared::from(record.declared())); return {};
+    case Record::kLed: return {};
+    case Record::kNeeds:
       if (record.needs().protocol() <= kProtocolVersion) return {};
       break;
-    case proto::LogRecord::kSnapshot: return take_up(record.snapshot());
-    case proto::LogRecord::KIND_NOT_SET: break;
+    case Record::KIND_NOT_SET: break;
   }
   return fail(ErrorCode::mismatch,
               "a log record of a kind that this release ({}, protocol {}) does not know: a later one has written it. "
               "Start the coordinator with that, or the job from a checkpoint with a new log directory",
               release(), Versions{}.text());
+}
+
+Result<> Coordinator::take_up(const proto::LogRecord::EpochBegun& begun) {
+  if (begun.epoch() <= epoch_.value || begun.step() != committed_.value + 1)
+    return fail(ErrorCode::corrupt,
+                "the log's epoch {}, which begins with step {}, does not follow epoch {} after step {}", begun.epoch(),
+                begun.step(), epoch_.value, committed_.value);
+  // Shared with those who were there when it began.
+  if (ledger_.shares() && !begun.fresh()) plan_step();
+  epoch_ = Epoch(begun.epoch());
+  protocol_ = Spoken::in_epoch(begun.protocol());
+  const auto before = members_.take();
+  const auto out_before = std::exchange(suspended_, {});
+  const auto was = [](const auto& those, std::uint64_t incarnation, auto what) {
+    return std::ranges::any_of(
+        those, [&](const auto& one) { return one.incarnation.value == incarnation && std::invoke(what, one); });
+  };
+  for (const auto& m : begun.members())
+    members_.add({.replica = ReplicaId(m.replica()),
+                  .incarnation = Incarnation(m.incarnation()),
+                  .catching_up = m.catching_up(),
+                  .complete = was(before, m.incarnation(), &MemberState::complete)});
+  for (const auto& m : begun.suspended())
+    suspended_.push_back({.replica = ReplicaId(m.replica()),
+                          .incarnation = Incarnation(m.incarnation()),
+                          .reason = "it was silent",
+                          .ended = was(out_before, m.incarnation(), &Suspended::ended)});
+  note_outages(begun, std::nullopt);
+  if (members_.empty()) stopped_.reset(), differing_.clear();
+  const auto hand_back_of_gone = [&](const auto& those) {
+    for (const auto& one : those)
+      if (members_.find(one.replica) == nullptr && out_for_now(one.replica) == nullptr) ledger_.hand_back(one.replica);
+  };
+  hand_back_of_gone(before);
+  hand_back_of_gone(out_before);
+  plan_step();
+  return {};
+}
+
+Result<> Coordinator::take_up(const proto::LogRecord::Committed& committed) {
+  if (committed.step() != committed_.value + 1)
+    return fail(ErrorCode::corrupt, "the log commits step {} after step {}", committed.step(), committed_.value);
+  plan_step();
+  for (const auto& m : committed.members()) {
+    if (const Batch* own = ledger_.batch_of(ReplicaId(m.replica())); own == nullptr || *own != batch_of(m))
+      return fail(ErrorCode::corrupt,
+                  "the log says that replica {} trained other samples in step {} than those that follow from the "
+                  "records before it; restore it from a copy",
+                  m.replica(), committed.step());
+  }
+  committed_ = Step(committed.step());
+  most_committed_ = std::max(most_committed_, committed_);
+  give_up_suspended();
+  ledger_.commit(committed_);
+  if (committed.has_balance()) ledger_.set_next(Balance::from(committed.balance()));
+  if (!ledger_.shares()) plan_step();
+  return {};
+}
+
+Result<> Coordinator::take_up(const proto::LogRecord::RolledBack& rolled_back) {
+  const Step to(rolled_back.version());
+  if (!rolled_back.in_order())
+    return fail(ErrorCode::mismatch,
+                "the log was rolled back to step {} by an older Rejoin, which handed samples out in another order. "
+                "Start the job from a checkpoint with a new log directory",
+                to);
+  if (committed_ > to) {
+    last_roll_back_ = to;
+    steps_rolled_back_ += committed_.value - to.value;
+  }
+  committed_ = to;
+  most_committed_ = std::max(most_committed_, committed_);
+  // What is written of the samples holds, since the ledger may reach further back now than it did then, or less far.
+  const Samples trained(rolled_back.trained(), kMostSamples);
+  if (trained.empty() && ledger_.trained_at(committed_)) ledger_.roll_back(committed_);
+  else if (trained.empty() && committed_ != Step{})
+    return fail(ErrorCode::corrupt,
+                "the log goes on from step {}, and nothing says what was trained by then; restore it from a copy",
+                committed_);
+  else ledger_.go_on_from(committed_, trained);
+  return {};
 }
 
 }  // namespace rejoin::membership
