@@ -68,10 +68,10 @@ void Coordinator::lose_node(NodeId node, TimePoint since) {
   const auto gone = nodes_.extract(node);
   announcer_.forget(node);
   const std::string name = gone.empty() ? "" : gone.mapped().name;
-  ConnectedNode::Processes dropped;
+  std::vector<ProcessId> dropped;
   for (const auto& claim : claims_)
-    if (claim.node == node) dropped.push_back(ConnectedNode::Process::of(claim.up));
-  std::erase_if(claims_, [&](const Claim& claim) { return claim.node == node; });
+    if (claim.node == node) dropped.push_back(ProcessId::of(claim.up));
+  std::erase_if(claims_, [&](const PlaceClaim& claim) { return claim.node == node; });
   declarations_.forget_if([&](const Mismatch& one) { return one.node == node; });
   for (auto& [place, stranger] : strangers_)
     if (stranger.node == node) stranger.lost_at = since;
@@ -116,7 +116,7 @@ Actions Coordinator::on_tick(TimePoint now) {
 // a relay may have come by another one.
 void Coordinator::on_rank_down(NodeId node, const proto::RankDown& down) {
   const auto concerns = [&](NodeId its) { return down.ended() || its == node; };
-  if (auto stranger = strangers_.find({down.replica(), down.rank()});
+  if (auto stranger = strangers_.find(RankPlace::of(down));
       stranger != strangers_.end() && stranger->second.instance == down.instance()) {
     if (!concerns(stranger->second.node)) return;
     if (!down.ended()) return void(stranger->second.lost_at = now_);
@@ -124,12 +124,12 @@ void Coordinator::on_rank_down(NodeId node, const proto::RankDown& down) {
     return try_start();
   }
   const auto is_over = [&](const auto& one) { return concerns(one.node) && same_process(one.up, down); };
-  const auto process = ConnectedNode::Process::of(down);
+  const auto process = ProcessId::of(down);
   const bool waited = std::erase_if(claims_, is_over) > 0;
   declarations_.forget_if(is_over);
   std::erase(nodes_[node].moved, process);
   if (waited && !down.ended()) ask_the_other_nodes(node, {}, {process});
-  RankState* rank = rank_of(down.replica(), down.rank(), down.instance());
+  RankState* rank = rank_of(ProcessId::of(down));
   if (rank == nullptr || !concerns(rank->node)) return;  // of an instance that is over already, or elsewhere
   const std::string why = shortened(down.reason(), kLongestReason);
   if (down.ended()) {
@@ -160,7 +160,7 @@ void Coordinator::on_accusation(const proto::Accusation& accusation) {
                        members_.find(ReplicaId(accusation.replica())) != nullptr &&
                        members_.find(ReplicaId(accusation.suspect())) != nullptr;
   if (!current) return;
-  auto [edge, fresh] = accusations_.try_emplace({accusation.replica(), accusation.suspect()});
+  auto [edge, fresh] = accusations_.try_emplace({ReplicaId(accusation.replica()), ReplicaId(accusation.suspect())});
   if (fresh || (!edge->second.counts && !accusation.only_waiting())) edge->second.since = now_;
   const TimePoint waits_since =
       now_ - std::chrono::milliseconds(std::min<std::uint64_t>(accusation.waited_ms(), 1 << 30));
@@ -336,7 +336,7 @@ bool Coordinator::caught_up(const MemberState& m) const {
 }
 
 // A replica is at most once among them: its next incarnation is a member after a commit at the earliest.
-Coordinator::Suspended* Coordinator::out_for_now(ReplicaId replica) {
+SuspendedReplica* Coordinator::out_for_now(ReplicaId replica) {
   auto found =
       std::find_if(suspended_.begin(), suspended_.end(), [&](const auto& out) { return out.replica == replica; });
   return found == suspended_.end() ? nullptr : &*found;
@@ -348,11 +348,11 @@ const ReplicaState* Coordinator::registration(ReplicaId replica, Incarnation inc
   return found == replicas_.end() || found->second.incarnation != incarnation ? nullptr : &found->second;
 }
 
-RankState* Coordinator::rank_of(std::uint32_t replica, std::uint32_t rank, std::uint64_t instance) {
-  auto found = replicas_.find(ReplicaId(replica));
-  if (found == replicas_.end()) return nullptr;
-  auto& ranks = found->second.ranks;
-  return rank < ranks.size() && ranks[rank].registered && ranks[rank].instance == instance ? &ranks[rank] : nullptr;
+RankState* Coordinator::rank_of(const ProcessId& process) {
+  auto found = replicas_.find(process.place.replica);
+  if (found == replicas_.end() || process.place.rank.value >= found->second.ranks.size()) return nullptr;
+  RankState& rank = found->second.ranks[process.place.rank.value];
+  return rank.registered && rank.instance == process.instance ? &rank : nullptr;
 }
 
 void Coordinator::send(NodeId node, proto::ToNode message) {

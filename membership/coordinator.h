@@ -83,22 +83,20 @@ class Coordinator {
   Actions on_node_lost(NodeId node, TimePoint now);
   Actions on_tick(TimePoint now);  // at least every silence / 8
 
-  using Suspended = SuspendedReplica;
-
   std::uint64_t job() const { return job_; }  // its id; 0: of a log from before there was one
   bool started() const { return epoch_ != Epoch{}; }
   bool finished() const { return config_.steps != 0 && committed_.value >= config_.steps; }
   Epoch epoch() const { return epoch_; }
   Step committed() const { return committed_; }
   const std::vector<MemberState>& members() const { return members_.all(); }
-  const std::vector<Suspended>& suspended() const { return suspended_; }
+  const std::vector<SuspendedReplica>& suspended() const { return suspended_; }
   std::optional<Located> located(ReplicaId replica, Incarnation incarnation) const;  // nothing: not all its ranks are
   RoundTrips round_trips(ReplicaId replica, Incarnation incarnation) const;          // as its ranks have told
   std::vector<std::vector<ReplicaId>> neighbourhoods() const;                        // of members, see round_trips.h
   bool orders_by_round_trips() const { return config_.round_trips; }
   const Replicas& replicas() const { return replicas_; }
   bool caught_up(const ReplicaState& replica) const;  // all its ranks
-  bool caught_up(const MemberState& member) const;    // … as far as this coordinator has heard
+  bool caught_up(const MemberState& member) const;    // as far as this coordinator has heard
   const Ledger& ledger() const { return ledger_; }
   const DriftAudit& audit() const { return audit_; }
   const std::optional<std::string>& stopped() const { return stopped_; }  // an operator must say which one is wrong
@@ -153,11 +151,10 @@ class Coordinator {
   std::optional<Balance> change_of_balance(Step step);
 
   // coordinator_claims.cc
-  using Claim = PlaceClaim;
   RankState* holder_against(const proto::RankUp& up);
   bool former_may_come_back(const proto::RankUp& up, TimePoint now) const;
   Screened screen_place(NodeId node, const proto::RankUp& up);
-  void inquire(Claim& claim, const RankState& holder);
+  void inquire(PlaceClaim& claim, const RankState& holder);
   void on_alive(const proto::Alive& alive);
   void settle_claims();
   static std::string node_name(const RankState& rank);
@@ -265,10 +262,10 @@ class Coordinator {
   void tell_prospect_of_start(const std::vector<ReplicaId>& to_start);
   void tell_prospect();
   RankState& keep(ReplicaState& replica, NodeId node, const proto::RankUp& up);
-  bool ask_the_other_nodes(NodeId lost, const ConnectedNode& was, const ConnectedNode::Processes& dropped);
-  Suspended* out_for_now(ReplicaId replica);
+  bool ask_the_other_nodes(NodeId lost, const ConnectedNode& was, const std::vector<ProcessId>& dropped);
+  SuspendedReplica* out_for_now(ReplicaId replica);
   const ReplicaState* registration(ReplicaId replica, Incarnation incarnation) const;
-  RankState* rank_of(std::uint32_t replica, std::uint32_t rank, std::uint64_t instance);
+  RankState* rank_of(const ProcessId& process);  // nothing: it is not registered
   void send(NodeId node, proto::ToNode message);
   void send_all(proto::ToNode message);
   void send_to(std::vector<NodeId> nodes, proto::ToNode message);
@@ -305,17 +302,17 @@ class Coordinator {
   std::uint64_t incarnations_before_epoch_ = 0;  // given out before the last epoch was begun
   std::uint64_t steps_rolled_back_ = 0;
   Members members_{config_.ranks};
-  std::vector<Suspended> suspended_;
+  std::vector<SuspendedReplica> suspended_;
   Replicas replicas_;
   std::map<ReplicaId, AbsentReplica> out_;
   std::map<ReplicaId, std::string> differed_at_start_;  // until they have taken over the others' state
   WaitOfStart waits_;
   std::map<NodeId, ConnectedNode> nodes_;
   Announcer announcer_{config_.replicas, config_.ranks, config_.silence};
-  std::map<std::pair<std::uint32_t, std::uint32_t>, Stranger> strangers_;
+  std::map<RankPlace, Stranger> strangers_;
   Declarations declarations_{config_.replicas, config_.ranks, config_.silence};
   bool unannounced_ = false;             // replicas that came while there was dissent
-  std::vector<Claim> claims_;            // of places that others have
+  std::vector<PlaceClaim> claims_;       // of places that others have
   std::optional<std::string> outdated_;  // the log lacks what it had decided: nothing is decided any more
   Spoken protocol_, of_coordinators_{kProtocolVersion};
   std::vector<RankVersions> versions_ = std::vector<RankVersions>(1);  // that ranks have, each once
@@ -340,9 +337,9 @@ class Coordinator {
   std::optional<Step> balanced_at_;                 // when shares were last changed
   bool all_weigh_ = true;                           // as far as was told
   std::optional<std::string> stopped_;
-  std::vector<ReplicaId> differing_;                                               // … since these do
-  std::map<std::pair<std::uint32_t, std::uint32_t>, AccusationEdge> accusations_;  // accuser → suspect, in this epoch
-  std::map<std::pair<std::uint32_t, std::uint32_t>, int> mended_;  // epochs begun for a pair since the last commit
+  std::vector<ReplicaId> differing_;        // whose results or states differ, where the job is stopped for that
+  std::map<Edge, Accusation> accusations_;  // in this epoch
+  std::map<Edge, int> mended_;              // epochs begun for a pair, the lower number first, since the last commit
   Actions actions_;
 };
 

@@ -69,7 +69,7 @@ void Coordinator::settle_absent() {
   if (!out.empty()) next_epoch(fmt::format("without replica {}: silent", out));
   for (const auto& [id, why] : absent) {
     const MemberState* m = members_.find(id);
-    const Suspended* out_of_it = out_for_now(id);
+    const SuspendedReplica* out_of_it = out_for_now(id);
     const bool may_come_back = out_of_it != nullptr && registration(id, out_of_it->incarnation) != nullptr;
     if (m != nullptr && m->catching_up && !caught_up(*m)) remove(id, why);
     else if (m == nullptr && has_contributors() && !may_come_back) drop_registration(id, why);
@@ -116,14 +116,14 @@ void Coordinator::settle_recovery() {
 // Two members whose connection broke connect again, in an epoch of the same members, before anyone is judged. A process
 // that has died is reported by its daemon first.
 bool Coordinator::mend() {
-  std::set<std::pair<std::uint32_t, std::uint32_t>> broken;
+  std::set<Edge> broken;
   std::string what;
   for (const auto& [edge, about] : accusations_) {
     if (!about.lost || now_ - about.since < config_.silence / 16) continue;
-    const MemberState *one = members_.find(ReplicaId(edge.first)), *other = members_.find(ReplicaId(edge.second));
+    const MemberState *one = members_.find(edge.from), *other = members_.find(edge.to);
     if (one == nullptr || other == nullptr || one == other) continue;
     if (!present(one->replica, one->incarnation) || !present(other->replica, other->incarnation)) continue;
-    const std::pair<std::uint32_t, std::uint32_t> pair = std::minmax(edge.first, edge.second);
+    const Edge pair{std::min(edge.from, edge.to), std::max(edge.from, edge.to)};
     if (mended_[pair] >= kMends) continue;
     broken.insert(pair);
     what = about.what;
@@ -132,7 +132,7 @@ bool Coordinator::mend() {
   std::string pairs;
   for (const auto& pair : broken) {
     ++mended_[pair];
-    pairs += fmt::format("{}{} and {}", pairs.empty() ? "" : ", ", pair.first, pair.second);
+    pairs += fmt::format("{}{} and {}", pairs.empty() ? "" : ", ", pair.from, pair.to);
   }
   next_epoch(fmt::format("replicas {} connect again: {}", pairs, what));
   return true;
@@ -142,37 +142,37 @@ bool Coordinator::mend() {
 // not be mended accuses both its ends.
 void Coordinator::judge() {
   const Duration patience = config_.silence / 4;
-  std::map<std::uint32_t, int> accused;
-  std::set<std::uint32_t> waiting;
+  std::map<ReplicaId, int> accused;
+  std::set<ReplicaId> waiting;
   for (const auto& [edge, about] : accusations_) {
     // The step waits for a trainer that may take its time, and so all others may.
     if (about.excused && now_ - *about.excused <= config_.silence) return;
     if (!about.counts) continue;
-    if (edge.first != edge.second) waiting.insert(edge.first);
-    if (now_ - about.since >= patience) ++accused[edge.second];
+    if (edge.from != edge.to) waiting.insert(edge.from);
+    if (now_ - about.since >= patience) ++accused[edge.to];
   }
   if (accused.empty()) return;
   const auto worse = [&](const auto& a, const auto& b) {  // less guilty first
     const auto rank = [&](const auto& entry) {
-      const MemberState* m = members_.find(ReplicaId(entry.first));
+      const MemberState* m = members_.find(entry.first);
       return std::tuple(!waiting.contains(entry.first), entry.second, m != nullptr && m->catching_up, entry.first);
     };
     return rank(a) < rank(b);
   };
-  const ReplicaId guilty(std::max_element(accused.begin(), accused.end(), worse)->first);
+  const ReplicaId guilty = std::max_element(accused.begin(), accused.end(), worse)->first;
   std::string what;
   bool explained = false;  // by its own library, or by a connection that broke
   for (const auto& [edge, about] : accusations_)
-    if (edge.second == guilty.value && edge.first != guilty.value) {
-      what = fmt::format("replica {} {} {}", edge.first, about.lost ? "lost it:" : "waits for", about.what);
+    if (edge.to == guilty && edge.from != guilty) {
+      what = fmt::format("replica {} {} {}", edge.from, about.lost ? "lost it:" : "waits for", about.what);
       explained |= about.lost;
     }
-  if (const auto its_own = accusations_.find({guilty.value, guilty.value}); its_own != accusations_.end()) {
+  if (const auto its_own = accusations_.find({guilty, guilty}); its_own != accusations_.end()) {
     what += fmt::format("{}the step waits for {}", what.empty() ? "" : "; ", its_own->second.what);
     explained = true;
   }
   const MemberState* m = members_.find(guilty);
-  if (!explained && !waiting.contains(guilty.value) && m->reduced.size() < config_.ranks &&
+  if (!explained && !waiting.contains(guilty) && m->reduced.size() < config_.ranks &&
       present(m->replica, m->incarnation))
     what = fmt::format("it hangs: its processes are heard, wait for nobody and do not go on; {}", what);
   if (m->catching_up && last_complete(*m)) return block_on(guilty, what);
@@ -195,7 +195,7 @@ void Coordinator::suspend(ReplicaId id, const std::string& reason) {
 // Suspended contributors whose processes live, as far as is known.
 bool Coordinator::take_back(Whom whom) {
   bool any = false;
-  const auto replaced = [&](const Suspended& out) {  // another instance has its place
+  const auto replaced = [&](const SuspendedReplica& out) {  // another instance has its place
     return replicas_.contains(out.replica) && registration(out.replica, out.incarnation) == nullptr;
   };
   for (auto out = suspended_.begin(); out != suspended_.end();) {
@@ -242,7 +242,7 @@ void Coordinator::remove(ReplicaId id, const std::string& reason, Parting partin
     if (replicas_.erase(id) > 0) note("replica {} has left the finished job: {}", id, reason);
     return;
   }
-  if (Suspended* out = out_for_now(id)) out->ended = true;
+  if (SuspendedReplica* out = out_for_now(id)) out->ended = true;
   drop_registration(id, reason);
   if (members_.find(id) == nullptr) return;
   actions_.notes.push_back({fmt::format("replica {} is out: {}", id, reason), parting == Parting::lost});
@@ -278,9 +278,8 @@ void Coordinator::drop_registration(ReplicaId id, const std::string& reason) {
   for (const auto& rank : found->second.ranks)
     if (rank.connected_node) told.insert(rank.node);
   for (const auto& [node, state] : nodes_)
-    if (std::ranges::any_of(state.moved, [&](const auto& one) {
-          return one.replica == id.value && rank_of(one.replica, one.rank, one.instance) != nullptr;
-        }))
+    if (std::ranges::any_of(state.moved,
+                            [&](const auto& one) { return one.place.replica == id && rank_of(one) != nullptr; }))
       told.insert(node);
   for (const auto node : told) evict(node, id, found->second.incarnation, reason, job_);
   proto::ToNode gone;

@@ -11,7 +11,7 @@ namespace rejoin::membership {
 bool Coordinator::all_may_balance() {
   if (!protocol_.may(Feature::balance) || !of_coordinators_.may(Feature::balance)) return false;
   const auto is_here = [&](const auto& one) { return registration(one.replica, one.incarnation) != nullptr; };
-  const auto returns = [&](const Suspended& out) { return out.ended || is_here(out); };
+  const auto returns = [&](const SuspendedReplica& out) { return out.ended || is_here(out); };
   if (!std::ranges::all_of(members_, is_here) || !std::ranges::all_of(suspended_, returns)) return false;
   const auto not_it = std::ranges::find_if(replicas_, [&](const auto& one) { return !may_balance(one.second); });
   const bool all = not_it == replicas_.end();

@@ -38,8 +38,8 @@ bool Coordinator::former_may_come_back(const proto::RankUp& up, TimePoint now) c
 
 // Who asks for a place that another process has, or may yet come back to, waits.
 Screened Coordinator::screen_place(NodeId node, const proto::RankUp& up) {
-  const auto process = ConnectedNode::Process::of(up);
-  std::erase_if(claims_, [&](const Claim& one) {
+  const auto process = ProcessId::of(up);
+  std::erase_if(claims_, [&](const PlaceClaim& one) {
     const bool again = same_process(one.up, up);
     if (const auto before = nodes_.find(one.node); again && one.node != node && before != nodes_.end())
       before->second.moved.push_back(process);
@@ -52,7 +52,7 @@ Screened Coordinator::screen_place(NodeId node, const proto::RankUp& up) {
     refuse(node, up, refusals::Why::place, "several processes ask for its place already");
     return Screened::handled;
   }
-  Claim& claim = claims_.emplace_back(Claim{.node = node, .up = up});
+  PlaceClaim& claim = claims_.emplace_back(PlaceClaim{.node = node, .up = up});
   if (holder == nullptr) return Screened::handled;
   warn("replica {} rank {}: process {} on node {} asks for the place of process {} on node {}", up.replica(), up.rank(),
        up.pid(), up.node(), holder->pid, node_name(*holder));
@@ -61,7 +61,7 @@ Screened Coordinator::screen_place(NodeId node, const proto::RankUp& up) {
 }
 
 // Whether its process lives. A node answers in order, so that it would have reported its end before.
-void Coordinator::inquire(Claim& claim, const RankState& holder) {
+void Coordinator::inquire(PlaceClaim& claim, const RankState& holder) {
   if (!holder.connected_node || claim.asked == holder.node) return;
   claim.asked = holder.node;
   proto::ToNode message;
@@ -73,9 +73,9 @@ void Coordinator::inquire(Claim& claim, const RankState& holder) {
 }
 
 void Coordinator::on_alive(const proto::Alive& alive) {
-  const RankState* holder = rank_of(alive.replica(), alive.rank(), alive.instance());
+  const RankState* holder = rank_of(ProcessId::of(alive));
   if (holder == nullptr || !holder->connected_node) return;
-  std::erase_if(claims_, [&](const Claim& claim) {
+  std::erase_if(claims_, [&](const PlaceClaim& claim) {
     if (claim.up.replica() != alive.replica() || claim.up.rank() != alive.rank()) return false;
     refuse(
         claim.node, claim.up, refusals::Why::place,

@@ -31,7 +31,7 @@ Screened Coordinator::screen_declaration(NodeId node, const proto::RankUp& up) {
 }
 
 void Coordinator::on_declaration(const proto::Declaration& declared) {
-  const RankState* rank = rank_of(declared.replica(), declared.rank(), declared.instance());
+  const RankState* rank = rank_of(ProcessId::of(declared));
   if (declarations_.on_content(declared, rank != nullptr ? rank->declaration : nullptr)) settle_declarations();
 }
 

@@ -112,7 +112,8 @@ Result<> Coordinator::take_up(const proto::LogRecord& record) {
       return {};
     case Record::kDropped:
       stopped_.reset();
-      if (Suspended* out = out_for_now(ReplicaId(record.dropped().replica()))) out->ended = true;  // not taken back
+      if (SuspendedReplica* out = out_for_now(ReplicaId(record.dropped().replica())))
+        out->ended = true;  // not taken back
       return {};
     case Record::kDeclared: declarations_.set_first(FirstDeclared::from(record.declared())); return {};
     case Record::kLed: return {};
@@ -151,7 +152,7 @@ Result<> Coordinator::take_up(const proto::LogRecord::EpochBegun& begun) {
     suspended_.push_back({.replica = ReplicaId(m.replica()),
                           .incarnation = Incarnation(m.incarnation()),
                           .reason = "it was silent",
-                          .ended = was(out_before, m.incarnation(), &Suspended::ended)});
+                          .ended = was(out_before, m.incarnation(), &SuspendedReplica::ended)});
   note_outages(begun, std::nullopt);
   if (members_.empty()) stopped_.reset(), differing_.clear();
   const auto hand_back_of_gone = [&](const auto& those) {

@@ -44,9 +44,9 @@ void Coordinator::register_again(NodeId node, const proto::RankUp& up) {
   const auto found = replicas_.find(id);
   const MemberState* m = members_.find(id);
   // By its incarnation; by its instance, too: what an earlier leader called it is over when it hears the later one.
-  const bool known = found != replicas_.end() && (found->second.incarnation.value == up.incarnation() ||
-                                                  rank_of(up.replica(), up.rank(), up.instance()) != nullptr);
-  const Suspended* out = out_for_now(id);
+  const bool known = found != replicas_.end() &&
+                     (found->second.incarnation.value == up.incarnation() || rank_of(ProcessId::of(up)) != nullptr);
+  const SuspendedReplica* out = out_for_now(id);
   const bool from_log = (out != nullptr && out->incarnation.value == up.incarnation() && !out->ended) ||
                         (m != nullptr && m->incarnation.value == up.incarnation());
   // An earlier instance of this coordinator has given it out.
@@ -62,7 +62,7 @@ void Coordinator::register_again(NodeId node, const proto::RankUp& up) {
   auto& replica = replicas_[id];
   if (!known) replica.incarnation = Incarnation(up.incarnation());
   const bool was_fully_registered = fully_registered(replica);
-  const RankState* there = rank_of(up.replica(), up.rank(), up.instance());
+  const RankState* there = rank_of(ProcessId::of(up));
   if (recovering_until_ || there == nullptr || !there->connected_node) on_return();
   keep(replica, node, up);
   welcome_back(node, up, replica);
@@ -99,7 +99,6 @@ void Coordinator::send_finished(NodeId node, const proto::RankUp& up) {
 // place.
 Screened Coordinator::screen_log(NodeId node, const proto::RankUp& up) {
   if (up.incarnation() == 0 || up.job() == 0 || job_ == 0) return Screened::goes_on;
-  const std::pair place(up.replica(), up.rank());
   if (up.job() != job_) {
     // Here another job runs, or that other coordinator has decided nothing: it may be sent away.
     const bool runs =
@@ -117,7 +116,7 @@ Screened Coordinator::screen_log(NodeId node, const proto::RankUp& up) {
         "has committed step {}: start the coordinator with that job's --log-directory, or end that process",
         up.replica(), up.rank(), up.job(), up.heard_committed(), job_, committed_);
     warn("{}", what);
-    strangers_[place] = {node, up.instance(), std::move(what)};
+    strangers_[RankPlace::of(up)] = {node, up.instance(), std::move(what)};
     return Screened::handled;
   }
   if (up.heard_epoch() <= epoch_.value && up.heard_committed() <= most_committed_.value) return Screened::goes_on;
@@ -148,7 +147,7 @@ void Coordinator::register_new(NodeId node, const proto::RankUp& up) {
     return found == replicas_.end() || found->second.incarnation == incarnation;
   };
   const MemberState* m = members_.find(id);
-  const Suspended* out = out_for_now(id);
+  const SuspendedReplica* out = out_for_now(id);
   if ((m != nullptr && is_it(m->incarnation)) || (out != nullptr && is_it(out->incarnation))) {
     remove(id, fmt::format("rank {} was started again", up.rank()));
     found = replicas_.find(id);
@@ -231,7 +230,7 @@ RankState& Coordinator::keep(ReplicaState& replica, NodeId node, const proto::Ra
   replica.mixed = replica.mixed || (replica.declaration != nullptr && replica.declaration != rank.declaration);
   if (replica.declaration == nullptr) replica.declaration = rank.declaration;
   declarations_.forget_refused(up);
-  const auto process = ConnectedNode::Process::of(up);
+  const auto process = ProcessId::of(up);
   if (const auto before = nodes_.find(rank.node);
       rank.connected_node && rank.instance == up.instance() && rank.node != node && before != nodes_.end())
     before->second.moved.push_back(process);
@@ -266,15 +265,14 @@ RankState& Coordinator::keep(ReplicaState& replica, NodeId node, const proto::Ra
 // Where this process was stopped, what a daemon sent over a connection that it has left since may be heard behind what
 // it sent over the next one. So whoever was heard over both when the first of them is lost says once more where it
 // stands. `dropped`: those that asked for a place, and do no more. False: nobody was heard over both.
-bool Coordinator::ask_the_other_nodes(NodeId lost, const ConnectedNode& was, const ConnectedNode::Processes& dropped) {
+bool Coordinator::ask_the_other_nodes(NodeId lost, const ConnectedNode& was, const std::vector<ProcessId>& dropped) {
   std::set<NodeId> asked;
   for (const auto& one : was.moved)
-    if (const RankState* rank = rank_of(one.replica, one.rank, one.instance); rank != nullptr && rank->connected_node)
-      asked.insert(rank->node);
+    if (const RankState* rank = rank_of(one); rank != nullptr && rank->connected_node) asked.insert(rank->node);
   for (auto& [node, state] : nodes_)
     std::erase_if(state.moved, [&, node = node](const auto& one) {
-      const RankState* rank = rank_of(one.replica, one.rank, one.instance);
-      const auto waits = [&](const Claim& claim) { return ConnectedNode::Process::of(claim.up) == one; };
+      const RankState* rank = rank_of(one);
+      const auto waits = [&](const PlaceClaim& claim) { return ProcessId::of(claim.up) == one; };
       const bool asks = rank != nullptr ? !rank->connected_node && rank->node == lost
                                         : std::ranges::find(dropped, one) != dropped.end();
       if (asks) asked.insert(node);

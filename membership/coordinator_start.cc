@@ -59,8 +59,8 @@ void Coordinator::try_start() {
 std::vector<std::string> Coordinator::strangers() const {
   std::vector<std::string> all;
   for (const auto& [place, stranger] : strangers_) {
-    const auto found = replicas_.find(ReplicaId(place.first));
-    if (found == replicas_.end() || !found->second.ranks[place.second].registered) all.push_back(stranger.what);
+    const auto found = replicas_.find(place.replica);
+    if (found == replicas_.end() || !found->second.ranks[place.rank.value].registered) all.push_back(stranger.what);
   }
   return all;
 }

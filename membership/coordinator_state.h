@@ -31,6 +31,22 @@ struct RankVersions {
 enum class RankText : std::uint8_t { address, stream_address, card, location, node };
 using RankTexts = PackedText<RankText, 5>;
 
+// A replica's rank, which one process has.
+struct RankPlace {
+  ReplicaId replica;
+  RankId rank;
+  auto operator<=>(const RankPlace&) const = default;
+  static RankPlace of(const auto& message) { return {ReplicaId(message.replica()), RankId(message.rank())}; }
+};
+
+// A process that has, or wants, a place.
+struct ProcessId {
+  RankPlace place;
+  std::uint64_t instance = 0;
+  bool operator==(const ProcessId&) const = default;
+  static ProcessId of(const auto& message) { return {RankPlace::of(message), message.instance()}; }
+};
+
 // A connection of a daemon or relay.
 struct ConnectedNode {
   TimePoint heard{};  // when it sent something last
@@ -38,15 +54,8 @@ struct ConnectedNode {
   RankSet hosts;  // the ranks, of any replica, that have registered through it
   Spoken spoken = Spoken();
   std::string release{};
-  std::uint64_t silence_ms = 0;  // its own; 0: not told
-  struct Process {
-    std::uint32_t replica = 0, rank = 0;
-    std::uint64_t instance = 0;
-    bool operator==(const Process&) const = default;
-    static Process of(const auto& message) { return {message.replica(), message.rank(), message.instance()}; }
-  };
-  using Processes = std::vector<Process>;
-  Processes moved{};  // that have registered through it, and then through another connection
+  std::uint64_t silence_ms = 0;    // its own; 0: not told
+  std::vector<ProcessId> moved{};  // that have registered through it, and then through another connection
 };
 
 // Of a job that does not start, as its trainers are told.
@@ -141,8 +150,14 @@ struct Stranger {
   std::optional<TimePoint> lost_at{};  // when its node was lost or it fell silent; it may come back
 };
 
+// Two members; of an accusation who accuses whom, who may be the same.
+struct Edge {
+  ReplicaId from, to;
+  auto operator<=>(const Edge&) const = default;
+};
+
 // What a member says of another, or of itself, in this epoch.
-struct AccusationEdge {
+struct Accusation {
   std::string what;
   bool lost = false;
   bool counts = false;  // it has lasted too long

@@ -88,11 +88,11 @@ std::vector<std::string> Coordinator::unreached_lines(ReplicaId id, const Replic
 // Of those who have yet to reduce the step, most wait for others themselves as a rule: a ring stands when one of it
 // does. Who is really waited for is whoever waits for nobody.
 void Coordinator::list_missing(TimePoint now, std::vector<std::string>& lines) const {
-  std::set<std::uint32_t> waiting;
+  std::set<ReplicaId> waiting;
   for (const auto& [edge, about] : accusations_)
-    if (edge.first != edge.second) waiting.insert(edge.first);
+    if (edge.from != edge.to) waiting.insert(edge.from);
   const auto is_cause = [&](const MemberState& m) {
-    return m.reduced.size() < config_.ranks && !waiting.contains(m.replica.value);
+    return m.reduced.size() < config_.ranks && !waiting.contains(m.replica);
   };
   const bool known = std::any_of(members_.begin(), members_.end(), is_cause);
   for (const auto& m : members_)
@@ -106,13 +106,13 @@ std::string Coordinator::missing_line(const MemberState& m, TimePoint now) const
   TimePoint since = under_way_since_;
   std::string why;
   for (const auto& [edge, about] : accusations_) {
-    if (edge.second != m.replica.value) continue;
+    if (edge.to != m.replica) continue;
     waited_for.add(about.ranks.common(missing));
     if (why.empty()) since = about.waits_since;
     since = std::min(since, about.waits_since);
-    why += edge.first == edge.second ? fmt::format("; the step waits for {}", about.what)
-                                     : fmt::format("; replica {} {}: {}", edge.first,
-                                                   about.lost ? "has lost it" : "waits for it", about.what);
+    why += edge.from == edge.to
+               ? fmt::format("; the step waits for {}", about.what)
+               : fmt::format("; replica {} {}: {}", edge.from, about.lost ? "has lost it" : "waits for it", about.what);
   }
   if (!waited_for.empty()) missing = waited_for;
   if (const ReplicaState* here = registration(m.replica, m.incarnation))
