@@ -115,6 +115,19 @@ for path in sources:
     if path.suffix == ".cc" and path.name not in cmake:
         problems.append(f"{path.relative_to(root)}: not built by any CMakeLists.txt")
 
+# Dead headers: each is included by something that is neither its own .cc nor a test.
+includers = {}
+for name in (f for f in tracked if f.endswith((".h", ".cc", ".c", ".cu")) and (root / f).exists()):
+    for included in re.findall(r'#include [<"]([^">]+)[">]', (root / name).read_text()):
+        includers.setdefault(included, set()).add(name)
+for path in sources:
+    name = str(path.relative_to(root))
+    if path.suffix != ".h" or "tests/" in name or name == "base/sanitized.h":  # which is for tests
+        continue
+    others = [by for ending, all_by in includers.items() if name == ending or name.endswith(f"/{ending}") for by in all_by]
+    if all(by == name.removesuffix(".h") + ".cc" or "tests/" in by for by in others):
+        problems.append(f"{name}: only tests use it")
+
 # The simulator's mutants are of the code as it is.
 mutants = runpy.run_path(str(root / "sim/mutants.py"))
 problems += mutants["misplaced"](mutants["MUTANTS"])
