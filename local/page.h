@@ -1,9 +1,9 @@
 // The page that a trainer shares with its node's daemon, beside the state itself. See "Copy-on-write" in
 // docs/design-notes.md for why the orders of access below are enough.
 //
-// Who writes what: the trainer's library writes clock, phase, heartbeat, pins' steps to copying and copied, slices'
-// steps to current and abandoned. The daemon writes pins' fields and their steps to pending and free, slices' steps to
-// requested and arrived. Either side checks what it reads: a wrong index or range is an error, never an access.
+// Who writes what: the trainer's library writes clock, phase, pins' steps to copying and copied, slices' steps to
+// current and abandoned. The daemon writes pins' fields and their steps to pending and free, slices' steps to requested
+// and arrived. Either side checks what it reads: a wrong index or range is an error, never an access.
 #pragma once
 
 #include <atomic>
@@ -62,7 +62,7 @@ struct Page {
   std::uint32_t slices;                                 // entries that follow the struct
   alignas(64) std::atomic<std::uint64_t> clock;         // Clock::packed
   std::atomic<std::uint32_t> phase;                     // Phase; for pacing only
-  std::atomic<std::uint64_t> heartbeat;                 // CLOCK_MONOTONIC nanoseconds, by the library's progress thread
+  std::uint64_t unused;                                 // keeps the layout: signs of life are messages
   std::atomic<std::uint64_t> shadow_copied_bytes;       // bytes, ever
   std::atomic<std::uint64_t> gradient_log_bytes;        // now
   alignas(64) std::atomic<std::uint32_t> daemon_waits;  // ring the doorbell at the next change of clock or pin

@@ -57,7 +57,6 @@ class View {
 
   Clock clock() const { return Clock::unpack(page().clock.load()); }
   Phase phase() const { return static_cast<Phase>(page().phase.load(std::memory_order_relaxed)); }
-  std::uint64_t heartbeat() const { return page().heartbeat.load(std::memory_order_relaxed); }
   std::uint64_t shadow_copied_bytes() const { return page().shadow_copied_bytes.load(std::memory_order_relaxed); }
 
   SliceStatus slice(std::uint32_t i) const { return SliceStatus::unpack(statuses()[i].load()); }

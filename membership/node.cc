@@ -281,10 +281,6 @@ void Node::gather(const RankInfo& last, Actions& actions) {
   if (coordinator_up_) actions.to_coordinator.push_back(std::move(message));
 }
 
-void Node::on_rank_alive(RankConnection rank, TimePoint now) {
-  if (auto found = ranks_.find(rank); found != ranks_.end()) found->second.heard = now;
-}
-
 Node::Gone Node::gone_for(RankConnection rank, std::uint64_t instance) const {
   auto found = ranks_.find(rank);
   return found != ranks_.end() && found->second.up.instance() == instance ? Gone::replaced : Gone::ended;

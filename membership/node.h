@@ -68,8 +68,6 @@ class Node {
   }
 
   Actions on_rank_message(RankConnection rank, const proto::FromNode& message, TimePoint now);
-  // The daemon has seen a sign of life of the rank's progress thread: a message, or the counter in its page.
-  void on_rank_alive(RankConnection rank, TimePoint now);
   enum class Gone : std::uint8_t {
     ended,     // its process is no more, and its state with it
     left,      // likewise, by its own Leave

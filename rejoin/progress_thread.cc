@@ -330,8 +330,6 @@ void ProgressThread::run() {
     if (now - heartbeat_at_ >= deadlines::kHeartbeatOfTrainer.of(silence_)) {
       heartbeat_at_ = now;
       flight::beat();
-      owner_.page().heartbeat.store(static_cast<std::uint64_t>(now.time_since_epoch().count()),
-                                    std::memory_order_relaxed);
       if (welcome_) {
         proto::FromNode heartbeat = driver_->heartbeat();
         for (const auto refused : refusals::counted()) heartbeat.mutable_heartbeat()->add_refused(refused);

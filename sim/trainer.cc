@@ -176,8 +176,6 @@ void Trainer::send_all() {
 }
 
 void Trainer::tick() {
-  const TimePoint now = world_.now_at(machine);
-  state_->owner().page().heartbeat.store(static_cast<std::uint64_t>(now.time_since_epoch().count()));
   if (welcome_) unsent_.push_back(driver_->heartbeat());
   world_.wake(*this);
 }

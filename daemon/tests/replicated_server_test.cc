@@ -70,18 +70,20 @@ struct TestNode {
   }
   // Now and then: a step takes its time.
   void tick() {
-    machine.on_rank_alive(kConnection, now());
+    proto::FromNode message;
+    message.mutable_heartbeat();
+    keep(machine.on_rank_message(kConnection, message, now()));
     keep(machine.on_tick(now()));
     all.tick(now());
     if (machine.coordinator_up()) all.check(machine.coordinator_heard());
     if (!rank.member() || rank.reduced() || !rank.has_contributors()) return;
     rank.on_reduced();
-    proto::FromNode done;
-    done.mutable_reduced()->set_replica(number);
-    done.mutable_reduced()->set_epoch(rank.epoch().value);
-    done.mutable_reduced()->set_step(rank.step().value);
-    membership::RankSet(0).to(done.mutable_reduced()->mutable_ranks());
-    keep(machine.on_rank_message(kConnection, done, now()));
+    auto& done = *message.mutable_reduced();
+    done.set_replica(number);
+    done.set_epoch(rank.epoch().value);
+    done.set_step(rank.step().value);
+    membership::RankSet(0).to(done.mutable_ranks());
+    keep(machine.on_rank_message(kConnection, message, now()));
   }
   static constexpr RankConnection kConnection{1};
   const std::uint32_t number;
@@ -131,8 +133,7 @@ struct Cluster : testing::Test {
     return {};
   }
   void start_nodes() {
-    std::string list;
-    for (const auto& address : addresses) list += (list.empty() ? "" : ",") + address;
+    const std::string list = fmt::format("{}", fmt::join(addresses, ","));
     for (std::uint32_t r = 0; r < job.replicas; ++r) nodes.push_back(std::make_unique<TestNode>(io, list, r, keys));
   }
   void end(std::size_t i) {

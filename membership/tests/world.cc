@@ -127,8 +127,10 @@ void World::tick() {
   now += 100ms;
   for (auto& node : nodes) {
     if (stopped(node)) continue;
+    proto::FromNode alive;
+    alive.mutable_heartbeat();
     for (auto& rank : node.ranks)
-      if (rank && !stopped(*rank)) node.machine->on_rank_alive(rank->connection, now);
+      if (rank && !stopped(*rank)) keep(node, node.machine->on_rank_message(rank->connection, alive, now));
     const auto actions = node.machine->on_tick(now);
     keep(node, actions);
     for (auto silent : actions.silent) hang_up(node, silent);
