@@ -40,22 +40,27 @@ std::string excerpt(const std::string& text, std::size_t at) {
 
 std::string first_difference(const proto::Declaration& here, const proto::Declaration& there) {
   const int common = std::min(here.tensors_size(), there.tensors_size());
+  // What is not in a list that was cut may be behind the cut.
+  const bool whole_here = here.omitted() == 0, whole_there = there.omitted() == 0;
   for (int i = 0; i < common; ++i) {
     const Tensor &ours = here.tensors(i), &theirs = there.tensors(i);
     if (ours.SerializeAsString() == theirs.SerializeAsString()) continue;
     if (ours.name() == theirs.name())
       return fmt::format("tensor '{}' has {} here, and {} there", ours.name(), shape(ours), shape(theirs));
-    if (named(there, ours.name()) == nullptr)
+    if (whole_there && named(there, ours.name()) == nullptr)
       return fmt::format("tensor '{}' ({}) is here alone", ours.name(), shape(ours));
-    if (named(here, theirs.name()) == nullptr)
+    if (whole_here && named(here, theirs.name()) == nullptr)
       return fmt::format("tensor '{}' ({}) is there alone", theirs.name(), shape(theirs));
     return fmt::format("tensor {} in the order of declaration is '{}' here, and '{}' there", i, ours.name(),
                        theirs.name());
   }
-  if (here.tensors_size() > common)
+  if (here.tensors_size() > common && whole_there)
     return fmt::format("tensor '{}' ({}) is here alone", here.tensors(common).name(), shape(here.tensors(common)));
-  if (there.tensors_size() > common)
+  if (there.tensors_size() > common && whole_here)
     return fmt::format("tensor '{}' ({}) is there alone", there.tensors(common).name(), shape(there.tensors(common)));
+  if (!(whole_here && whole_there) && here.fingerprint() == there.fingerprint())
+    return fmt::format("not among the first {} in the order of declaration, but behind what there was room to tell",
+                       common);
   return "";
 }
 

@@ -44,6 +44,30 @@ TEST(Declaration, AnotherOrderIsADifference) {
             "tensor 0 in the order of declaration is 'a' here, and 'b' there");
 }
 
+// Each was cut where the message was full: by a longer fingerprint, after fewer tensors.
+TEST(Declaration, OfWhatWasCutNothingIsSaidToBeHereAlone) {
+  auto one = of({{"a", 1}, {"b", 2}}), other = of({{"a", 1}, {"b", 2}, {"c", 3}});
+  one.set_omitted(7);
+  other.set_omitted(6);
+  const std::string behind =
+      "not among the first 2 in the order of declaration, but behind what there was room to tell";
+  EXPECT_EQ(first_difference(one, other), behind);
+  EXPECT_EQ(first_difference(other, one), behind);
+  one.set_fingerprint(std::string(4096, 'f'));
+  other.set_fingerprint("a");
+  EXPECT_EQ(first_difference(one, other), "");
+  EXPECT_EQ(first_difference(other, one), "");
+}
+
+TEST(Declaration, ATensorThatMayBeBehindTheCutIsInAnotherOrderOnly) {
+  auto cut = of({{"a", 1}, {"b", 2}});
+  cut.set_omitted(2);
+  EXPECT_EQ(first_difference(cut, of({{"a", 1}, {"c", 3}, {"d", 4}, {"b", 2}})),
+            "tensor 1 in the order of declaration is 'b' here, and 'c' there");
+  EXPECT_EQ(first_difference(of({{"a", 1}, {"c", 3}, {"d", 4}, {"b", 2}}), cut),
+            "tensor 1 in the order of declaration is 'c' here, and 'b' there");
+}
+
 TEST(Declaration, OfFingerprintsThatDifferBothAreShown) {
   auto one = of({{"a", 1}}), other = one;
   EXPECT_EQ(fingerprint_difference(one, other), "");
