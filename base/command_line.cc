@@ -150,9 +150,8 @@ class Settings : public CLI::ConfigBase {
   bool has(const std::string& name) const { return lines_.contains(name); }
   // "FILE line 3", where the name is set.
   std::string place_of(const std::string& name) const {
-    const auto* given = app_.get_config_ptr();
     const auto line = lines_.find(name);
-    return (given != nullptr && given->count() > 0 ? given->results().front() : "settings file") +
+    return app_.get_config_ptr()->results().front() +
            (line == lines_.end() ? "" : fmt::format(" line {}", line->second));
   }
 
@@ -331,9 +330,6 @@ std::optional<int> CommandLine::parse(int argc, const char* const* argv) {
 Result<> CommandLine::parse(const std::vector<std::string>& arguments) {
   warn_once();
   return parsed(*app_, arguments, [&] { app_->parse(std::vector<std::string>(arguments.rbegin(), arguments.rend())); });
-}
-Result<> CommandLine::parse_settings(std::istream& file) {
-  return parsed(*app_, {}, [&] { app_->parse_from_stream(file); });
 }
 std::string CommandLine::settings() const {
   std::string text = app_->config_to_str(true, false);

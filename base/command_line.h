@@ -6,7 +6,6 @@
 #include <cstdint>
 #include <functional>
 #include <initializer_list>
-#include <iosfwd>
 #include <memory>
 #include <optional>
 #include <string>
@@ -83,7 +82,6 @@ class CommandLine {
   [[nodiscard]] std::optional<int> parse(int argc, const char* const* argv);
   // Parses without printing. Errors: `invalid_argument` with the flag, the value and what is allowed.
   Result<> parse(const std::vector<std::string>& arguments);
-  Result<> parse_settings(std::istream& file);
   // Returns all values in the form of a settings file.
   std::string settings() const;
 

@@ -74,7 +74,7 @@ class Job {
   static void end(Child& child);
 
   const JobSettings s_;
-  std::string directory_, binaries_, coordinator_address_;
+  std::string directory_, binaries_;
   Mapping progress_;
   Child coordinator_;
   std::vector<Child> daemons_, trainers_;

@@ -19,7 +19,6 @@
 namespace rejoin::bench {
 
 constexpr std::uint64_t least_bytes(std::uint64_t ranks, std::uint64_t bytes) { return 2 * ranks * bytes; }
-constexpr std::uint64_t pulled_bytes(std::uint64_t ranks, std::uint64_t bytes) { return (3 * ranks - 1) * bytes; }
 
 enum class MemoryKernel : std::uint8_t { copy, copy_streaming, add, add_streaming };
 inline constexpr std::array kMemoryKernels{MemoryKernel::copy, MemoryKernel::copy_streaming, MemoryKernel::add,

@@ -231,9 +231,4 @@ Result<> Reducer::launch_if_wanted() {
   return wanted_.exchange(false) ? launch(options_.patience) : Result<>();
 }
 
-Result<bool> Reducer::resting() {
-  const std::lock_guard launching(launching_);
-  return kernel_->idle();
-}
-
 }  // namespace rejoin::device

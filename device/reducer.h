@@ -64,9 +64,9 @@ class Reducer {
 
   bool codes() const { return options_.codes; }
   std::uint64_t launches() const { return launches_; }  // of the kernel, ever
-  Result<bool> resting();                               // no kernel of this is on the device, or about to be
 
  private:
+  friend struct ReducerPeer;
   explicit Reducer(const ReducerOptions& options) : options_(options) {}
   struct Given {
     kernels::Work work;

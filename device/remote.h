@@ -7,7 +7,6 @@
 // there. Neither side trusts the other: a request outside the memory that is served ends the line.
 #pragma once
 
-#include <condition_variable>
 #include <mutex>
 #include <thread>
 

@@ -1,6 +1,9 @@
 #include "daemon/config.h"
 
-#include <sstream>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <string>
 
 #include "base/command_line.h"
 #include "catchup/coder.h"
@@ -14,8 +17,10 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   daemon::Config config;
   CommandLine line("");
   daemon::bind(line, config);
-  std::istringstream file(text);
-  (void)line.parse_settings(file);
+  static const int file = ::memfd_create("settings", 0);
+  static const std::string path = "/proc/self/fd/" + std::to_string(file);
+  if (::ftruncate(file, 0) != 0 || ::pwrite(file, data, size, 0) != static_cast<ssize_t>(size)) return 0;
+  (void)line.parse(std::vector<std::string>{"--config", path});
   (void)transport::ibverbs::parse_options(text);
   (void)catchup::parse_compression(text);
   (void)daemon::endpoint_of(text);

@@ -33,9 +33,7 @@ TEST(MemoryLimit, EachKernelMovesAllBytesThatItClaims) {
 }
 
 TEST(MemoryLimit, CountsWhatHasToMove) {
-  EXPECT_EQ(least_bytes(2, 100), 400u);   // two inputs, two outputs
-  EXPECT_EQ(pulled_bytes(2, 100), 500u);  // … and each half is read once more by the other rank
-  EXPECT_EQ(pulled_bytes(3, 100), 800u);
+  EXPECT_EQ(least_bytes(2, 100), 400u);  // two inputs, two outputs
 }
 
 // All ranks in processes of their own, as in the bench; true where every element of every rank is right.

@@ -9,7 +9,6 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
-#include <sstream>
 
 #include "base/command_line.h"
 #include "daemon/listen.h"
@@ -127,6 +126,16 @@ TEST(Settings, WhatDoesNotGoTogetherIsRefusedWithWhatToDo) {
   expect({"--coordinator", "--constant-batch", "--replicas", "1024", "--batch", "4194304"}, "1024 × 4194304 samples");
 }
 
+// Reads a settings file with this text. Errors: with what begins them, the file's name, taken off.
+Result<> read_file(CommandLine& line, const std::string& text) {
+  const std::string path = fmt::format("{}settings.{}", testing::TempDir(), ::getpid());
+  std::ofstream(path, std::ios::binary) << text;
+  auto read = line.parse(std::vector<std::string>{"--config", path});
+  std::filesystem::remove(path);
+  if (!read && read.error().message.starts_with(path + " ")) read.error().message.erase(0, path.size() + 1);
+  return read;
+}
+
 // What is printed at the start is a settings file.
 TEST(Settings, TheDefaultsCanBeReadBack) {
   Config config, again;
@@ -134,8 +143,7 @@ TEST(Settings, TheDefaultsCanBeReadBack) {
   bind(line, config);
   bind(other, again);
   ASSERT_TRUE(line.parse({"--job-key-file", "key", "--coordinator", "--listen", "[::1]:0"}));
-  std::istringstream file(line.settings());
-  const auto read = other.parse_settings(file);
+  const auto read = read_file(other, line.settings());
   ASSERT_TRUE(read) << read.error().message << "\n" << line.settings();
   EXPECT_EQ(again.listen, "[::1]:0");
 }
@@ -193,26 +201,24 @@ std::string refusal_of_file(const std::string& text) {
   Config config;
   CommandLine line("");
   bind(line, config);
-  std::istringstream file("job-key-file = key\n" + text);
-  const auto parsed = line.parse_settings(file);
+  const auto parsed = read_file(line, "job-key-file = key\n" + text);
   return parsed ? "" : parsed.error().message;
 }
 
 TEST(Settings, AWrongLineOfAFileIsNamed) {
   for (const auto& [text, says] : std::vector<std::pair<std::string, std::string>>{
-           {"\nreplicas = four\n", "settings file line 3: replicas: "},
-           {"replica = 4\n", "settings file line 2: no setting is called 'replica'; the nearest is 'replicas'"},
-           {"REPLICAS = 4\n", "settings file line 2: no setting is called 'REPLICAS'; the nearest is 'replicas'"},
-           {"version = 4\n", "settings file line 2: no setting is called 'version'; --help names all"},
-           {"=3\n", "settings file line 2: '=3' is not of the form name = value"},
-           {"name = \"a\nb\"\n", "settings file line 2: 'name = \"a' is not of the form name = value: its quotes do"},
-           {"name = a\nreplicas = 2\n\nname = b\n",
-            "settings file line 2: 'name' is set once more in line 5: take one of them out"},
-           {{"b\0\x01x\n", 5}, "settings file line 2: 'b??x' is not of the form name = value"},
-           {"name = a\nb\"\n", "settings file line 3: 'b\"' is not of the form name = value"},
-           {"audit = maybe\n", "settings file line 2: audit: 'maybe' is not auto, off, or a number of steps"},
-           {"drop-replica = 1\n", "settings file line 2: drop-replica: '1' is not REPLICA@STEP"},
-           {"log-directory = here ; mine\n", "settings file line 2: 'log-directory' has 3 values"},
+           {"\nreplicas = four\n", "line 3: replicas: "},
+           {"replica = 4\n", "line 2: no setting is called 'replica'; the nearest is 'replicas'"},
+           {"REPLICAS = 4\n", "line 2: no setting is called 'REPLICAS'; the nearest is 'replicas'"},
+           {"version = 4\n", "line 2: no setting is called 'version'; --help names all"},
+           {"=3\n", "line 2: '=3' is not of the form name = value"},
+           {"name = \"a\nb\"\n", "line 2: 'name = \"a' is not of the form name = value: its quotes do"},
+           {"name = a\nreplicas = 2\n\nname = b\n", "line 2: 'name' is set once more in line 5: take one of them out"},
+           {{"b\0\x01x\n", 5}, "line 2: 'b??x' is not of the form name = value"},
+           {"name = a\nb\"\n", "line 3: 'b\"' is not of the form name = value"},
+           {"audit = maybe\n", "line 2: audit: 'maybe' is not auto, off, or a number of steps"},
+           {"drop-replica = 1\n", "line 2: drop-replica: '1' is not REPLICA@STEP"},
+           {"log-directory = here ; mine\n", "line 2: 'log-directory' has 3 values"},
        }) {
     const std::string why = refusal_of_file(text);
     EXPECT_EQ(why.find(says), 0u) << text << why;

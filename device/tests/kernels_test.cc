@@ -14,6 +14,7 @@
 #include "device/reducer.h"
 #include "device/tests/elements.h"
 #include "device/tests/library.h"
+#include "device/tests/reducer_peer.h"
 
 namespace rejoin::device {
 namespace {
@@ -150,7 +151,7 @@ TEST_F(Kernels, WhatIsDoneBeforeAnybodyAsksIsNotForgotten) {
   for (std::uint32_t given = 1; given <= works; ++given) {
     auto* sum = memory.bytes.data();
     ASSERT_EQ(*reducer->add(DataType::int32, sum, sum, sum + 2048, 512, 0), given);
-    wait_until([&] { return *reducer->resting(); });
+    wait_until([&] { return ReducerPeer::resting(*reducer); });
   }
   finish(*reducer);
   EXPECT_EQ(*reducer->done(), works);
@@ -165,7 +166,7 @@ TEST_F(Kernels, AKernelWithoutWorkLeaves) {
   ASSERT_TRUE(
       reducer->add(DataType::int32, memory.bytes.data(), memory.bytes.data(), memory.bytes.data() + 2048, 512, 0));
   finish(*reducer);
-  wait_until([&] { return *reducer->resting(); });
+  wait_until([&] { return ReducerPeer::resting(*reducer); });
 }
 
 TEST_F(Kernels, AKernelThatIsToldToLeavesWhateverItsPatience) {
@@ -175,9 +176,9 @@ TEST_F(Kernels, AKernelThatIsToldToLeavesWhateverItsPatience) {
   ASSERT_TRUE(
       reducer->add(DataType::int32, memory.bytes.data(), memory.bytes.data(), memory.bytes.data() + 2048, 512, 0));
   finish(*reducer);
-  EXPECT_FALSE(*reducer->resting());
+  EXPECT_FALSE(ReducerPeer::resting(*reducer));
   reducer->rest();
-  wait_until([&] { return *reducer->resting(); });
+  wait_until([&] { return ReducerPeer::resting(*reducer); });
 }
 
 TEST_F(Kernels, CopiesAndSumsEndInTheOrderGiven) {
@@ -237,7 +238,7 @@ TEST_F(Kernels, AKernelThatIsHeldStaysAndNobodyLaunchesAnother) {
   }
   EXPECT_EQ(reducer->launches(), first);
   reducer->let_go();
-  wait_until([&] { return *reducer->resting(); });
+  wait_until([&] { return ReducerPeer::resting(*reducer); });
   add();
   EXPECT_EQ(reducer->launches(), first + 1);
 }

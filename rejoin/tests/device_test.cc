@@ -6,6 +6,7 @@
 #include <thread>
 
 #include "device/copier.h"
+#include "device/tests/reducer_peer.h"
 #include "rejoin/kernel_launcher.h"
 #include "rejoin/tests/streams.h"
 #include "rejoin/watchdog.h"
@@ -115,14 +116,14 @@ TEST(KernelLauncher, AHeldKernelStaysAndLeavesWhenItIsLetGo) {
   const auto launches = reducer->launches();
   reducer->rest();
   reducer->let_go();
-  EXPECT_FALSE(*reducer->resting());
+  EXPECT_FALSE(device::ReducerPeer::resting(*reducer));
   auto from = *device->allocate_pinned(64), to = *device->allocate_pinned(64);
   const auto given = *reducer->copy(to.bytes.data(), from.bytes.data(), 64);
   while (*reducer->done() < given) EXPECT_FALSE(reducer->wants_launch());
   EXPECT_EQ(reducer->launches(), launches);
   reducer->let_go();
   const auto deadline = std::chrono::steady_clock::now() + 20s;
-  while (!*reducer->resting()) ASSERT_LT(std::chrono::steady_clock::now(), deadline);
+  while (!device::ReducerPeer::resting(*reducer)) ASSERT_LT(std::chrono::steady_clock::now(), deadline);
 }
 
 struct Alarm {

@@ -69,7 +69,6 @@ class UcxEngine final : public Engine {
     std::map<std::uint64_t, Bytes> early;  // messages that overtook others, by sequence
     Unsent unsent;
     std::size_t receiving = 0;  // writes that are landing here now
-    bool closed_reported = false;
     std::string failure;
   };
 
