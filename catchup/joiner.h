@@ -24,7 +24,6 @@
 // right. joiner_fellows.cc: other joiners.
 #pragma once
 
-#include <algorithm>
 #include <map>
 #include <set>
 #include <vector>

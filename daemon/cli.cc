@@ -2,7 +2,6 @@
 // explains incidents out of them.
 #include <asio.hpp>
 #include <csignal>
-#include <filesystem>
 #include <iostream>
 
 #include "base/bytes.h"

@@ -8,7 +8,6 @@
 #include <vector>
 
 #include "base/ids.h"
-#include "base/result.h"
 #include "membership/balance.h"
 #include "membership/rank_set.h"
 

@@ -7,7 +7,6 @@
 #include <cerrno>
 #include <charconv>
 #include <filesystem>
-#include <iterator>
 #include <optional>
 #include <set>
 

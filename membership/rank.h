@@ -5,13 +5,9 @@
 // sends Reduced; the next Plan commits the step, or names another epoch, in which the same step is done once more.
 #pragma once
 
-#include <optional>
-#include <vector>
-
 #include "base/ids.h"
 #include "control.pb.h"
 #include "membership/ledger.h"
-#include "membership/rank_set.h"
 
 namespace rejoin::membership {
 

@@ -3,14 +3,13 @@
 // trainer's thread talks to it through a few fields under one mutex.
 #pragma once
 
-#include <atomic>
 #include <condition_variable>
 #include <mutex>
 #include <thread>
 
 #include "base/deadlines.h"
+#include "base/fd.h"
 #include "base/seldom.h"
-#include "base/unix_socket.h"
 #include "device/remote.h"
 #include "local.pb.h"
 #include "local/owner.h"

@@ -10,6 +10,7 @@
 #include "base/fail.h"
 #include "base/log.h"
 #include "base/release.h"
+#include "base/unix_socket.h"
 #include "membership/node.h"
 #include "rejoin/progress_thread.h"
 #include "transport/advertise.h"

@@ -1,10 +1,8 @@
 // One process's engine on the simulated fabric.
 #pragma once
 
-#include <deque>
 #include <map>
 #include <set>
-#include <unordered_map>
 #include <vector>
 
 #include "transport/regions.h"
