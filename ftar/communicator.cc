@@ -8,7 +8,6 @@
 #include "base/fail.h"
 #include "ftar/operation.h"
 #include "ftar/reduce.h"
-#include "transport/staged/factory.h"
 
 namespace rejoin::ftar {
 
@@ -112,7 +111,7 @@ Result<std::unique_ptr<Communicator>> Communicator::prepare(transport::Engine& e
   if (!staging) return tl::unexpected(staging.error());
   made->staging_region_ = *staging;
   made->flushes_ = options.device && options.device->remote_writes() == device::Device::RemoteWrites::flushed &&
-                   !transport::staged::is_staged(engine.remote(*staging));
+                   !engine.staged(*staging);
   return made;
 }
 

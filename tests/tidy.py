@@ -63,6 +63,9 @@ heavy = {
     "google/": r"",
     "rapidcheck": r".*/tests/.*\.cc",
 }
+# Who may know a backend of transport/, or a part of one: those who make engines, and those who ask a machine about it.
+# The simulated network is everybody's who tests.
+knows_backends = r"transport/.*|bench/perf/link\.cc|daemon/doctor_\w+\.cc|fuzz/\w+\.cc|nccl/(connecting|devices)\.cc|rejoin/secret_address\.cc|sim/world\.h|.*/tests/.*"
 MAX_LINES, MAX_COLUMNS = 400, 120
 problems = []
 
@@ -84,6 +87,8 @@ for path in sources:
             # A folder's own tests may run processes, too.
             if include.group(1) not in may_use[folder] and not ("/tests/" in name and '"tests/process.h"' in line):
                 problems.append(f"{name}:{number}: {folder}/ may not use {include.group(1)}/")
+        if re.match(r'#include "transport/\w+/', line) and not re.fullmatch(knows_backends, name):
+            problems.append(f"{name}:{number}: {folder}/ knows engines by transport/transport.h and transport/factory.h alone")
         foreign = re.match(r"#include <([^>]+)>", line)
         for start, allowed_in in heavy.items():
             if foreign and foreign.group(1).startswith(start) and not re.fullmatch(allowed_in, name):

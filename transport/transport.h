@@ -162,6 +162,8 @@ class Engine {
   }
   virtual void deregister(RegionId region) = 0;
   virtual RemoteRegion remote(RegionId region) const = 0;
+  // Whether what peers write into this region goes through host memory, and is then copied there.
+  virtual bool staged(RegionId) const { return false; }
   // Counts peers' operations, or parts of them, that were refused here: void keys, ranges outside a region, no access.
   virtual std::uint64_t refused() const = 0;
 

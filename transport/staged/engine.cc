@@ -19,8 +19,6 @@ Result<std::unique_ptr<Engine>> make_engine(std::unique_ptr<Engine> below, std::
   return engine;
 }
 
-bool is_staged(const RemoteRegion& region) { return wire::is_staged(region.key); }
-
 Result<> StagedEngine::start() {
   for (Lane* lane : {&out_, &in_}) {
     auto copier = reducer_ ? device::make_copier(reducer_) : device::make_stream_copier(*device_);

@@ -40,6 +40,7 @@ class StagedEngine final : public Engine {
   Result<RegionId> register_dma_buf(const DmaBuf& buffer, Access access) override;
   void deregister(RegionId region) override;
   RemoteRegion remote(RegionId region) const override;
+  bool staged(RegionId region) const override { return !reachable_.contains(region.value); }
   std::uint64_t refused() const override { return regions_.refused() + below_->refused(); }
   Result<> send(EndpointId endpoint, BytesView message) override;
   Result<> write(EndpointId endpoint, std::span<const Write> writes) override;

@@ -24,7 +24,4 @@ struct Options {
 Result<std::unique_ptr<Engine>> make_engine(std::unique_ptr<Engine> below, std::shared_ptr<device::Device> device,
                                             const Options& options, std::shared_ptr<device::Reducer> reducer = nullptr);
 
-// Whether what is written there goes through host memory.
-bool is_staged(const RemoteRegion& region);
-
 }  // namespace rejoin::transport::staged

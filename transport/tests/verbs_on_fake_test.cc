@@ -15,7 +15,6 @@
 #include "transport/factory.h"
 #include "transport/ibverbs/device.h"
 #include "transport/staged/factory.h"
-#include "transport/staged/wire.h"
 #include "transport/tests/any_access.h"
 #include "transport/tests/fake_verbs.h"
 
@@ -248,7 +247,7 @@ TEST_F(VerbsOnFake, AGpusMemoryIsReachedDirectlyWhereItsDriverExportsIt) {
   ASSERT_TRUE(stream->synchronize());
   const RegionId source = *a.engine->register_region(from.bytes, MemoryKind::cuda, kAnyAccess);
   const RegionId target = *b.engine->register_region(to.bytes, MemoryKind::cuda, kAnyAccess);
-  EXPECT_FALSE(staged::wire::is_staged(b.engine->remote(target).key));
+  EXPECT_FALSE(b.engine->staged(target));
   const Write write{
       .context = 1, .local = {source, 0}, .remote = {b.engine->remote(target), 0}, .length = size, .notify = 1};
   ASSERT_TRUE(a.engine->write(a.endpoint, {&write, 1}));
