@@ -139,17 +139,19 @@ void Communicator::enter(Epoch epoch, std::vector<RingMember> ring, Chunking chu
   chunking_ = chunking;
   clean_ = announced_ = was_clean_ = false;
   const auto before = std::exchange(ring_, std::move(ring));
-  for (const auto& one : before)
-    if (std::none_of(ring_.begin(), ring_.end(), [&](const RingMember& p) { return p.member == one.member; }))
-      if (Peer* gone = peer_of(one.member)) remove(*gone);
   // Contributors first, each kind in the order given.
   std::stable_partition(ring_.begin(), ring_.end(), [](const RingMember& p) { return p.role == Role::contributor; });
+  positions_.clear();
+  for (std::uint32_t i = 0; i < ring_.size(); ++i) positions_[ring_[i].member] = i;
+  for (const auto& one : before)
+    if (!positions_.contains(one.member))
+      if (Peer* gone = peer_of(one.member)) remove(*gone);
   contributors_ = static_cast<std::uint32_t>(
       std::count_if(ring_.begin(), ring_.end(), [](const RingMember& p) { return p.role == Role::contributor; }));
-  const auto self = std::find_if(ring_.begin(), ring_.end(), [&](const RingMember& p) { return p.member == self_; });
-  REJOIN_CHECK(self != ring_.end() && contributors_ > 0, "the ring of epoch {} lacks this member or contributors",
+  const auto self = positions_.find(self_);
+  REJOIN_CHECK(self != positions_.end() && contributors_ > 0, "the ring of epoch {} lacks this member or contributors",
                epoch.value);
-  position_ = static_cast<std::uint32_t>(self - ring_.begin());
+  position_ = self->second;
   for (auto& bucket : buckets_) {
     bucket.running.reset();
     bucket.wanted = false;

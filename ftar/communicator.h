@@ -286,8 +286,6 @@ class Communicator {
             std::uint32_t form);
   Peer* peer_of(transport::EndpointId endpoint);
   Peer* peer_of(Member member);
-  // Returns the peer's position in this epoch's ring, or the number of members where it is not in it.
-  std::uint32_t position_of(const Peer& peer) const;
   std::uint64_t plan_hash() const;
   bool damage_if_due(Step step, std::span<std::byte> arrived);  // returns whether it was
   bool device_works() const { return done_by_device_ < given_to_device_; }
@@ -332,7 +330,8 @@ class Communicator {
   bool announced_ = false;  // our own `flushed` is out
   bool was_clean_ = false;  // clean, or has been in this epoch before a connection broke
   std::vector<RingMember> ring_;
-  std::vector<Peer*> ring_peers_;        // same order; null for this member, and where there is no connection
+  std::map<Member, std::uint32_t> positions_;  // in it
+  std::vector<Peer*> ring_peers_;              // same order; null for this member, and where there is no connection
   std::vector<std::uint32_t> partners_;  // positions, ascending, of those that this member exchanges anything with
   std::vector<std::uint32_t> links_;     // positions of those with whom it is to be connected
   std::uint32_t position_ = 0, contributors_ = 0;

@@ -35,10 +35,6 @@ Peer* Communicator::peer_of(Member member) {
   return found == peers_.end() ? nullptr : found->second.get();
 }
 
-std::uint32_t Communicator::position_of(const Peer& peer) const {
-  return static_cast<std::uint32_t>(std::ranges::find(ring_peers_, &peer) - ring_peers_.begin());
-}
-
 std::vector<Member> Communicator::peers() const {
   std::vector<Member> all;
   for (const auto& [member, peer] : peers_) all.push_back(member);
@@ -59,7 +55,7 @@ std::vector<std::pair<Member, double>> Communicator::take_link_rates() {
   std::vector<std::pair<Member, double>> all;
   for (auto& [member, peer] : peers_) {
     const auto best = peer->rate.take_best();
-    const std::size_t position = position_of(*peer), members = ring_.size();
+    const std::size_t position = peer->position, members = ring_.size();
     if (!best || position == members) continue;
     if ((position + 1) % members == position_ || (position_ + 1) % members == position) all.emplace_back(member, *best);
   }
@@ -203,8 +199,7 @@ void Communicator::on_surplus(Peer& peer, Epoch epoch) {
 void Communicator::remove(Peer& peer) {
   engine_.close(peer.endpoint);
   by_endpoint_.erase(peer.endpoint);
-  for (auto& place : ring_peers_)
-    if (place == &peer) place = nullptr;
+  if (peer.position < ring_peers_.size()) ring_peers_[peer.position] = nullptr;
   const auto owned = peers_.extract(peer.member);
   // Its writes in flight are void with the endpoint; what ran with it waits for the next epoch. What runs with others
   // goes on.

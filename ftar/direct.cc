@@ -76,11 +76,10 @@ std::uint32_t Communicator::places(const Bucket& bucket) const {
 // ---- what comes in
 
 bool Communicator::on_direct_part(Peer& peer, Bucket& bucket, Step step, BytesView message) {
-  const std::uint32_t position = position_of(peer);
   auto& inbox = bucket.inbox[step.value % 2];
   DirectPart part{};
   if (!take(message, part) || message.empty() || part.place >= inbox.arrived.size()) return false;
-  if (direct(bucket) ? part.place != position : doubling().sender(part.place) != position) return false;
+  if (direct(bucket) ? part.place != peer.position : doubling().sender(part.place) != peer.position) return false;
   const std::size_t arrived = inbox.step == step ? inbox.arrived[part.place] : 0;
   if (part.offset != arrived || message.size() > bucket.bytes() - arrived) return false;
   if (inbox.step != step) {

@@ -65,16 +65,18 @@ std::size_t Communicator::missing() const {
 }
 
 bool Communicator::needs(Member member) const {
-  return std::ranges::any_of(partners_, [&](std::uint32_t position) { return ring_[position].member == member; });
+  const auto found = positions_.find(member);
+  return found != positions_.end() && std::ranges::binary_search(partners_, found->second);
 }
 
 // Where it stands in this epoch's ring, if it does.
 void Communicator::place(Peer& peer) {
-  const auto found = std::ranges::find(ring_, peer.member, &RingMember::member);
-  const auto position = static_cast<std::uint32_t>(found - ring_.begin());
-  peer.partner = std::ranges::binary_search(partners_, position);
-  peer.surplus = found != ring_.end() && !std::ranges::binary_search(links_, position);
-  if (found != ring_.end()) ring_peers_[position] = &peer;
+  const auto found = positions_.find(peer.member);
+  const bool in_ring = found != positions_.end();
+  peer.position = in_ring ? found->second : static_cast<std::uint32_t>(ring_.size());
+  peer.partner = std::ranges::binary_search(partners_, peer.position);
+  peer.surplus = in_ring && !std::ranges::binary_search(links_, peer.position);
+  if (in_ring) ring_peers_[peer.position] = &peer;
 }
 
 // Whoever waits for ours, or whose own is waited for: either may not have been in the epochs that the other was in

@@ -69,6 +69,7 @@ struct Peer {
   std::optional<transport::RemoteRegion> coded_room;  // where coded chunks go; nothing: it takes none
   LinkRate rate;                                      // how fast our writes to it are
   bool slow = false;                                  // they are so slow that chunks are coded
+  std::uint32_t position = 0;                         // in this epoch's ring, or its size where it is not in it
   bool partner = false;                               // in this epoch the two send each other something
   bool surplus = false;                               // in this epoch both are members that need no connection
   Epoch offered, heard_surplus;          // the last epoch in which this member, or the peer, has sent `surplus`

@@ -84,18 +84,17 @@ void PullOperation::pump(std::uint32_t to) {
   }
 }
 
-void PullOperation::on_ready(Peer& from) { pump(owner_.position_of(from)); }
+void PullOperation::on_ready(Peer& from) { pump(from.position); }
 
 void PullOperation::on_write_completed(Peer& to, std::uint32_t) {
-  const std::uint32_t position = owner_.position_of(to);
   --outstanding_;
-  --to_[position].in_flight;
-  pump(position);
+  --to_[to.position].in_flight;
+  pump(to.position);
 }
 
 bool PullOperation::on_chunk(Peer& from, const Tag& tag, const std::optional<transport::Digested>& digested) {
   if (!schedule_.valid(tag.chunk) || tag.kind != Tag::kAllGather || final_[tag.chunk]) return false;
-  if (schedule_.segment_of(tag.chunk) != owner_.position_of(from)) return false;
+  if (schedule_.segment_of(tag.chunk) != from.position) return false;
   const Range range = schedule_.chunk(tag.chunk);
   const auto arrived = bucket_.spec.output.subspan(range.offset, range.length);
   take_digest(tag.chunk, take_final(from, tag.chunk, arrived) ? digested : std::nullopt);
