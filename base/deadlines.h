@@ -2,6 +2,7 @@
 // be silent before it is taken for gone. docs/operations.md has the same as a table, and tests/readme_test.py compares.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "base/clock.h"
@@ -14,6 +15,13 @@ struct Deadline {
   std::int64_t times = 1, parts = 1;
   constexpr Duration of(Duration silence) const { return silence * times / parts; }
 };
+
+// In how many ticks a silence is counted, and how long one is: none is longer than half a second, since the others may
+// have a shorter silence.
+constexpr int ticks_of(Duration silence) {
+  return std::max(16, static_cast<int>(silence / std::chrono::milliseconds(500)));
+}
+constexpr Duration tick_of(Duration silence) { return silence / ticks_of(silence) + std::chrono::milliseconds(1); }
 
 // Who is silent, or has no time to say more than that it is there:
 constexpr Deadline kHeartbeatOfTrainer{1, 8};  // a trainer's heartbeat to its daemon

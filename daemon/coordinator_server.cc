@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <nlohmann/json.hpp>
 
+#include "base/deadlines.h"
 #include "base/entropy.h"
 #include "base/events.h"
 #include "base/fail.h"
@@ -73,8 +74,7 @@ Result<std::unique_ptr<CoordinatorServer>> CoordinatorServer::start(asio::io_con
 }
 
 void CoordinatorServer::tick() {
-  timer_.expires_after(std::chrono::duration_cast<std::chrono::milliseconds>(job_.silence / 16) +
-                       std::chrono::milliseconds(1));
+  timer_.expires_after(deadlines::tick_of(job_.silence));
   timer_.async_wait([this](asio::error_code error) {
     if (error) return;
     carry_out(machine_.on_tick(now()));

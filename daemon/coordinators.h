@@ -3,7 +3,6 @@
 // Upstream. All in the io_context's thread.
 #pragma once
 
-#include <algorithm>
 #include <chrono>
 #include <deque>
 #include <memory>
@@ -31,11 +30,6 @@ class Coordinators {
   // Connects anew with the one that leads if that was last heard too long ago.
   void check(TimePoint heard);
   void tick(TimePoint now);  // at least every silence / 8
-  // In how many ticks whoever has these counts a silence: none is longer than half a second, since a coordinator may
-  // have a shorter one.
-  static int ticks_of(std::chrono::milliseconds silence) {
-    return std::max(16, static_cast<int>(silence / std::chrono::milliseconds(500)));
-  }
   // Of one: its address, whether it is connected, as whoever asks knows, and why not. Of several: the same of the one
   // that leads, `leader` with its term, and `all`.
   nlohmann::json status(bool connected) const;

@@ -2,6 +2,7 @@
 
 #include <unistd.h>
 
+#include "base/deadlines.h"
 #include "base/entropy.h"
 #include "base/events.h"
 #include "base/fail.h"
@@ -148,7 +149,7 @@ void NodeServer::keep_listening() {
 }
 
 void NodeServer::tick() {
-  timer_.expires_after(options_.silence / Coordinators::ticks_of(options_.silence) + std::chrono::milliseconds(1));
+  timer_.expires_after(deadlines::tick_of(options_.silence));
   timer_.async_wait([this](asio::error_code error) {
     if (error) return;
     keep_listening();

@@ -61,8 +61,7 @@ void NodeServer::drop_who_reads_nothing() {
   std::vector<membership::RankConnection> silent;
   for (auto& [id, trainer] : trainers_) {
     write(trainer);
-    if (!trainer.unsent.empty() && ++trainer.ticks_unread > Coordinators::ticks_of(options_.silence))
-      silent.push_back(id);
+    if (!trainer.unsent.empty() && ++trainer.ticks_unread > deadlines::ticks_of(options_.silence)) silent.push_back(id);
   }
   for (const auto id : silent)
     drop(id, fmt::format("it has read nothing for {} ms", options_.silence.count()), Gone::silent);

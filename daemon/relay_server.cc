@@ -3,6 +3,7 @@
 #include <nlohmann/json.hpp>
 
 #include "base/bytes.h"
+#include "base/deadlines.h"
 #include "base/fail.h"
 #include "daemon/listen.h"
 #include "daemon/log_notes.h"
@@ -50,7 +51,7 @@ Result<std::unique_ptr<RelayServer>> RelayServer::start(asio::io_context& io, co
 }
 
 void RelayServer::tick() {
-  timer_.expires_after(silence_ / Coordinators::ticks_of(silence_) + std::chrono::milliseconds(1));
+  timer_.expires_after(deadlines::tick_of(silence_));
   timer_.async_wait([this](asio::error_code error) {
     if (error) return;
     coordinators_.tick(now());

@@ -2,6 +2,7 @@
 
 #include <nlohmann/json.hpp>
 
+#include "base/deadlines.h"
 #include "base/entropy.h"
 #include "base/events.h"
 #include "base/fail.h"
@@ -66,8 +67,7 @@ Result<std::unique_ptr<ReplicatedServer>> ReplicatedServer::start(asio::io_conte
 }
 
 void ReplicatedServer::tick() {
-  timer_.expires_after(std::chrono::duration_cast<std::chrono::milliseconds>(options_.job.silence / 16) +
-                       std::chrono::milliseconds(1));
+  timer_.expires_after(deadlines::tick_of(options_.job.silence));
   timer_.async_wait([this, lives = lives_](asio::error_code error) {
     if (error || !*lives || failed_) return;
     carry_out(machine_->on_tick(now()));
