@@ -55,11 +55,7 @@ Result<std::unique_ptr<NodeServer>> NodeServer::start(asio::io_context& io, cons
   if (!compression) return tl::unexpected(compression.error());
   server->compression_ = *compression;
   auto host = server->open_stream({}, device::make_host(), options.data_listen);
-  if (!host) {
-    Error error = host.error();  // of this setting, unless it is a rail's address
-    if (error.message.find(options.data_listen) != std::string::npos) error.message = "--data-listen: " + error.message;
-    return tl::unexpected(error);
-  }
+  if (!host) return tl::unexpected(host.error());
   server->host_ = std::move(*host);
   const auto address = server->advertised(server->host_->thread->address());
   if (!address) return tl::unexpected(address.error());

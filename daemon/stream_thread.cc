@@ -2,6 +2,7 @@
 
 #include "base/priority.h"
 #include "base/start_thread.h"
+#include "transport/advertise.h"
 #include "transport/factory.h"
 #include "transport/idle.h"
 #include "transport/placement.h"
@@ -31,7 +32,7 @@ Result<std::unique_ptr<StreamThread>> StreamThread::start(const std::string& tra
   if (!engine) return tl::unexpected(engine.error());
   (*engine)->set_secrets(secrets);
   (*engine)->set_silence(options.silence);
-  auto address = (*engine)->listen({listen});
+  auto address = transport::listen_as(**engine, {listen}, "--data-listen");
   if (!address) return tl::unexpected(address.error());
   auto wake = make_eventfd();
   if (!wake) return tl::unexpected(wake.error());

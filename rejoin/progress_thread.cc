@@ -142,12 +142,7 @@ Result<> ProgressThread::make_engine(bool on_gpu) {
   if (!engine) return tl::unexpected(engine.error());
   engine_ = std::move(*engine);
   engine_->set_polled_on();
-  return engine_->listen({config_.data_listen})
-      .map_error([&](Error error) {  // not where it is a rail's address
-        if (error.message.find(config_.data_listen) != std::string::npos)
-          error.message = "--data-listen (REJOIN_DATA_LISTEN): " + error.message;
-        return error;
-      })
+  return transport::listen_as(*engine_, {config_.data_listen}, "--data-listen (REJOIN_DATA_LISTEN)")
       .and_then(
           [&](const transport::Address& listening) { return transport::advertised(listening, config_.advertise); })
       .map([&](const transport::Address& advertised) { address_ = advertised.text; });

@@ -121,13 +121,18 @@ TEST(Garbage, OnEveryPortIsRefusedAndChangesNothing) {
 
 TEST(BadInput, EachGetsOneLineThatSaysWhatAndHowToMendIt) {
   Scratch scratch;
-  const std::string key = scratch.key();
+  const std::string key = scratch.key(), nobody = "REJOIN_SOCKET=" + scratch.path + "/nobody.sock";
   const auto expect = [&](std::vector<std::string> arguments, const std::string& what,
                           std::vector<std::string> environment = {}) {
     const Ended ended = run(std::move(arguments), std::move(environment), std::chrono::seconds(20));
     EXPECT_NE(ended.status, 0) << what;
     EXPECT_LT(ended.status, 128) << ended.output;
     EXPECT_NE(ended.output.find(what), std::string::npos) << ended.output;
+  };
+  const auto expect_of_node = [&](std::vector<std::string> arguments, const std::string& what) {
+    arguments.insert(arguments.begin(), {kDaemon, "--job-key-file", key, "--socket", scratch.path + "/s", "--connect",
+                                         "127.0.0.1:1", "--transport"});
+    expect(std::move(arguments), what);
   };
   expect({kDaemon, "--no-such-flag"}, "not expected: --no-such-flag");
   expect({kDaemon}, "--job-key-file is required");
@@ -145,30 +150,24 @@ TEST(BadInput, EachGetsOneLineThatSaysWhatAndHowToMendIt) {
   expect(
       {kDaemon, "--job-key-file", key, "--coordinator", "--listen", "nowhere", "--log-directory", scratch.path + "/l1"},
       "not of the form host:port");
-  expect({kDaemon, "--job-key-file", key, "--socket", scratch.path + "/s", "--connect", "127.0.0.1:1", "--transport",
-          "pigeon"},
-         "no transport 'pigeon': use shm, tcp, tcp:ADDRESS,ADDRESS…, tcp+aes");
-  expect({kDaemon, "--job-key-file", key, "--socket", scratch.path + "/s", "--connect", "127.0.0.1:1", "--transport",
-          "tcp;ktls=1"},
-         "'ktls=1' is no setting of tcp; there are threads=N, and of tcp+aes ktls=1 or ktls=0");
+  expect_of_node({"pigeon"}, "no transport 'pigeon': use shm, tcp, tcp:ADDRESS,ADDRESS…, tcp+aes");
+  expect_of_node({"tcp;ktls=1"}, "'ktls=1' is no setting of tcp; there are threads=N, and of tcp+aes ktls=1 or ktls=0");
   expect({kDaemon, "--job-key-file", key, "--coordinator", "--flight-dir", "OFF"},
          "--flight-dir: 'OFF': for no recording it is 'off'; for a directory of this name './OFF'");
   expect({kMinimal}, "--flight-dir (REJOIN_FLIGHT_DIR) 'Off': for no recording it is 'off'",
-         {"REJOIN_SOCKET=" + scratch.path + "/nobody.sock", "REJOIN_FLIGHT_DIR=Off"});
+         {nobody, "REJOIN_FLIGHT_DIR=Off"});
   expect({kMinimal}, "no daemon socket: set SessionConfig::socket, --socket or REJOIN_SOCKET");
-  expect({kMinimal}, "start rejoind on this node with --socket",
-         {"REJOIN_SOCKET=" + scratch.path + "/nobody.sock", "REJOIN_PATIENCE_MS=100"});
+  expect({kMinimal}, "start rejoind on this node with --socket", {nobody, "REJOIN_PATIENCE_MS=100"});
   expect({kMinimal}, "REJOIN_* settings: Could not convert: REJOIN_REPLICA = first", {"REJOIN_REPLICA=first"});
   expect({kMinimal}, "--data-listen (REJOIN_DATA_LISTEN): address 'zzz' is not of the form host:port",
-         {"REJOIN_SOCKET=" + scratch.path + "/nobody.sock", "REJOIN_DATA_LISTEN=zzz"});
-  expect(
-      {kMinimal}, "--data-listen (REJOIN_DATA_LISTEN): this machine can't listen on 203.0.113.7: ",
-      {"REJOIN_SOCKET=" + scratch.path + "/nobody.sock", "REJOIN_TRANSPORT=tcp", "REJOIN_DATA_LISTEN=203.0.113.7:0"});
-  expect({kDaemon, "--job-key-file", key, "--socket", scratch.path + "/s", "--connect", "127.0.0.1:1", "--transport",
-          "tcp", "--data-listen", "203.0.113.7:0"},
-         "--data-listen: can't listen for data connections on 203.0.113.7:0: ");
-  expect({kMinimal}, "no device is called 'gpu': there are host, cuda",
-         {"REJOIN_SOCKET=" + scratch.path + "/nobody.sock", "REJOIN_DEVICE=gpu"});
+         {nobody, "REJOIN_DATA_LISTEN=zzz"});
+  expect({kMinimal}, "--data-listen (REJOIN_DATA_LISTEN): this machine can't listen on 203.0.113.7: ",
+         {nobody, "REJOIN_TRANSPORT=tcp", "REJOIN_DATA_LISTEN=203.0.113.7:0"});
+  expect_of_node({"tcp", "--data-listen", "203.0.113.7:0"},
+                 "--data-listen: can't listen for data connections on 203.0.113.7:0: ");
+  expect_of_node({"tcp:203.0.113.7"},
+                 "--data-listen: can't listen for data connections on 203.0.113.7:0, the rail's own address: ");
+  expect({kMinimal}, "no device is called 'gpu': there are host, cuda", {nobody, "REJOIN_DEVICE=gpu"});
   expect({kCli, "status", "127.0.0.1:1"}, "no daemon answers at 127.0.0.1:1");
   expect({kDaemon, "--job-key-file", key, "--coordinator", "--listen", "127.0.0.1:99999"},
          "--listen: address '127.0.0.1:99999': its port '99999' is not a number from 0 to 65535");

@@ -85,6 +85,12 @@ std::optional<std::string> of_an_interface() {
 
 }  // namespace
 
+Result<Address> listen_as(Engine& engine, const Address& where, const std::string& setting) {
+  auto listening = engine.listen(where);
+  if (!listening) return fail(listening.error().code, "{}: {}", setting, listening.error().message);
+  return listening;
+}
+
 Result<> check_advertised(const std::string& hosts) {
   for (const auto& given : split(hosts, ',')) {
     const std::string host = without_brackets(given);

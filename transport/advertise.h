@@ -1,10 +1,13 @@
-// The address that peers are given for what something listens on. 0.0.0.0 and :: are for listening; nobody can be
+// Where something listens, and the address that peers are given for it. 0.0.0.0 and :: are for listening; nobody can be
 // reached at them.
 #pragma once
 
 #include "transport/transport.h"
 
 namespace rejoin::transport {
+
+// Engine::listen() at the address of this setting, by whose name errors begin: "--data-listen: can't listen …".
+Result<Address> listen_as(Engine& engine, const Address& where, const std::string& setting);
 
 // The form of an --advertise setting: a host, or a host for each rail ("10.0.0.1,10.1.0.1"), without ports.
 Result<> check_advertised(const std::string& hosts);

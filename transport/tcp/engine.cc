@@ -78,7 +78,8 @@ Result<Address> TcpEngine::listen(const Address& where) {
   if (!socket) return fail_errno("socket");
   set_option(socket, SOL_SOCKET, SO_REUSEADDR, 1);
   if (::bind(socket.get(), address->get(), address->length()) != 0 || ::listen(socket.get(), 512) != 0)
-    return fail_errno(fmt::format("can't listen for data connections on {}", at));
+    return fail_errno(fmt::format("can't listen for data connections on {}{}", at,
+                                  options_.local.empty() ? "" : ", the rail's own address"));
   sockaddr_storage bound{};
   socklen_t length = sizeof bound;
   if (::getsockname(socket.get(), reinterpret_cast<sockaddr*>(&bound), &length) != 0) return fail_errno("getsockname");
