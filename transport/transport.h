@@ -79,7 +79,7 @@ struct Write {
   std::optional<std::uint64_t> notify;  // raises a `written` event at the peer when all bytes are there
   // The peer will not read them soon: where processors copy, they may pass the caches by.
   bool streamed = false;
-  bool digested = false;  // the peer will want their digest (base/digest.h): the `written` event may bring it
+  bool digested = false;  // the peer will want their digest: the `written` event may bring it
 };
 
 struct Read {
@@ -137,11 +137,11 @@ class Engine {
   // Accepts connections at `where` (port 0: the system picks one); returns the address that peers can connect to.
   virtual Result<Address> listen(const Address& where) = 0;
   // From now on who connects here has to know one of these secrets; both ends prove it to each other before anything
-  // else (transport/handshake.h). Without secrets whoever comes is taken. The simulated network does not look at them,
-  // nor does shared memory, where the kernel tells whose process it is.
+  // else. Without secrets whoever comes is taken. The simulated network does not look at them, nor does shared memory,
+  // where the kernel tells whose process it is.
   virtual void set_secrets(const Secrets&) {}
   // Sets the job's silence, for which a peer may be silent. The deadlines of connections made from now on follow from
-  // it (base/deadlines.h).
+  // it: the table under "Settings" in docs/operations.md.
   virtual void set_silence(Duration) {}
   // Whoever owns this engine polls until arm() is true whenever poll() brought anything, and never just stops when it
   // has what it waits for. So what poll() has to answer peers may leave together with what the handlers of its events
