@@ -147,8 +147,8 @@ class CudaDevice final : public Device {
     return {};
   }
 
-  Result<std::unique_ptr<Stream>> adopt_stream(void* handle) override {
-    return make_cuda_stream(primary_, static_cast<cuda::StreamHandle>(handle), false);
+  Result<std::unique_ptr<Stream>> adopt_stream(CudaStream handle) override {
+    return make_cuda_stream(primary_, handle, false);
   }
 
   Result<> has_stream_flags() override {

@@ -8,6 +8,7 @@
 #include <string>
 
 #include "base/result.h"
+#include "device/stream_handle.h"
 
 namespace rejoin::device::cuda {
 
@@ -15,7 +16,7 @@ using Status = int;  // CUresult
 using DevicePointer = unsigned long long;
 using Ordinal = int;
 using Context = struct ContextTag*;
-using StreamHandle = struct StreamTag*;
+using StreamHandle = CudaStream;
 using EventHandle = struct EventTag*;
 using Module = struct ModuleTag*;
 using Function = struct FunctionTag*;

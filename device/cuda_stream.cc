@@ -114,7 +114,7 @@ class CudaStream final : public Stream {
     return driver_.check(driver_.stream_synchronize(stream_), "work on a CUDA stream");
   }
 
-  void* handle() override { return stream_; }
+  cuda::StreamHandle handle() override { return stream_; }
 
  private:
   struct Mark {

@@ -12,6 +12,7 @@
 #include "base/fd.h"
 #include "base/result.h"
 #include "device/memory.h"
+#include "device/stream_handle.h"
 
 namespace rejoin::device {
 
@@ -78,7 +79,7 @@ class Stream {
   virtual Result<> signal(const Fd& eventfd) = 0;
   virtual Result<bool> idle() = 0;     // all that is queued is done; errors: as reached()
   virtual Result<> synchronize() = 0;  // waits for it
-  virtual void* handle() = 0;          // a cudaStream_t; null on the host
+  virtual CudaStream handle() = 0;     // null on the host
 };
 
 // Any thread.
@@ -110,8 +111,8 @@ class Device {
   virtual Result<std::unique_ptr<Access>> make_access(Priority priority) = 0;
   // Loads the kernels, which may wait for everything that runs on the device: before any of them is needed.
   virtual Result<> prepare_kernels() = 0;
-  // A stream of somebody else's: a cudaStream_t, which must live as long as this. The host has none.
-  virtual Result<std::unique_ptr<Stream>> adopt_stream(void* handle) = 0;
+  // A stream of somebody else's, which must live as long as this. The host has none.
+  virtual Result<std::unique_ptr<Stream>> adopt_stream(CudaStream handle) = 0;
   // Whether its streams can wait for flags and write them. Errors: `unavailable`.
   virtual Result<> has_stream_flags() = 0;
   // How a NIC's write into this device's memory, once it was seen to be complete, gets to whoever reads there: by

@@ -39,7 +39,7 @@ class HostStream final : public Stream {
   }
   Result<bool> idle() override { return true; }
   Result<> synchronize() override { return {}; }
-  void* handle() override { return nullptr; }
+  CudaStream handle() override { return nullptr; }
 
  private:
   std::uint64_t marks_ = 0;
@@ -105,7 +105,7 @@ class HostDevice final : public Device {
   Result<> prepare_kernels() override {
     return fail(ErrorCode::unavailable, "kernels run on GPUs; the host's memory is for the CPU's own code");
   }
-  Result<std::unique_ptr<Stream>> adopt_stream(void*) override {
+  Result<std::unique_ptr<Stream>> adopt_stream(CudaStream) override {
     return fail(ErrorCode::invalid_argument, "a CUDA stream given to the host");
   }
   Result<> has_stream_flags() override { return fail(ErrorCode::unavailable, "the host has no streams that wait"); }

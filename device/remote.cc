@@ -193,7 +193,7 @@ class RemoteStream final : public Stream {
     return client_->done().map([&](auto done) { return done >= client_->last_copy(); });
   }
   Result<> synchronize() override { return client_->finish(); }
-  void* handle() override { return nullptr; }
+  CudaStream handle() override { return nullptr; }
   Result<> clear(std::byte*, std::size_t) override { return none(); }
   Result<> follow(Stream&) override { return {}; }  // they are one
   Result<> launch(Kernel, Grid, const void*) override { return none(); }
@@ -254,7 +254,7 @@ class Remote final : public RemoteDevice {
   Result<std::vector<Allocation>> allocations(std::span<std::byte>) override { return none(); }
   Result<Handle> share(const Allocation&) override { return none(); }
   Result<> prepare_kernels() override { return none(); }
-  Result<std::unique_ptr<Stream>> adopt_stream(void*) override { return none(); }
+  Result<std::unique_ptr<Stream>> adopt_stream(CudaStream) override { return none(); }
   Result<> has_stream_flags() override { return none(); }
   Result<Exported> export_dma_buf(std::span<std::byte>) override {
     return fail(ErrorCode::unreachable, "{}: only its trainer can export its memory", address_);

@@ -69,7 +69,7 @@ Result<> Tensors::all_reduce(BucketId bucket, const std::vector<TensorId>& of_it
   if (!stream_) return session_.all_reduce(bucket);
   for (auto id : of_it)
     if (auto done = copy(session_has_[id.index].gradient, std::as_bytes(gradients_[id.index])); !done) return done;
-  return session_.all_reduce(bucket, static_cast<CudaStream>(stream_->handle()));
+  return session_.all_reduce(bucket, stream_->handle());
 }
 
 Result<> Tensors::read_behind_buckets() {
@@ -108,7 +108,7 @@ Result<> Tensors::commit(const std::function<void(const Update&, const Views&)>&
           done = copy(std::as_writable_bytes(there[i]), std::as_bytes(here[i]));
         if (done) done = stream_->synchronize();  // the room is needed again
       },
-      static_cast<CudaStream>(stream_->handle()));
+      stream_->handle());
   return done ? committed : done;
 }
 

@@ -18,28 +18,30 @@ extern "C" {
 
 #define REJOIN_C_VERSION 2 /* of this file: grows with any change that an older program would not survive */
 
-typedef enum rejoin_code { /* ErrorCode of base/result.h */
-                           REJOIN_OK = 0,
-                           REJOIN_INVALID_ARGUMENT,
-                           REJOIN_NOT_FOUND,
-                           REJOIN_MISMATCH,
-                           REJOIN_REFUSED,
-                           REJOIN_UNAVAILABLE,
-                           REJOIN_TIMEOUT,
-                           REJOIN_CANCELLED,
-                           REJOIN_EXHAUSTED,
-                           REJOIN_IO,
-                           REJOIN_UNREACHABLE,
-                           REJOIN_CORRUPT
+/* ErrorCode of base/result.h */
+typedef enum rejoin_code {
+  REJOIN_OK = 0,
+  REJOIN_INVALID_ARGUMENT,
+  REJOIN_NOT_FOUND,
+  REJOIN_MISMATCH,
+  REJOIN_REFUSED,
+  REJOIN_UNAVAILABLE,
+  REJOIN_TIMEOUT,
+  REJOIN_CANCELLED,
+  REJOIN_EXHAUSTED,
+  REJOIN_IO,
+  REJOIN_UNREACHABLE,
+  REJOIN_CORRUPT
 } rejoin_code;
 
-typedef enum rejoin_type { /* DataType of base/types.h */
-                           REJOIN_FLOAT32 = 0,
-                           REJOIN_FLOAT64,
-                           REJOIN_BFLOAT16,
-                           REJOIN_FLOAT16,
-                           REJOIN_INT32,
-                           REJOIN_INT64
+/* DataType of base/types.h */
+typedef enum rejoin_type {
+  REJOIN_FLOAT32 = 0,
+  REJOIN_FLOAT64,
+  REJOIN_BFLOAT16,
+  REJOIN_FLOAT16,
+  REJOIN_INT32,
+  REJOIN_INT64
 } rejoin_type;
 
 typedef struct rejoin_session rejoin_session;
@@ -202,29 +204,32 @@ rejoin_code rejoin_checkpoint_fetch_into(rejoin_checkpoint_fetch* fetch, const r
 
 /* Collective operations of processes whose membership comes from elsewhere: process_group.h. Any thread may
  * call these. */
-typedef enum rejoin_collective { /* Collective of base/types.h */
-                                 REJOIN_ALL_REDUCE = 0,
-                                 REJOIN_REDUCE,
-                                 REJOIN_BROADCAST,
-                                 REJOIN_ALL_GATHER,
-                                 REJOIN_REDUCE_SCATTER,
-                                 REJOIN_GATHER,
-                                 REJOIN_SCATTER,
-                                 REJOIN_ALL_TO_ALL,
-                                 REJOIN_BARRIER,
-                                 REJOIN_SEND,
-                                 REJOIN_RECEIVE
+
+/* Collective of base/types.h */
+typedef enum rejoin_collective {
+  REJOIN_ALL_REDUCE = 0,
+  REJOIN_REDUCE,
+  REJOIN_BROADCAST,
+  REJOIN_ALL_GATHER,
+  REJOIN_REDUCE_SCATTER,
+  REJOIN_GATHER,
+  REJOIN_SCATTER,
+  REJOIN_ALL_TO_ALL,
+  REJOIN_BARRIER,
+  REJOIN_SEND,
+  REJOIN_RECEIVE
 } rejoin_collective;
 
-typedef enum rejoin_combine { /* Combine of base/types.h */
-                              REJOIN_SUM = 0,
-                              REJOIN_MEAN,
-                              REJOIN_MAXIMUM,
-                              REJOIN_MINIMUM,
-                              REJOIN_PRODUCT,
-                              REJOIN_BITWISE_AND, /* for integers alone, as the next two */
-                              REJOIN_BITWISE_OR,
-                              REJOIN_BITWISE_XOR
+/* Combine of base/types.h */
+typedef enum rejoin_combine {
+  REJOIN_SUM = 0,
+  REJOIN_MEAN,
+  REJOIN_MAXIMUM,
+  REJOIN_MINIMUM,
+  REJOIN_PRODUCT,
+  REJOIN_BITWISE_AND, /* for integers alone, as the next two */
+  REJOIN_BITWISE_OR,
+  REJOIN_BITWISE_XOR
 } rejoin_combine;
 
 typedef struct rejoin_collective_call { /* CollectiveCall; zeros are its defaults */

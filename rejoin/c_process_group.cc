@@ -59,7 +59,7 @@ rejoin_code rejoin_group_start(rejoin_group* group, const rejoin_collective_call
                                         .outputs = all_bytes_of(call->outputs, call->output_count),
                                         .limit = milliseconds_of(call->limit_ms),
                                         .on_device = call->on_device != 0,
-                                        .stream = call->stream});
+                                        .stream = static_cast<rejoin::CudaStream>(call->stream)});
     if (!started) return failed(started.error());
     *work = new rejoin_work{std::move(*started)};
     return REJOIN_OK;
@@ -89,7 +89,7 @@ rejoin_code rejoin_work_wait(rejoin_work* work, uint64_t limit_ms, int (*cancell
   return guarded([&] { return code(work->work->wait(milliseconds_of(limit_ms), asking(cancelled, with))); });
 }
 rejoin_code rejoin_work_wait_on(rejoin_work* work, void* stream) {
-  return guarded([&] { return code(work->work->wait_on(stream)); });
+  return guarded([&] { return code(work->work->wait_on(static_cast<rejoin::CudaStream>(stream))); });
 }
 rejoin_code rejoin_work_notify(rejoin_work* work, uint64_t number) {
   return guarded([&] {

@@ -8,7 +8,7 @@ namespace rejoin {
 namespace {
 
 template <typename Use>
-Result<> on(device::Device& device, void* handle, const Use& use) {
+Result<> on(device::Device& device, CudaStream handle, const Use& use) {
   const auto stream = device.adopt_stream(handle);
   if (!stream) return tl::unexpected(stream.error());
   return use(**stream);
@@ -16,7 +16,7 @@ Result<> on(device::Device& device, void* handle, const Use& use) {
 
 }  // namespace
 
-Result<> StreamedOperation::begin_behind(void* handle) {
+Result<> StreamedOperation::begin_behind(CudaStream handle) {
   return on(*device_, handle, [&](device::Stream& stream) { return its_.queue_ready(stream); });
 }
 
@@ -28,7 +28,7 @@ Result<> StreamedOperation::hold() {
   return {};
 }
 
-Result<> StreamedOperation::wait_on(void* handle) {
+Result<> StreamedOperation::wait_on(CudaStream handle) {
   return on(*device_, handle, [&](device::Stream& stream) { return its_.queue_wait_for_end(stream); });
 }
 

@@ -13,7 +13,7 @@
 
 namespace rejoin {
 
-// An operation between a CUDA stream and the group. Streams are cudaStream_t.
+// An operation between a CUDA stream and the group.
 class StreamedOperation {
  public:
   StreamedOperation(std::shared_ptr<device::Device> device, std::shared_ptr<device::Reducer> reducer,
@@ -21,11 +21,11 @@ class StreamedOperation {
       : device_(std::move(device)), reducer_(std::move(reducer)), flags_(flags), its_(its) {}
 
   // The caller's threads. Errors: of the device.
-  Result<> begin_behind(void* stream);  // what is queued there comes before it
+  Result<> begin_behind(CudaStream stream);  // what is queued there comes before it
   // The kernel stays on the GPU until end(), which may have come. After begin_behind(), and after the group has the
   // operation: whatever another thread makes the driver wait for meanwhile, the kernel then goes as soon as it can.
   Result<> hold();
-  Result<> wait_on(void* stream);  // what is queued there later comes after it
+  Result<> wait_on(CudaStream stream);  // what is queued there later comes after it
 
   // The group's thread; no calls of the driver, nor of who waits for one.
   bool ready() const { return its_.ready(); }

@@ -62,7 +62,7 @@ class Operation final : public Work {
     if (result_) push(number);
     else numbers_.push_back(number);
   }
-  Result<> wait_on(void* stream) override {
+  Result<> wait_on(CudaStream stream) override {
     if (!streamed_)
       return fail(ErrorCode::invalid_argument,
                   "CUDA streams wait for operations of a device's memory: wait() for this");

@@ -17,6 +17,7 @@
 #include "base/clock.h"
 #include "base/result.h"
 #include "base/types.h"
+#include "device/stream_handle.h"
 #include "rejoin/listen_config.h"
 
 #pragma GCC visibility push(default)
@@ -47,10 +48,10 @@ struct CollectiveCall {
   std::uint32_t tag = 0;
   std::vector<std::span<std::byte>> inputs, outputs;
   Duration limit{};  // the operation fails when it takes longer, and the group with it
-  // Buffers are in the memory of the group's device, and the operation begins when this CUDA stream (a cudaStream_t)
-  // has come to what start() queues there. What is reduced is summed or averaged; other ways take the host's memory.
+  // Buffers are in the memory of the group's device, and the operation begins when this CUDA stream has come
+  // to what start() queues there. What is reduced is summed or averaged; other ways take the host's memory.
   bool on_device = false;
-  void* stream = nullptr;
+  CudaStream stream = nullptr;
 };
 
 // An operation under way. Thread: any.
@@ -66,7 +67,7 @@ class Work {
   virtual void notify(std::uint64_t number) = 0;
   // For a device's memory: what is queued on this CUDA stream from now on waits until the operation has ended, well or
   // not; the caller waits for nothing. Errors: the operation's, if it has failed already; the device's.
-  virtual Result<> wait_on(void* stream) = 0;
+  virtual Result<> wait_on(CudaStream stream) = 0;
 };
 
 // Thread: any. All operations run in a thread of the group's own, in the order of start(); all members start the same

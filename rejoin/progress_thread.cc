@@ -211,7 +211,7 @@ Result<> ProgressThread::all_reduce(std::uint32_t bucket) {
   return {};
 }
 
-Result<> ProgressThread::all_reduce(std::uint32_t bucket, void* stream) {
+Result<> ProgressThread::all_reduce(std::uint32_t bucket, CudaStream stream) {
   if (!streams_)
     return rejoin::fail(ErrorCode::invalid_argument,
                         "a CUDA stream for a bucket in the host's memory: set SessionConfig::device");
@@ -233,7 +233,7 @@ void ProgressThread::scale_feedback(std::uint64_t step, float factor) {
   scaled_ = {step, feedback_scale_.of(step, factor)};
 }
 
-Result<> ProgressThread::end_update(std::uint64_t step, bool contributed, void* stream) {
+Result<> ProgressThread::end_update(std::uint64_t step, bool contributed, CudaStream stream) {
   if (!streams_)
     return rejoin::fail(ErrorCode::invalid_argument,
                         "a CUDA stream for a state in the host's memory: set SessionConfig::device");

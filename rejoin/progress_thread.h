@@ -45,7 +45,7 @@ class ProgressThread {
   bool intact(std::chrono::milliseconds during);
   Result<> may_go_on() const;  // fails after a failure or an interrupt
   Result<> all_reduce(std::uint32_t bucket);
-  Result<> all_reduce(std::uint32_t bucket, void* stream);
+  Result<> all_reduce(std::uint32_t bucket, CudaStream stream);
   // The update of this step, the last one committed here, has multiplied the mean gradient by this factor. The driver
   // gets what follows from it before any all-reduce that is asked for later.
   void scale_feedback(std::uint64_t step, float factor);
@@ -63,7 +63,7 @@ class ProgressThread {
   Result<> done();
   // For a state on a GPU: end_update() has the update end when the stream has done it, and wait_for_update() waits
   // until the last update has ended.
-  Result<> end_update(std::uint64_t step, bool contributed, void* stream);
+  Result<> end_update(std::uint64_t step, bool contributed, CudaStream stream);
   enum class Interruptible : bool { no, yes };
   Result<> wait_for_update(Interruptible how);
   // Ends everything here with this error, and reports it to the daemon.

@@ -32,16 +32,13 @@
 #include "base/ids.h"
 #include "base/result.h"
 #include "base/types.h"
+#include "device/stream_handle.h"
 #include "rejoin/position.h"
-
-struct CUstream_st;
 
 #pragma GCC visibility push(default)
 namespace rejoin {
 
 class CommandLine;
-
-using CudaStream = CUstream_st*;  // a cudaStream_t, or CUstream
 
 struct SessionConfig {
   std::uint32_t replica = 0, rank = 0;
@@ -64,8 +61,8 @@ struct SessionConfig {
   // Directory for an event file of this process (rN.M.PID.jsonl), for `rejoin trace`; empty: none. A process with
   // several sessions has the file of the last one.
   std::string events;
-  // Directory for the flight recording of this process (base/flight.h), which is always on and outlives it; empty: the
-  // default, "off": none. A process with several sessions has one recording.
+  // Directory for the flight recording of this process, which is always on and outlives it: "Flight recorder" in
+  // docs/operations.md. Empty: the default, "off": none. A process with several sessions has one recording.
   std::string flight;
   // A drill: in this step the library flips one bit of what the all-reduce brings into the host's memory, as if on its
   // way; 0: never.
@@ -93,7 +90,8 @@ struct SessionConfig {
   void bind(CommandLine& line);
   // Takes the settings from REJOIN_* variables alone.
   static Result<SessionConfig> from_environment();
-  // Says whether each setting can be as it is; Session::open() begins with this.
+  // Checks each setting's form and range, as Session::open() does first. Errors: with the setting, its value and what
+  // is allowed.
   Result<> check() const;
 };
 
@@ -301,28 +299,31 @@ class Session {
   virtual Error abandon_update(const std::string& what) = 0;
 
   // Says by which factor a step's mean gradient was multiplied in its update, for what coding has lost of it. That is
-  // added to the next step's gradients: whole where nothing is said, nothing of it where the factor is 0, and otherwise
-  // times the factor over the one that the next step is expected to have, the median of the last 15 that were told (1
-  // each before), but no more than whole, or twice where the factor itself is above 1. The factor is the coefficient of
-  // a clip, 0 for a step that was skipped, and, where the loss has a scale, in units of the next step's gradients:
-  // times the next scale over this one. Neither Step::weight() nor the learning rate is part of it. It is the same on
-  // all replicas, and told in each step or in none. Due after commit(), or end_update(), of `step` and before the first
-  // all_reduce() of the next one; however often that is retried, it counts once. Of another step, later, while catching
-  // up, or where nothing is coded it changes nothing. Thread: the trainer's. Errors: `invalid_argument` for a factor
-  // that is negative or not finite, before join() and inside of an optimizer; those of begin_step() where the session
-  // is at its end.
+  // added to the next step's gradients with the weight
+  //
+  //   min(factor / usual, clamp(factor, 1, 2)), where `usual` is the median of the last 15 factors above 0 that were
+  //   told of steps before (1 each at first): what the next step's is expected to be
+  //
+  // and with the weight 1 where nothing is said. The factor is
+  //  - where the gradient is clipped, the coefficient of the clip;
+  //  - where the step is skipped, 0;
+  //  - where the loss has a scale, times the next step's scale over this step's: in units of the next step's gradients.
+  // Neither Step::weight() nor the learning rate is part of it. It is the same on all replicas, and told in each step
+  // or in none. Due after commit(), or end_update(), of `step` and before the first all_reduce() of the next one;
+  // however often that is retried, it counts once. Of another step, later, while catching up, or where nothing is coded
+  // it changes nothing. Thread: the trainer's. Errors: `invalid_argument` for a factor that is negative or not finite,
+  // before join() and inside of an optimizer; those of begin_step() where the session is at its end.
   virtual Result<> scale_feedback(std::uint64_t step, float factor) = 0;
 
-  // Between these two the trainer is busy with something that the others could take for hanging: writing a checkpoint,
-  // evaluating, recompiling. Anywhere: between steps, in a step before commit(), or over any of these calls. For up to
-  // `limit` nobody is put out for being waited for; the coordinator's status says who is busy with what and for how
-  // long, and the others wait. Who is busy for longer is treated as one that hangs, and everybody's log says so. How
-  // long such a step took does not count for what is taken for hanging later. Before join() nobody waits, and the
-  // time begins with it.
-  // Errors of both: `cancelled` and the like where the session is at its end; done() ends the busy time even
-  // where it returns such an error.
-  // `invalid_argument` for a limit that is not 1 ms to a week, a reason that is not 1 to 200 bytes, busy() twice,
-  // done() without busy().
+  // Tells the job that this trainer is busy until done(), so that it is not put out for being waited for: with a
+  // checkpoint, an evaluation, a compilation, which the others could take for hanging. Anywhere: between steps, in a
+  // step before commit(), or over any of these calls. For up to `limit` the others wait; the coordinator's status says
+  // who is busy with what and for how long. Who is busy for longer is treated as one that hangs, and everybody's log
+  // says so. How long such a step took does not count for what is taken for hanging later. Before join() nobody waits,
+  // and the time begins with it.
+  // Errors of both: `cancelled` and the like where the session is at its end; done() ends the busy time even where it
+  // returns such an error. `invalid_argument` for a limit that is not 1 ms to a week, a reason that is not 1 to 200
+  // bytes, busy() twice, done() without busy().
   virtual Result<> busy(std::chrono::milliseconds limit, std::string_view reason) = 0;
   virtual Result<> done() = 0;
 
@@ -334,10 +335,13 @@ class Session {
   // Returns the last step that commit() has ended here, contributing or catching up, for schedules and logs. It says
   // nothing of the state.
   virtual std::uint64_t committed() const = 0;
-  // Returns false once an epoch has begun since the step under way began here, or, where that is decided, one without
-  // some contributor of it; for up to `during` it waits for that. One of the step's contributors may then be lost, or
-  // begin the step late and unsettled, so who waits for it by a connection of the trainers' own may wait in vain.
-  // Thread: any, from when join() has returned without an error, while the session lives.
+  // For trainers with connections of their own to the step's other contributors (Step::cards()): waits for up to
+  // `during`, and returns true if all of these are still in the step then. False: one of them may be lost, or begin the
+  // step late and unsettled, so what waits on such a connection may wait in vain. End it, and use none of them before
+  // the next step.
+  // While the step under way is not decided, any new epoch makes this false; afterwards one that lacks a contributor of
+  // the step does, and so does the session's end. Thread: any, from when join() has returned without an error, while
+  // the session lives.
   virtual bool intact(std::chrono::milliseconds during) = 0;
   // Says whether this replica is still in the job, by the error that begin_step() or commit() would return now. A
   // trainer calls it while it waits for something else within a step or an update, such as another rank.

@@ -61,7 +61,7 @@ StreamOrder::~StreamOrder() {
     }
 }
 
-Result<device::Stream*> StreamOrder::adopted(void* handle) {
+Result<device::Stream*> StreamOrder::adopted(CudaStream handle) {
   auto& stream = streams_[handle];
   if (!stream) {
     auto made = device_->adopt_stream(handle);
@@ -82,7 +82,7 @@ void StreamOrder::await(const Reached& what) {
 //
 // The kernel comes behind the first bucket of a step, so that it takes nothing from what is queued before. Later it is
 // wanted at once: what was reduced already may have to be once more, in another epoch.
-Result<> StreamOrder::hand_over(std::uint32_t bucket, std::uint64_t step, void* handle) {
+Result<> StreamOrder::hand_over(std::uint32_t bucket, std::uint64_t step, CudaStream handle) {
   const auto stream = adopted(handle);
   if (!stream) return tl::unexpected(stream.error());
   const bool first = std::exchange(last_step_, step) != step;
@@ -107,7 +107,7 @@ Result<> StreamOrder::hold(std::uint32_t bucket, std::uint64_t step, device::Str
   return {};
 }
 
-Result<> StreamOrder::updated(std::uint64_t step, bool contributed, void* handle) {
+Result<> StreamOrder::updated(std::uint64_t step, bool contributed, CudaStream handle) {
   const auto stream = adopted(handle);
   if (!stream) return tl::unexpected(stream.error());
   if (auto queued = (*stream)->write(&flags(held_.size()).ready, step); !queued) return queued;

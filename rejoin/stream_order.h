@@ -24,9 +24,9 @@ class StreamOrder {
 
   // ---- the trainer's threads, one at a time. Streams are cudaStream_t. Errors: of the device.
   // The bucket, at this step, is ready when the stream comes here. What is queued on it later waits until on_reduced().
-  Result<> hand_over(std::uint32_t bucket, std::uint64_t step, void* stream);
+  Result<> hand_over(std::uint32_t bucket, std::uint64_t step, CudaStream stream);
   // The update of a step is done when the stream comes here.
-  Result<> updated(std::uint64_t step, bool contributed, void* stream);
+  Result<> updated(std::uint64_t step, bool contributed, CudaStream stream);
 
   // ---- any thread; none calls the driver, nor waits for one that does
   struct Reached {
@@ -51,14 +51,14 @@ class StreamOrder {
   void await(const Reached& what);
   Result<> hold(std::uint32_t bucket, std::uint64_t step, device::Stream* behind);
   bool released() const;
-  Result<device::Stream*> adopted(void* stream);
+  Result<device::Stream*> adopted(CudaStream stream);
 
   std::shared_ptr<device::Device> device_;
   std::shared_ptr<device::Reducer> reducer_;
-  device::Memory memory_;                                     // pinned: Flags
-  std::map<void*, std::unique_ptr<device::Stream>> streams_;  // the trainer's; its threads'
-  std::vector<std::uint64_t> handed_over_;                    // by bucket, the last step; likewise
-  std::uint64_t last_step_ = 0;                               // likewise
+  device::Memory memory_;                                          // pinned: Flags
+  std::map<CudaStream, std::unique_ptr<device::Stream>> streams_;  // the trainer's; its threads'
+  std::vector<std::uint64_t> handed_over_;                         // by bucket, the last step; likewise
+  std::uint64_t last_step_ = 0;                                    // likewise
   mutable std::mutex mutex_;  // guards what follows; no call of the driver is made under it
   std::vector<Reached> waiting_;
   std::vector<std::uint64_t> held_;  // by bucket: the step whose flag is outstanding; 0: none

@@ -44,7 +44,7 @@ class SlowStream final : public device::Stream {
   Result<> launch(device::Kernel, device::Grid, const void*) override { return none(); }
   Result<> wait_until(const std::uint64_t*, std::uint64_t) override { return none(); }
   Result<> write(std::uint64_t*, std::uint64_t) override { return none(); }
-  void* handle() override { return nullptr; }
+  CudaStream handle() override { return nullptr; }
 
  private:
   static tl::unexpected<Error> none() { return tl::unexpected(Error{ErrorCode::unavailable, "not of this stream"}); }
@@ -74,7 +74,7 @@ class SlowDevice final : public device::Device {
   Result<device::Memory> import_shared(std::span<const device::Handle>) override { return none(); }
   Result<std::unique_ptr<device::Access>> make_access(device::Priority) override { return none(); }
   Result<> prepare_kernels() override { return none(); }
-  Result<std::unique_ptr<device::Stream>> adopt_stream(void*) override { return none(); }
+  Result<std::unique_ptr<device::Stream>> adopt_stream(CudaStream) override { return none(); }
   Result<> has_stream_flags() override { return none(); }
   Result<Exported> export_dma_buf(std::span<std::byte>) override { return none(); }
 
