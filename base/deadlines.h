@@ -9,7 +9,7 @@
 
 namespace rejoin::deadlines {
 
-constexpr Duration kSilence = std::chrono::seconds(2);  // where nobody has said another one
+constexpr std::chrono::milliseconds kSilence = std::chrono::seconds(2);  // where nobody has said another one
 
 struct Deadline {
   std::int64_t times = 1, parts = 1;

@@ -9,6 +9,8 @@
 
 namespace rejoin {
 
+constexpr Duration kSameLineAgain = std::chrono::seconds(10);
+
 class Seldom {
  public:
   explicit Seldom(Duration at_least_apart) : at_least_apart_(at_least_apart) {}

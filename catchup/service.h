@@ -50,7 +50,6 @@ struct Hello {
 
 class Service {
  public:
-  static constexpr Duration kSameLineAgain = std::chrono::seconds(10);  // in the log
   struct Options {
     Compression compression = Compression::when_it_pays;
     double limit_bytes_per_second = 0;       // of what is sent to all joiners together; 0: none

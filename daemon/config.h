@@ -22,7 +22,7 @@ struct Config {
   std::uint32_t replicas = 3, ranks = 2, full_mesh_members = 64;
   bool constant_batch = false, balance_batches = false;
   double balance_at_least = 0.5, balance_at_most = 1.5;  // of an equal share
-  std::uint64_t batch = 1, steps = 0, silence_ms = 2000, start_patience_ms = 0;
+  std::uint64_t batch = 1, steps = 0, silence_ms = deadlines::kSilence.count(), start_patience_ms = 0;
   std::optional<std::uint64_t> roll_back_to;
   std::string audit = "auto", drop_replica, round_trips = "auto";
   std::optional<std::uint32_t> end_with;  // a process

@@ -10,6 +10,7 @@
 #include <nlohmann/json_fwd.hpp>
 #include <set>
 
+#include "base/deadlines.h"
 #include "base/fd.h"
 #include "base/unix_socket.h"
 #include "daemon/coordinators.h"
@@ -32,7 +33,7 @@ struct NodeOptions {
   std::string compression = "auto";  // of the catch-up stream: off, auto, always
   double stream_limit = 0;           // MB/s that it may use; 0: no limit
   std::string numa = "auto";         // its threads run near NICs and GPUs; off: anywhere
-  std::chrono::milliseconds silence{2000};
+  std::chrono::milliseconds silence = deadlines::kSilence;
 };
 
 class NodeServer {
@@ -141,7 +142,7 @@ class NodeServer {
   asio::posix::stream_descriptor listener_;
   std::uint64_t listens_ = 0;  // how often the listener was made anew; what an earlier one still accepts is ignored
   asio::steady_timer accept_again_;
-  Seldom without_descriptors_{std::chrono::seconds(10)};  // limits the log line that descriptors have run out
+  Seldom without_descriptors_{kSameLineAgain};  // limits the log line that descriptors have run out
   asio::steady_timer timer_;
   const std::string family_;  // of the catch-up streams
   membership::Node machine_;

@@ -1,7 +1,6 @@
 // The node's trainers: how they come, register, are heard and go.
 #include <fcntl.h>
 #include <poll.h>
-#include <sys/socket.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -13,6 +12,7 @@
 #include "base/refusals.h"
 #include "daemon/listen.h"
 #include "daemon/node_server.h"
+#include "local/offer.h"
 #include "membership/rank.h"
 
 namespace rejoin::daemon {
@@ -20,7 +20,6 @@ namespace rejoin::daemon {
 using Gone = membership::Node::Gone;
 
 namespace {
-constexpr std::size_t kMaxLocalMessage = 512 * KiB;
 // Descriptors that a trainer takes: its socket twice, its process, and its state. They are there before it is taken:
 // until then it waits, and afterwards it would be lost. A state of more allocations may find too few, and is refused.
 constexpr std::size_t kOfTrainer = 16;
@@ -60,8 +59,7 @@ void NodeServer::accept() {
         refusals::count(refusals::Why::user);
         continue;
       }
-      const int size = 1 << 20;
-      (void)::setsockopt(socket.get(), SOL_SOCKET, SO_SNDBUF, &size, sizeof size);
+      local::make_room_for_messages(socket);
       const membership::RankConnection id(next_trainer_++);
       Trainer& trainer = trainers_[id];
       trainer.id = id;
@@ -111,7 +109,7 @@ void NodeServer::read(membership::RankConnection id) {
     for (int i = 0; i < kMessagesAtOnce; ++i) {
       auto at = trainers_.find(id);
       if (at == trainers_.end()) return;
-      auto received = receive_with_fds(at->second.socket, kMaxLocalMessage);
+      auto received = receive_with_fds(at->second.socket, local::kMaxMessage);
       if (!received) return on_hang_up(id, received.error());
       if (!*received) break;
       proto::FromTrainer message;

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "base/clock.h"
+#include "base/deadlines.h"
 #include "base/result.h"
 #include "examples/demo_etcd.h"
 
@@ -21,7 +22,7 @@ struct JobSettings {
   std::string binaries;  // directory of rejoind and rejoin-demo-trainer
   std::string data;
   std::uint32_t replicas = 3, ranks = 2;
-  std::uint64_t steps = 150, batch = 16, parameters = 1000000, seed = 1, silence_ms = 2000;
+  std::uint64_t steps = 150, batch = 16, parameters = 1000000, seed = 1, silence_ms = deadlines::kSilence.count();
   std::string device = "host";    // where the trainers have state and gradients
   std::string state = "session";  // who allocates them: see rejoin-demo-trainer
   std::string transport = "shm";

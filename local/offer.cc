@@ -1,5 +1,6 @@
 #include "local/offer.h"
 
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -92,6 +93,11 @@ Result<Offer> parse_description(BytesView bytes) {
   }
   if (!bytes.empty()) return fail(ErrorCode::corrupt, "{} bytes behind the state's handles", bytes.size());
   return offer;
+}
+
+void make_room_for_messages(const Fd& socket) {
+  constexpr int size = 2 * kMaxMessage;
+  (void)::setsockopt(socket.get(), SOL_SOCKET, SO_SNDBUF, &size, sizeof size);
 }
 
 Result<std::vector<Fd>> pack(Offer offer) {

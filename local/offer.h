@@ -28,7 +28,9 @@ struct Offer {
   Fd page, doorbell;
 };
 
-constexpr std::size_t kMaxOffered = 65536;  // descriptors
+constexpr std::size_t kMaxOffered = 65536;      // descriptors
+constexpr std::size_t kMaxMessage = 512 * KiB;  // of either side over the unix socket
+void make_room_for_messages(const Fd& socket);  // at either end
 
 // Makes the list of descriptors: the description, which is a sealed memfd, and then those of the offer.
 Result<std::vector<Fd>> pack(Offer offer);

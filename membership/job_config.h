@@ -5,6 +5,7 @@
 #include <optional>
 
 #include "base/clock.h"
+#include "base/deadlines.h"
 #include "base/ids.h"
 #include "base/ring_links.h"
 #include "membership/drift_audit.h"
@@ -15,12 +16,12 @@ namespace rejoin::membership {
 struct JobConfig {
   std::uint32_t replicas = 3;
   std::uint32_t ranks = 2;
-  std::uint64_t batch = 1;                     // samples a contributor trains in a step
-  bool constant_batch = false;                 // … or they share `replicas` times as many, however few they are
-  BalanceRule balance;                         // whether who is slower gets fewer of them
-  std::uint64_t steps = 0;                     // then the job is finished; 0: never
-  std::uint64_t id = 0;                        // of a job whose log begins now: random
-  Duration silence = std::chrono::seconds(2);  // how long a peer may be silent
+  std::uint64_t batch = 1;                 // samples a contributor trains in a step
+  bool constant_batch = false;             // … or they share `replicas` times as many, however few they are
+  BalanceRule balance;                     // whether who is slower gets fewer of them
+  std::uint64_t steps = 0;                 // then the job is finished; 0: never
+  std::uint64_t id = 0;                    // of a job whose log begins now: random
+  Duration silence = deadlines::kSilence;  // how long a peer may be silent
   // An operator's word: where every process that held the last committed step is gone, the job may go on from a state
   // as old as this one. It holds for one such start of this coordinator.
   std::optional<Step> roll_back_to;

@@ -149,8 +149,8 @@ class ProgressThread {
   std::optional<transport::Idle> idle_;
   std::vector<std::uint64_t> shown_reduced_;  // by bucket: the step last passed to streams_
   Fd daemon_;
-  Seldom strange_daemon_{std::chrono::seconds(10)};  // limits a line in the log
-  bool welcome_ = false;                             // the daemon has accepted us, and listens
+  Seldom strange_daemon_{kSameLineAgain};  // limits a line in the log
+  bool welcome_ = false;                   // the daemon has accepted us, and listens
   ReportQueue unsent_;
   std::vector<Fd> offer_;      // descriptors of the state, made once, since the GPU's driver makes them
   device::Line served_;        // the line over which a GPU's memory is served to this daemon

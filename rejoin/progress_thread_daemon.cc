@@ -11,6 +11,7 @@
 #include "base/log.h"
 #include "base/release.h"
 #include "base/unix_socket.h"
+#include "local/offer.h"
 #include "membership/node.h"
 #include "rejoin/progress_thread.h"
 #include "transport/advertise.h"
@@ -107,7 +108,7 @@ Result<> ProgressThread::register_with(Fd& socket, TimePoint deadline) {
   };
   if (auto greeted = greet(socket); !greeted && !says_why(greeted.error())) return gone(greeted.error());
   for (;;) {
-    auto received = receive_with_fds(socket, 512 * KiB);
+    auto received = receive_with_fds(socket, local::kMaxMessage);
     if (!received) return gone(received.error());
     if (!*received) {
       if (clock_.now() > deadline)
@@ -201,8 +202,7 @@ Result<> ProgressThread::greet(Fd& socket) {
   if (server_) to_offer_.insert(to_offer_.end(), {served_.socket.get(), served_.memory.get()});
   proto::FromTrainer message;
   *message.mutable_hello() = hello(to_offer_.size());
-  const int size = 1 << 20;
-  (void)::setsockopt(socket.get(), SOL_SOCKET, SO_SNDBUF, &size, sizeof size);
+  local::make_room_for_messages(socket);
   return send_offer(socket, message);
 }
 
@@ -281,7 +281,7 @@ bool ProgressThread::poll_daemon(TimePoint now) {
   const auto lose = [this](const Error& error) { return lose_daemon(error.message), false; };
   const auto end = [this](Error error) { return fail(std::move(error)), false; };
   for (;;) {
-    auto received = receive_with_fds(daemon_, 512 * KiB);
+    auto received = receive_with_fds(daemon_, local::kMaxMessage);
     if (!received) return lose(received.error());
     if (!*received) return true;
     daemon_seen_ = now;

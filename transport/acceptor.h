@@ -26,7 +26,7 @@ class Acceptor {
 
   const std::uint64_t tag_;
   std::optional<TimePoint> again_;
-  Seldom without_descriptors_{std::chrono::seconds(10)};  // a line in the log
+  Seldom without_descriptors_{kSameLineAgain};  // a line in the log
 };
 
 }  // namespace rejoin::transport

@@ -107,7 +107,7 @@ class StripedEngine final : public Engine {
     TimePoint retry_at = TimePoint::max();
     Duration backoff{};
     std::string down;  // why, until it is reported: the end of a whole peer is not reported rail by rail
-    Seldom reports{std::chrono::seconds(10)};
+    Seldom reports{kSameLineAgain};
   };
   struct Sent {
     std::uint64_t number = 0;

@@ -196,8 +196,8 @@ class TcpEngine final : public Engine {
   Duration silence_ = deadlines::kSilence;
   Acceptor acceptor_{kListener};
   Strangers strangers_;
-  Greetings calls_;                           // of ours, from connect() on
-  Seldom damaged_{std::chrono::seconds(10)};  // a line in the log
+  Greetings calls_;                 // of ours, from connect() on
+  Seldom damaged_{kSameLineAgain};  // a line in the log
   Unguessable unguessable_;
   Regions regions_{unguessable_};
   EventQueue events_;
