@@ -1,12 +1,16 @@
 // rejoind's settings.
 #pragma once
 
+#include <cstdint>
+#include <optional>
 #include <string>
 
+#include "base/deadlines.h"
+#include "base/result.h"
 #include "daemon/certificates.h"
-#include "daemon/node_server.h"
+#include "daemon/node_options.h"
 #include "daemon/store_settings.h"
-#include "membership/coordinator.h"
+#include "membership/job_config.h"
 
 namespace rejoin {
 class CommandLine;

@@ -23,6 +23,7 @@
 #include "daemon/coordinator_server.h"
 #include "daemon/listen.h"
 #include "daemon/metrics.h"
+#include "daemon/node_server.h"
 #include "daemon/relay_server.h"
 #include "daemon/replicated_server.h"
 #include "daemon/service_manager.h"

@@ -19,14 +19,10 @@
 
 #include "base/clock.h"
 #include "base/ids.h"
+#include "membership/audit_config.h"
 #include "membership/digest_table.h"
 
 namespace rejoin::membership {
-
-struct AuditConfig {
-  bool on = true;
-  std::uint64_t period = 0;  // steps in which all of the state is compared; 0: so many that it takes 0.5 % of the time
-};
 
 class DriftAudit {
  public:

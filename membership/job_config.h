@@ -8,7 +8,7 @@
 #include "base/deadlines.h"
 #include "base/ids.h"
 #include "base/ring_links.h"
-#include "membership/drift_audit.h"
+#include "membership/audit_config.h"
 #include "membership/ledger.h"
 
 namespace rejoin::membership {

@@ -4,6 +4,7 @@
 #include <map>
 #include <vector>
 
+#include "control.pb.h"
 #include "membership/rank_set.h"
 
 namespace rejoin::membership {

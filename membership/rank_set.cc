@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <iterator>
 
+#include "control.pb.h"
+
 namespace rejoin::membership {
 
 // Whoever sent it may have put them in any order: they are sorted once, not inserted one by one.

@@ -6,7 +6,13 @@
 #include <utility>
 #include <vector>
 
-#include "control.pb.h"
+namespace google::protobuf {
+template <typename Element>
+class RepeatedPtrField;
+}
+namespace rejoin::proto {
+class Range;
+}
 
 namespace rejoin::membership {
 

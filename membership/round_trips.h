@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "base/round_trip.h"
+#include "control.pb.h"
 #include "membership/rank_set.h"
 
 namespace rejoin::membership {

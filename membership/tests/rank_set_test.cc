@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <random>
 
+#include "control.pb.h"
+
 namespace rejoin::membership {
 namespace {
 
