@@ -81,8 +81,9 @@ Result<> Communicator::reserve_coding() {
   auto region = engine_.register_region(coded_room_.bytes, device->kind(), transport::Access::remote_write);
   if (!region) return tl::unexpected(region.error());
   coded_region_ = *region;
-  if (options_.coding != Coding::automatic || options_.coding_rate > 0) return {};
-  return coder_->rate().map([&](double measured) { options_.coding_rate = measured; });
+  coding_rate_ = options_.coding_rate;
+  if (options_.coding != Coding::automatic || coding_rate_ > 0) return {};
+  return coder_->rate().map([&](double measured) { coding_rate_ = measured; });
 }
 
 // Behind the introduction. Who knows of no coding drops it.
@@ -105,7 +106,7 @@ bool Communicator::codes_to(Peer* peer, const Bucket& bucket) {
   if (options_.coding != Coding::automatic) return true;
   const auto rate = peer->rate.bytes_per_second();
   // By one type, whatever the bucket's: a link is slow or it is not.
-  const bool slow = rate && is_slow(*rate, options_.coding_rate, DataType::float32, Width::eight);
+  const bool slow = rate && is_slow(*rate, coding_rate_, DataType::float32, Width::eight);
   if (slow != std::exchange(peer->slow, slow))
     spdlog::info("the link to replica {} takes {:.0f} MB/s: what goes over it is {} coded", peer->member.replica,
                  *rate * 1e-6, slow ? "now" : "no longer");

@@ -78,10 +78,6 @@ struct Options {
   std::size_t device_direct_bytes = 256 * KiB;
   // Up to this many members everyone sends to everyone; more exchange sums in log2 as many rounds (Doubling).
   std::uint32_t direct_members = 8;
-  std::size_t direct_memory = 256 * MiB;  // all that is kept for them takes no more; the smallest come first
-  bool both_ways = true;                  // all-gather in both directions at once
-  bool pull = true;  // where all members can look into each other's memory, they do (PullOperation), unless chunks must
-                     // be coded
   Step flip_bit_at;  // for a drill: the first bytes that arrive in this step are damaged; 0: never
   // The GPU whose memory all buckets are in; none: the host's. The engine must take such memory. All members must have
   // GPUs, or none.
@@ -92,7 +88,13 @@ struct Options {
   // have its own setting; a hop is coded where neither end has it off. A shared reducer must be one that codes.
   Coding coding = Coding::off;
   double coding_error = 0.2;  // automatic: the root mean square of what is lost at a hop, in relation to the values
-  double coding_rate = 0;     // automatic: bytes a second that the CPU, or the GPU, codes; 0: measured
+
+  // What only tests and measurements have otherwise:
+  std::size_t direct_memory = 256 * MiB;  // all that is kept for small buckets takes no more; the smallest come first
+  bool both_ways = true;                  // all-gather in both directions at once
+  bool pull = true;  // where all members can look into each other's memory, they do (PullOperation), unless chunks must
+                     // be coded
+  double coding_rate = 0;  // automatic: bytes a second that the CPU, or the GPU, codes; 0: measured
 };
 
 // Says whether all options are within their bounds.
@@ -317,6 +319,7 @@ class Communicator {
   transport::RegionId coded_region_;
   std::shared_ptr<device::Reducer> reducer_;                // null where buckets are in the host's memory
   std::unique_ptr<Coder> coder_;                            // the reducer's, or the CPU's
+  double coding_rate_ = 0;                                  // bytes a second that it codes
   std::uint64_t given_to_device_ = 0, done_by_device_ = 0;  // numbers of its last works
   bool flushes_ = false;                                    // NICs' writes are flushed before the device reads them
   bool digesting_ = false;
