@@ -21,10 +21,8 @@ std::string limit_of(const AllReduceSettings& s) {
            (s.transport == "tcp" ? "" : ", not encrypted");
   return fmt::format(
       "2·{0}·size bytes (each input is read once, each output written once; ranks that pull move {1}·size, {2:.2f} "
-      "times "
-      "as much) at the memory's best rate for these buffers: STREAM's copy and add, plain and non-temporal stores, by "
-      "1 "
-      "to {0} processes at once",
+      "times as much) at the memory's best rate for these buffers: STREAM's copy and add, plain and non-temporal "
+      "stores, by 1 to {0} processes at once",
       s.ranks, 3 * s.ranks - 1, (3.0 * s.ranks - 1) / (2 * s.ranks));
 }
 

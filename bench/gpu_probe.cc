@@ -101,8 +101,8 @@ int main(int argc, char** argv) {
   bench::Settings s;
   CommandLine line(
       "Asks a GPU's driver what \"No driver between hand-over and flag\" rests on: which calls stand still while a "
-      "stream "
-      "waits for a flag, which streams stop with it, and what a daemon that is served memory costs a busy trainer.");
+      "stream waits for a flag, which streams stop with it, and what a daemon that is served memory costs a busy "
+      "trainer.");
   int wait_ms = 1000;
   line.add("--use_cuda", s.cuda, "the device's number").show_default();
   line.add("--wait-ms", wait_ms, "how long streams wait, and each rate is measured").range(20, 60000).show_default();

@@ -112,8 +112,7 @@ Result<int> import_from(const std::string& log, const StoreSettings& settings, b
   if (!done) return tl::unexpected(done.error());
   std::cout << fmt::format(
       "{} stands for {} records of job {:016x} now, up to step {}. Nobody leads, in term {}: start the coordinators "
-      "with "
-      "this store, and each with a --log-directory that is new, or that has no more than these records\n",
+      "with this store, and each with a --log-directory that is new, or that has no more than these records\n",
       where, done->records, done->job, done->committed, done->term);
   return 0;
 }

@@ -54,8 +54,7 @@ void bind(CommandLine& line, Config& c) {
       .check(or_none(whole_number()));
   line.setting("--start-patience-ms", c.start_patience_ms, "REJOIN_START_PATIENCE_MS",
                "coordinator: a job that has lost everybody starts again without the replicas that have not come for so "
-               "long; "
-               "0: 15 times the silence")
+               "long; 0: 15 times the silence")
       .check(whole_number(kLongestTimeMs));
   line.setting(
           "--audit", c.audit, "REJOIN_AUDIT",

@@ -67,8 +67,7 @@ std::string why_by_certificates(int reason, const CertificateFiles& files) {
     case SSL_R_TLSV1_ALERT_ACCESS_DENIED:
     case SSL_R_PEER_DID_NOT_RETURN_A_CERTIFICATE:
       return "it has no certificate, and this process asks for one; give it --tls-ca, --tls-cert and --tls-key, too, "
-             "or "
-             "leave them out everywhere";
+             "or leave them out everywhere";
     case SSL_R_SSLV3_ALERT_CERTIFICATE_EXPIRED:
       return not_taken("it has expired, or is not valid yet by the clock there; renew it, or set that clock right");
     case SSL_R_TLSV1_ALERT_UNKNOWN_CA:

@@ -58,8 +58,7 @@ Result<std::unique_ptr<CoordinatorServer>> CoordinatorServer::start(asio::io_con
   if (std::ranges::any_of(server->log_.records(), is_of_several))
     spdlog::warn(
         "this log is a copy of decisions that several coordinators have shared: where any of them still leads, there "
-        "are "
-        "two jobs from here on. --store says where they share them");
+        "are two jobs from here on. --store says where they share them");
   emit_recovered(machine);
   server->history_.on_records(server->log_.records(), {});
   server->history_.on_lead(server->now());

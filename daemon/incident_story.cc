@@ -112,8 +112,7 @@ std::string IncidentStory::what_ended(const Recording& one) const {
   }
   return fmt::format(
       "{} (process {} on {}) ended without a word at {}: its recording stops there{}. Whether it was killed or "
-      "crashed, "
-      "or its machine was lost, is not recorded",
+      "crashed, or its machine was lost, is not recorded",
       role_of(one), one.pid, one.host, clock(last_event(one)), last);
 }
 

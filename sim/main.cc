@@ -191,9 +191,8 @@ int many(const Settings& settings) {
 int scale(std::uint32_t replicas) {
   fmt::print(
       "The control plane's machines with 8 ranks a node; for each step, messages and bytes in and out. The "
-      "coordinator's "
-      "processor time for a new epoch, and for the start of a job and of a replica; the largest message of all; with "
-      "how many others a rank is connected.\n"
+      "coordinator's processor time for a new epoch, and for the start of a job and of a replica; the largest message "
+      "of all; with how many others a rank is connected.\n"
       "{:>8} {:>8} {:>5} {:>7} | {:>9} {:>8} {:>10} {:>9} | {:>9} {:>8} | {:>9} {:>8} | {:>9} {:>9} {:>9} {:>9} {:>9} "
       "{:>11} {:>6}\n",
       "replicas", "ranks", "rails", "through", "coord. ms", "messages", "bytes", "B a rank", "relay ms", "messages",
