@@ -11,6 +11,7 @@
 #include <set>
 
 #include "base/fd.h"
+#include "base/refusals.h"
 #include "base/unix_socket.h"
 #include "daemon/coordinators.h"
 #include "daemon/node_options.h"
@@ -78,8 +79,17 @@ class NodeServer {
   void accept_later();                       // after the process has run out of descriptors
   void watch(Trainer& trainer, Fd watched);  // `watched` is a duplicate of its socket
   void read(membership::RankConnection id);
-  Result<> on_hello(Trainer& trainer, const proto::LocalHello& hello);
-  Result<> on_descriptors(Trainer& trainer, std::vector<Fd> fds);
+  // Why a trainer is not taken, and as what that counts.
+  using Why = refusals::Why;
+  struct Refusal {
+    Refusal(Error its, Why as = Why::offer) : error(std::move(its)), why(as) {}
+    Error error;
+    Why why;
+  };
+  using Taken = tl::expected<void, Refusal>;
+  static tl::unexpected<Refusal> refused_as(Why why, std::string message);
+  Taken on_hello(Trainer& trainer, const proto::LocalHello& hello);
+  Taken on_descriptors(Trainer& trainer, std::vector<Fd> fds);
   void drop(membership::RankConnection id, const std::string& reason, membership::Node::Gone how);
   void on_hang_up(membership::RankConnection id, const Error& why);
   std::map<membership::RankConnection, Trainer>::iterator find_trainer(const catchup::RankKey& key);
@@ -100,11 +110,11 @@ class NodeServer {
   void carry_out(const membership::Node::Actions& actions);
   void follow_plan(bool other_peers);
   void warn_of(const StrangeStream& stream);
-  Result<> admit(Trainer& trainer, Offering offering, DeviceStream& stream);
-  Result<> clear_place(const Trainer& newcomer, const catchup::RankKey& key, std::uint64_t instance);
+  Taken admit(Trainer& trainer, Offering offering, DeviceStream& stream);
+  Taken clear_place(const Trainer& newcomer, const catchup::RankKey& key, std::uint64_t instance);
   static bool has_ended(const Trainer& trainer);
   void look_after(const proto::Inquiry& inquiry);
-  void refuse(membership::RankConnection id, const Error& error);
+  void refuse(membership::RankConnection id, const Refusal& refusal);
   // Thread: any. `of` is the trainer whose GPU the stream is for; none: it is for the host's memory.
   Result<std::unique_ptr<DeviceStream>> open_stream(std::optional<membership::RankConnection> of,
                                                     std::shared_ptr<device::Device> device, const std::string& listen);

@@ -121,13 +121,13 @@ void NodeServer::read(membership::RankConnection id) {
       }
       if (message.has_leave()) return on_leave(id, message.leave());
       if (!message.has_report()) {
-        Result<> heard;
+        Taken heard;
         if (message.has_hello()) heard = on_hello(at->second, message.hello());
         if (heard) heard = on_descriptors(at->second, std::move((*received)->fds));
         if (!heard) return refuse(id, heard.error());
       } else {
         if (message.report().has_rank_up())  // its place and its state are looked at in a LocalHello
-          return refuse(id, {ErrorCode::corrupt, "it registered in a report, past what says where its state is"});
+          return refuse(id, Error{ErrorCode::corrupt, "it registered in a report, past what says where its state is"});
         if (message.report().has_heartbeat()) at->second.ring = message.report().heartbeat();
         carry_out(machine_.on_rank_message(id, message.report(), now()));
       }
@@ -136,14 +136,14 @@ void NodeServer::read(membership::RankConnection id) {
   });
 }
 
-Result<> NodeServer::on_hello(Trainer& trainer, const proto::LocalHello& hello) {
+NodeServer::Taken NodeServer::on_hello(Trainer& trainer, const proto::LocalHello& hello) {
   if (const auto theirs = membership::Versions::of(hello); !membership::agreed({}, theirs))
-    return fail(ErrorCode::mismatch, "{}", membership::why_refused("the trainer's library", theirs, "its daemon"));
+    return refused_as(Why::version, membership::why_refused("the trainer's library", theirs, "its daemon"));
   if (hello.layout() < local::kOldestLayout || hello.layout() > local::kLayoutVersion)
-    return fail(ErrorCode::mismatch,
-                "the trainer's page has layout {}, and its daemon reads {} to {}: upgrade {} first", hello.layout(),
-                local::kOldestLayout, local::kLayoutVersion,
-                hello.layout() > local::kLayoutVersion ? "its daemon" : "the trainer's library");
+    return refused_as(Why::version,
+                      fmt::format("the trainer's page has layout {}, and its daemon reads {} to {}: upgrade {} first",
+                                  hello.layout(), local::kOldestLayout, local::kLayoutVersion,
+                                  hello.layout() > local::kLayoutVersion ? "its daemon" : "the trainer's library"));
   if (trainer.offering || trainer.opening || trainer.key)
     return fail(ErrorCode::invalid_argument, "it registered twice on one connection");
   if (hello.up().card().size() > membership::kMostCardBytes)
@@ -155,7 +155,7 @@ Result<> NodeServer::on_hello(Trainer& trainer, const proto::LocalHello& hello) 
   return {};
 }
 
-Result<> NodeServer::on_descriptors(Trainer& trainer, std::vector<Fd> fds) {
+NodeServer::Taken NodeServer::on_descriptors(Trainer& trainer, std::vector<Fd> fds) {
   if (!trainer.offering) return fail(ErrorCode::corrupt, "it sent descriptors without being asked");
   auto& [hello, all] = *trainer.offering;
   std::move(fds.begin(), fds.end(), std::back_inserter(all));
@@ -183,18 +183,20 @@ Result<> NodeServer::on_descriptors(Trainer& trainer, std::vector<Fd> fds) {
   return {};
 }
 
-void NodeServer::refuse(membership::RankConnection id, const Error& error) {
-  proto::ToTrainer refusal;
-  refusal.set_refusal(error.message);
-  send_at_last(trainers_.at(id), refusal);
+void NodeServer::refuse(membership::RankConnection id, const Refusal& refusal) {
+  proto::ToTrainer last;
+  last.set_refusal(refusal.error.message);
+  send_at_last(trainers_.at(id), last);
   ++rejected_;
-  refusals::count(error.code == ErrorCode::mismatch  ? refusals::Why::version
-                  : error.code == ErrorCode::refused ? refusals::Why::place
-                                                     : refusals::Why::offer);
-  drop(id, error.message, Gone::silent);
+  refusals::count(refusal.why);
+  drop(id, refusal.error.message, Gone::silent);
 }
 
-Result<> NodeServer::admit(Trainer& trainer, Offering offering, DeviceStream& stream) {
+tl::unexpected<NodeServer::Refusal> NodeServer::refused_as(Why why, std::string message) {
+  return tl::unexpected(Refusal{{ErrorCode::refused, std::move(message)}, why});
+}
+
+NodeServer::Taken NodeServer::admit(Trainer& trainer, Offering offering, DeviceStream& stream) {
   if (trainer.key) return fail(ErrorCode::invalid_argument, "it registered twice on one connection");
   const proto::LocalHello& hello = offering.hello;
   auto view = local::View::make(std::move(offering.fds), stream.device);
@@ -241,7 +243,8 @@ Result<> NodeServer::admit(Trainer& trainer, Offering offering, DeviceStream& st
 
 // One process has a place. Whoever else asks for it gets it when that one has ended; one that is silent for too long is
 // not among the trainers any more.
-Result<> NodeServer::clear_place(const Trainer& newcomer, const catchup::RankKey& key, std::uint64_t instance) {
+NodeServer::Taken NodeServer::clear_place(const Trainer& newcomer, const catchup::RankKey& key,
+                                          std::uint64_t instance) {
   std::vector<std::pair<membership::RankConnection, Gone>> older;
   for (const auto& [id, other] : trainers_) {
     if (other.key != key) continue;
@@ -249,11 +252,12 @@ Result<> NodeServer::clear_place(const Trainer& newcomer, const catchup::RankKey
     const pid_t pid = other.credentials.pid;  // 0: of another PID namespace, where it tells nobody from another
     const bool connects_anew = pid != 0 && readable_now(other.socket.get()) && pid == newcomer.credentials.pid;
     if (how != Gone::replaced && !has_ended(other) && !connects_anew)
-      return fail(ErrorCode::refused,
-                  "process {} of this node, {}, is replica {} rank {}, and gave its last sign of life {:.0f} ms ago: "
-                  "end that process, or give this one another replica or rank",
-                  other.credentials.pid, options_.name, key.replica, key.rank,
-                  milliseconds(now() - machine_.ranks().at(id).heard));
+      return refused_as(
+          Why::place,
+          fmt::format("process {} of this node, {}, is replica {} rank {}, and gave its last sign of life {:.0f} ms "
+                      "ago: end that process, or give this one another replica or rank",
+                      other.credentials.pid, options_.name, key.replica, key.rank,
+                      milliseconds(now() - machine_.ranks().at(id).heard)));
     older.emplace_back(id, how);
   }
   for (const auto& [id, how] : older)

@@ -6,11 +6,13 @@
 #include <linux/sockios.h>
 #include <poll.h>
 #include <sys/ioctl.h>
+#include <sys/mman.h>
 #include <sys/resource.h>
 #include <unistd.h>
 
 #include <algorithm>
 
+#include "base/refusals.h"
 #include "daemon/node_listener.h"
 #include "daemon/tests/meeting.h"
 #include "local/owner.h"
@@ -38,6 +40,9 @@ struct RawTrainer {
     const auto offer = *owner.offer();
     std::vector<int> fds;
     for (const auto& fd : offer) fds.push_back(fd.get());
+    register_as(replica, fds);
+  }
+  void register_as(std::uint32_t replica, const std::vector<int>& fds) const {
     proto::FromTrainer message;
     auto& hello = *message.mutable_hello();
     membership::Versions().put_into(hello);
@@ -199,6 +204,20 @@ TEST_F(OneNode, TellsOfAllThatHaveLeftBeforeItEnds) {
   second.say(leave);
   EXPECT_TRUE(comes_true([&] { return ends; }));
   EXPECT_EQ(std::ranges::count_if(reports, [](const auto& one) { return one.has_rank_down(); }), 2);
+}
+
+// What is wrong with it is the offer, whatever code its error has.
+TEST_F(OneNode, CountsAnOfferWithoutSealsAsAnOffer) {
+  start(std::chrono::seconds(20));
+  const auto counted = [](refusals::Why why) { return refusals::counted()[static_cast<std::size_t>(why)]; };
+  const auto offers = counted(refusals::Why::offer), places = counted(refusals::Why::place);
+  RawTrainer trainer(socket);
+  const Fd unsealed(::memfd_create("description", MFD_CLOEXEC));
+  trainer.register_as(0, {unsealed.get()});
+  EXPECT_TRUE(
+      comes_true([&] { return counted(refusals::Why::offer) + counted(refusals::Why::place) > offers + places; }));
+  EXPECT_EQ(counted(refusals::Why::offer), offers + 1);
+  EXPECT_EQ(counted(refusals::Why::place), places);
 }
 
 std::size_t descriptors() {
