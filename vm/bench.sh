@@ -1,11 +1,13 @@
 # In the VM: perftest's tools and ours, the same device, sizes and iterations, one after the other; three rounds.
 cd /tmp
 host=10.77.0.1
+# perftest's server, which says nothing before it has a client: port 18515.
+listens() { for _ in $(seq 250); do grep -qs ':4853 .* 0A ' /proc/net/tcp /proc/net/tcp6 && return; usleep 20000; done; }
 figure() { awk -v column="$1" '$1 == size && NF >= 4 { print $column }' size="$2"; }
 theirs() { # tool size arguments…: its column 4 (bandwidth average, or t_typical is 5)
   tool=$1 column=$2 size=$3; shift 3
   $tool -d rxe0 -x 1 -F "$@" -s $size >server.out 2>&1 &
-  usleep 700000
+  listens
   $tool -d rxe0 -x 1 -F "$@" -s $size $host 2>&1 | figure $column $size
   wait $!
 }

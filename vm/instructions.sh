@@ -3,13 +3,15 @@
 # more is under way, since the device is fast beside a program that cachegrind runs.
 cd /tmp
 host=10.77.0.1
+# perftest's server, which says nothing before it has a client: port 18515.
+listens() { for _ in $(seq 250); do grep -qs ':4853 .* 0A ' /proc/net/tcp /proc/net/tcp6 && return; usleep 20000; done; }
 counted() {
   valgrind.bin --tool=cachegrind --cache-sim=no --cachegrind-out-file=/dev/null --log-file=counts "$@" >client.out 2>&1 || cat client.out >&2
   sed -n 's/.*I *refs: *//p' counts | tr -d ,
 }
 theirs() { # writes, under way
   ib_write_bw -d rxe0 -x 1 -F -s 8 -n $1 -t $2 >server.out 2>&1 &
-  usleep 700000
+  listens
   counted ib_write_bw -d rxe0 -x 1 -F -s 8 -n $1 -t $2 $host
   wait $!
 }

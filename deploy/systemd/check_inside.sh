@@ -19,6 +19,7 @@ says() { systemctl show -p StatusText --value "$1" | grep -q "$2"; }
 value() { systemctl show -p "$2" --value "$1"; }
 step() { value rejoin-coordinator@train StatusText | grep -o 'step [0-9]*' | cut -c6-; }
 further() { [[ $(step) -gt $1 ]]; }
+failed() { [[ $(value "$1" ActiveState) == failed ]]; }
 again() { [[ $(value "$1" NRestarts) -ge 1 && $(value "$1" ActiveState) == active ]]; }
 
 install -d /etc/rejoin/train
@@ -53,7 +54,7 @@ expect 10 "both stop" systemctl stop rejoind@train rejoin-coordinator@train
 [[ $(value rejoind@train Result) == success ]] || end "FAILED: the node ends with $(value rejoind@train Result)"
 echo REJOIN_BATCH=none >>/etc/rejoin/train/coordinator.env
 systemctl start rejoin-coordinator@train
-sleep 3
+expect 20 "a coordinator with a wrong setting ends" failed rejoin-coordinator@train  # and would be activating otherwise
 [[ $(value rejoin-coordinator@train NRestarts) == 0 ]] || end "FAILED: a setting that is wrong is tried again and again"
 kill %1
 wait
