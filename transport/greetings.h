@@ -24,8 +24,9 @@ class Greetings {
     look(now);
     since_.push_back({id, attended_});
   }
-  void remove(EndpointId id) {
-    std::erase_if(since_, [&](const Since& each) { return each.id == id; });
+  // Returns how many these were: 0 or 1.
+  std::size_t remove(EndpointId id) {
+    return std::erase_if(since_, [&](const Since& each) { return each.id == id; });
   }
   bool empty() const { return since_.empty(); }
   std::size_t size() const { return since_.size(); }

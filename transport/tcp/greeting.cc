@@ -17,7 +17,9 @@ void TcpEngine::accept_all() {
     Fd socket = acceptor_.next(epoll_, listener_, clock_.now());
     if (!socket) return;
     use_no_pacing_inside_a_machine(socket);
-    strangers_.add(adopt(std::move(socket), Stage::accepting).id, clock_.now());
+    const Endpoint& stranger = adopt(std::move(socket), Stage::accepting);
+    strangers_.add(stranger.id, clock_.now(), stranger.socket.get());
+    if (strangers_.scarce()) return;
   }
 }
 
