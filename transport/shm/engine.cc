@@ -16,6 +16,7 @@
 
 #include "base/fail.h"
 #include "base/log.h"
+#include "base/refusals.h"
 #include "base/unix_socket.h"
 #include "transport/epoll.h"
 
@@ -118,10 +119,15 @@ void ShmEngine::accept_all() {
     Fd socket = acceptor_.next(epoll_, listener_, clock_.now());
     if (!socket) return;
     auto credentials = peer_credentials(socket);
-    if (!credentials || credentials->uid != ::geteuid()) continue;  // another user's process: not of this job
+    if (!credentials || credentials->uid != ::geteuid()) {  // another user's process: not of this job
+      const auto user = credentials ? fmt::format("a process of user {}", credentials->uid) : std::string();
+      strangers_.turn_away(refusals::Why::user, user, "only processes of this user are taken");
+      continue;
+    }
     Endpoint& endpoint = adopt(std::move(socket), Stage::accepting);
     endpoint.pid = credentials->pid;
-    strangers_.add(endpoint.id, clock_.now());
+    strangers_.add(endpoint.id, clock_.now(), endpoint.socket.get());
+    if (strangers_.scarce()) return;
   }
 }
 

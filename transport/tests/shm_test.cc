@@ -10,6 +10,7 @@
 #include <sys/resource.h>
 #include <sys/select.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -23,6 +24,7 @@
 #include "base/clock.h"
 #include "base/digest.h"
 #include "base/fd.h"
+#include "base/refusals.h"
 #include "base/unix_socket.h"
 #include "transport/shm/factory.h"
 #include "transport/shm/ring.h"
@@ -274,6 +276,41 @@ TEST(ShmEngine, APeerWhoseDoorbellIsNoneLosesItsConnectionAlone) {
   }));
   ASSERT_TRUE(end);
   EXPECT_EQ(end->code, ErrorCode::corrupt);
+}
+
+TEST(UnixSocket, AFileIsItsOwnersAlone) {
+  const std::string name = testing::TempDir() + "rejoin-" + std::to_string(::getpid()) + ".socket";
+  const mode_t before = ::umask(0);
+  const auto listener = listen_unix(name);
+  ::umask(before);
+  ASSERT_TRUE(listener) << listener.error().message;
+  const SocketFile file(name);
+  struct stat status {};
+  ASSERT_EQ(::stat(name.c_str(), &status), 0);
+  EXPECT_EQ(status.st_mode & 0777, 0600u);
+}
+
+TEST(StrangersOfShm, ProcessesOfOtherUsersAreTurnedAwayAndCounted) {
+  if (::geteuid() != 0) GTEST_SKIP() << "only root can be another user";
+  constexpr int kCalls = 20;
+  constexpr uid_t kNobody = 65534;
+  auto listener = make_engine().value();
+  const Address address = listener->listen({}).value();
+  const auto counted = [] { return refusals::counted()[static_cast<std::size_t>(refusals::Why::user)]; };
+  const auto before = counted();
+  const pid_t child = ::fork();
+  if (child == 0) {
+    bool called = ::setuid(kNobody) == 0;
+    for (int i = 0; i < kCalls; ++i) called = called && connect_unix(address.text.substr(4)).has_value();
+    ::_exit(called ? 0 : 1);
+  }
+  int status = -1;
+  ASSERT_EQ(::waitpid(child, &status, 0), child);
+  ASSERT_EQ(status, 0);
+  EXPECT_TRUE(within(std::chrono::seconds(20), [&] {
+    EXPECT_TRUE(listener->poll().empty());
+    return counted() == before + kCalls;
+  }));
 }
 
 // Processes of this user that greet nobody: few at a time, and not for long; who greets comes in.
