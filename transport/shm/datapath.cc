@@ -330,13 +330,18 @@ void ShmEngine::on_found(Endpoint& endpoint, const wire::Header& header, BytesVi
 }
 
 void ShmEngine::on_acknowledge(Endpoint& endpoint, const wire::Header& header) {
-  auto operation = endpoint.operations.extract(header.operation);
-  if (operation.empty()) return fail_endpoint(endpoint, ErrorCode::corrupt, "it acknowledged what was not asked");
-  if (operation.mapped().withdrawn) return;
-  events_.emit({.kind = EventKind::completed,
-                .endpoint = endpoint.id,
-                .value = operation.mapped().context,
-                .error = refusal_error(static_cast<Regions::Refusal>(header.key))});
+  const auto operation = endpoint.operations.find(header.operation);
+  const auto refusal = static_cast<Regions::Refusal>(header.key);
+  if (operation == endpoint.operations.end())
+    return fail_endpoint(endpoint, ErrorCode::corrupt, "it acknowledged what was not asked");
+  if (operation->second.read && refusal == Regions::Refusal::none)
+    return fail_endpoint(endpoint, ErrorCode::corrupt, "it acknowledged a read in the place of its bytes");
+  if (!operation->second.withdrawn)
+    events_.emit({.kind = EventKind::completed,
+                  .endpoint = endpoint.id,
+                  .value = operation->second.context,
+                  .error = refusal_error(refusal)});
+  endpoint.operations.erase(operation);
 }
 
 }  // namespace rejoin::transport::shm

@@ -374,15 +374,16 @@ void TcpEngine::finish_frame(Endpoint& endpoint) {
 }
 
 void TcpEngine::on_acknowledge(Endpoint& endpoint) {
-  auto operation = endpoint.operations.extract(endpoint.header.operation);
-  if (operation.empty()) {
-    malformed(endpoint, "an acknowledgement of nothing");
-    return;
-  }
+  const auto operation = endpoint.operations.find(endpoint.header.operation);
+  const auto refusal = static_cast<Regions::Refusal>(endpoint.header.key);
+  const bool known = operation != endpoint.operations.end();
+  if (!known || (operation->second.target != nullptr && refusal == Regions::Refusal::none))
+    return (void)malformed(endpoint, "an acknowledgement of nothing, or in the place of what is read");
   events_.emit({.kind = EventKind::completed,
                 .endpoint = endpoint.id,
-                .value = operation.mapped().context,
-                .error = refusal_error(static_cast<Regions::Refusal>(endpoint.header.key))});
+                .value = operation->second.context,
+                .error = refusal_error(refusal)});
+  endpoint.operations.erase(operation);
 }
 
 void TcpEngine::on_read_request(Endpoint& endpoint) {
