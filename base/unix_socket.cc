@@ -85,13 +85,14 @@ Result<Fd> listen_unix(const std::string& name) {
   if (!address) return tl::unexpected(address.error());
   Fd socket(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
   if (!socket) return fail_errno("unix socket");
+  // The file will have its socket's mode. Changed later, by its name, it could be another file by then.
+  if (name[0] != '@') (void)::fchmod(socket.get(), 0600);
   if (::bind(socket.get(), reinterpret_cast<sockaddr*>(&address->first), address->second) != 0) {
     if (errno != EADDRINUSE || name[0] == '@') return fail_errno(fmt::format("binding {}", name));
     if (auto removed = remove_left_socket(name); !removed) return tl::unexpected(removed.error());
     if (::bind(socket.get(), reinterpret_cast<sockaddr*>(&address->first), address->second) != 0)
       return fail_errno(fmt::format("binding {}", name));
   }
-  if (name[0] != '@') ::chmod(name.c_str(), 0600);
   if (::listen(socket.get(), 128) != 0) return fail_errno("listen");
   return socket;
 }
