@@ -5,6 +5,7 @@
 #include <sys/ioctl.h>
 #include <sys/socket.h>
 
+#include <algorithm>
 #include <cstdarg>
 #include <cstdio>
 #include <cstring>
@@ -72,6 +73,7 @@ Result<> StatusServer::start_http() {
       const auto* info = MHD_get_connection_info(connection, MHD_CONNECTION_INFO_CONNECTION_FD);
       auto* came = new Caller(server.io_, info->connect_fd, server.patience_);
       *caller = came;
+      server.callers_.push_back(came);
       // Not to be watched costs its time alone. The descriptor leaves the epoll when the library closes it, at once
       // after it has said so.
       epoll_event event{.events = EPOLLRDHUP | EPOLLONESHOT, .data = {.ptr = came}};
@@ -79,6 +81,7 @@ Result<> StatusServer::start_http() {
       return;
     }
     server.halves_.erase(static_cast<Caller*>(*caller));
+    std::erase(server.callers_, static_cast<Caller*>(*caller));
     delete static_cast<Caller*>(*caller);
     --server.open_;
     if (std::exchange(server.full_, false)) server.accept();
@@ -115,8 +118,16 @@ void StatusServer::accept() {
     }
     if (!error) take(std::move(socket));
     full_ = open_ >= kMostRequests;
-    if (!full_) accept();
+    if (full_) return make_room();
+    accept();
   });
+}
+
+// An honest caller asks at once. When the library has closed the connection, the next one is accepted.
+void StatusServer::make_room() {
+  const auto silent = std::ranges::find_if(callers_, [](const Caller* caller) { return !caller->asked; });
+  if (silent != callers_.end()) (*silent)->end();
+  else if (!callers_.empty()) callers_.front()->end();
 }
 
 // The library has the socket from here on, and closes it.

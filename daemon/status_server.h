@@ -7,6 +7,7 @@
 #include <functional>
 #include <memory>
 #include <set>
+#include <vector>
 
 #include "base/clock.h"
 #include "base/fd.h"
@@ -19,7 +20,7 @@ namespace rejoin::daemon {
 
 class StatusServer {
  public:
-  static constexpr std::size_t kMostRequests = 64;            // at a time; others wait to be accepted
+  static constexpr std::size_t kMostRequests = 64;            // at a time; for more the oldest go
   static constexpr std::size_t kMostMemory = 16384;           // bytes for a request and the head of its answer
   static constexpr auto kPatience = std::chrono::seconds(5);  // with a caller, for all of it
 
@@ -50,6 +51,7 @@ class StatusServer {
   Result<> start_http();
   void accept();
   void take(asio::ip::tcp::socket socket);
+  void make_room();
   void work();
   void watch();
   void watch_for_ends();
@@ -63,6 +65,7 @@ class StatusServer {
   asio::posix::stream_descriptor ready_;
   asio::posix::stream_descriptor hung_up_;  // an epoll: which callers will say no more
   std::set<Caller*> halves_;                // of these, as far as they have yet to ask
+  std::vector<Caller*> callers_;            // oldest first
   MHD_Daemon* http_ = nullptr;
   std::size_t open_ = 0;  // callers
   bool full_ = false;     // nobody is accepted
