@@ -16,6 +16,27 @@ using membership::NodeId;
 namespace {
 
 constexpr std::size_t kMostStrangers = 256;
+constexpr std::size_t kMostHosts = 256;  // of which it is known when a refusal was logged last
+
+// Of "address:port". Of IPv6 a whole network of 64 bits: whoever has one address there has them all.
+std::string host_of(const std::string& remote) {
+  std::string host = remote.substr(0, remote.rfind(':'));
+  asio::error_code not_ipv6;
+  const auto address = asio::ip::make_address_v6(host, not_ipv6);
+  if (not_ipv6 || address.is_v4_mapped()) return host;
+  return asio::ip::make_network_v6(address, 64).canonical().to_string();
+}
+
+// Texts that a node says go into logs, and to people's terminals.
+void make_printable(proto::FromNode& message) {
+  constexpr std::size_t longest_name = 255;
+  const auto whole = [](const std::string& text) { return printable(text, text.size()); };
+  if (message.has_hello()) message.mutable_hello()->set_node(printable(message.hello().node(), longest_name));
+  if (message.has_rank_up()) message.mutable_rank_up()->set_node(printable(message.rank_up().node(), longest_name));
+  if (message.has_rank_down()) message.mutable_rank_down()->set_reason(whole(message.rank_down().reason()));
+  if (message.has_accusation()) message.mutable_accusation()->set_what(whole(message.accusation().what()));
+  if (message.has_drift()) message.mutable_drift()->set_tensor(whole(message.drift().tensor()));
+}
 
 }  // namespace
 
@@ -88,14 +109,18 @@ void NodeListener::never_a_node(const Framed& connection, const std::string& why
 
 // A daemon with a wrong key or of another version, or a port scanner, comes again and again.
 void NodeListener::log_refusal(spdlog::level::level_enum level, const std::string& remote, const std::string& line) {
-  constexpr auto seldom = std::chrono::seconds(60);
-  constexpr std::size_t most_hosts = 256;
   ++rejected_;
-  if (refusals_.size() >= most_hosts) refusals_.clear();
-  auto& lines = refusals_.try_emplace(remote.substr(0, remote.rfind(':')), seldom).first->second;
-  if (const auto left_out = lines.may_say(SteadyClock().now()))
+  const TimePoint now = SteadyClock().now();
+  const std::string host = host_of(remote);
+  const bool full = refusals_.size() >= kMostHosts && !refusals_.contains(host);
+  if (full) std::erase_if(refusals_, [&](const auto& one) { return one.second.is_over(now); });
+  const bool shares = full && refusals_.size() >= kMostHosts;
+  auto& lines = shares ? other_hosts_ : refusals_.try_emplace(host, kRefusalsApart).first->second;
+  if (const auto left_out = lines.may_say(now))
     spdlog::log(level, "{}{}", line,
-                *left_out == 0 ? "" : fmt::format(" ({} more from there since the last such line)", *left_out));
+                *left_out == 0 ? ""
+                               : fmt::format(" ({} more from {} since the last such line)", *left_out,
+                                             shares ? "other hosts" : "there"));
 }
 
 void NodeListener::on_bytes(NodeId node, std::string_view bytes) {
@@ -109,6 +134,7 @@ void NodeListener::on_bytes(NodeId node, std::string_view bytes) {
     refusals::count(refusals::Why::protocol);
     return;
   }
+  make_printable(message);
   if (message.has_hello()) {
     const auto greeting = membership::greet(message.hello(), connection->remote(), silence_);
     if (!greeting.spoken) {
@@ -122,8 +148,8 @@ void NodeListener::on_bytes(NodeId node, std::string_view bytes) {
     message.mutable_hello()->set_address(connection->remote());
     events::record(events::Kind::node_up, {}, found->second.name);
     if (auto line = membership::different_silence(
-            fmt::format("node {} at {}", printable(found->second.name, 100), connection->remote()),
-            message.hello().silence_ms(), "who listens here", membership::in_ms(silence_)))
+            fmt::format("node {} at {}", found->second.name, connection->remote()), message.hello().silence_ms(),
+            "who listens here", membership::in_ms(silence_)))
       spdlog::warn("{}", *line);
     if (greeting.answer) connection->send(greeting.answer->SerializeAsString());
   }

@@ -39,6 +39,7 @@ class NodeListener {
   std::size_t strangers() const { return strangers_.size(); }
 
  private:
+  static constexpr auto kRefusalsApart = std::chrono::seconds(60);  // in the log
   void greet(asio::ip::tcp::socket socket);
   void make_room();
   void never_a_node(const Framed& connection, const std::string& why);
@@ -61,6 +62,7 @@ class NodeListener {
   std::map<membership::NodeId, std::shared_ptr<Framed>> strangers_;  // that have not proven the key, oldest first
   Seldom without_descriptors_{std::chrono::seconds(10)};             // a line in the log
   std::map<std::string, Seldom> refusals_;                           // by host: when one was logged last
+  Seldom other_hosts_{kRefusalsApart};                               // … where there are too many
   // Recorded of this epoch: by, of, lost.
   std::pair<std::uint64_t, std::set<std::tuple<std::uint32_t, std::uint32_t, bool>>> accusations_;
   std::uint64_t next_node_ = 1, rejected_ = 0;

@@ -1,0 +1,39 @@
+// Those that a listener for control connections refuses.
+#include "daemon/node_listener.h"
+
+#include <gtest/gtest.h>
+
+#include "base/clock.h"
+#include "daemon/tests/meeting.h"
+
+namespace rejoin::daemon {
+namespace {
+
+using asio::ip::tcp;
+
+TEST(NodeListener, ARefusalIsLoggedOnceForEachHostAndOnceForAllThatAreTooMany) {
+  asio::io_context io{1};
+  const JobKeys keys{test::kKey};
+  NodeListener listener(io, keys, std::chrono::seconds(2), {.message = [](auto, const auto&) {}, .lost = [](auto) {}});
+  ASSERT_TRUE(listener.listen("127.0.0.1:0"));
+  const auto port = std::stoi(listener.address().substr(listener.address().rfind(':') + 1));
+  testing::internal::CaptureStdout();
+  constexpr std::uint32_t kHosts = 300, kKnown = 256;
+  for (std::uint32_t round = 1; round <= 2; ++round)
+    for (std::uint32_t host = 0; host < kHosts; ++host) {
+      tcp::socket stranger(io, tcp::endpoint(asio::ip::address_v4(0x7f010000 + host), 0));
+      stranger.connect({asio::ip::address_v4::loopback(), static_cast<std::uint16_t>(port)});
+      asio::write(stranger, asio::buffer("GET / HTTP/1.1\r\n\r\n", 18));
+      const TimePoint deadline = SteadyClock().now() + std::chrono::seconds(10);
+      const auto refused = (round - 1) * kHosts + host + 1;
+      while (listener.rejected() < refused && SteadyClock().now() < deadline) io.run_one_for(std::chrono::seconds(1));
+      ASSERT_EQ(listener.rejected(), refused);
+    }
+  const std::string lines = testing::internal::GetCapturedStdout();
+  std::size_t count = 0;
+  for (auto at = lines.find("was refused"); at != lines.npos; at = lines.find("was refused", at + 1)) ++count;
+  EXPECT_EQ(count, kKnown + 1) << "the last one for all hosts that are not known";
+}
+
+}  // namespace
+}  // namespace rejoin::daemon
