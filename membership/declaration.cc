@@ -36,9 +36,7 @@ std::string excerpt(const std::string& text, std::size_t at) {
          (text.size() - from > longest ? "…" : "");
 }
 
-}  // namespace
-
-std::string first_difference(const proto::Declaration& here, const proto::Declaration& there) {
+std::string difference(const proto::Declaration& here, const proto::Declaration& there) {
   const int common = std::min(here.tensors_size(), there.tensors_size());
   // What is not in a list that was cut may be behind the cut.
   const bool whole_here = here.omitted() == 0, whole_there = there.omitted() == 0;
@@ -62,6 +60,14 @@ std::string first_difference(const proto::Declaration& here, const proto::Declar
     return fmt::format("not among the first {} in the order of declaration, but behind what there was room to tell",
                        common);
   return "";
+}
+
+}  // namespace
+
+// Names come from trainers, and go into logs.
+std::string first_difference(const proto::Declaration& here, const proto::Declaration& there) {
+  constexpr std::size_t longest = 2000;
+  return printable(difference(here, there), longest);
 }
 
 std::string fingerprint_difference(const proto::Declaration& here, const proto::Declaration& there) {

@@ -304,6 +304,17 @@ TEST(NodeListener, ANodeOfALaterProtocolIsToldWhy) {
       << why;
 }
 
+// It would clear the terminal of who looks at the status, and write lines into the log.
+TEST(NodeListener, ANameIsPrintable) {
+  proto::FromNode hello;
+  membership::Versions().put_into(*hello.mutable_hello());
+  hello.mutable_hello()->set_node("n\x1b[2J\nerror: n\u00e9" + std::string(1000, 'x'));
+  Caller caller(hello.SerializeAsString());
+  ASSERT_TRUE(caller.until([&] { return !caller.taken.empty(); }));
+  EXPECT_TRUE(caller.taken[0].starts_with("n?[2J?error: n\u00e9xxx")) << caller.taken[0];
+  EXPECT_LE(caller.taken[0].size(), 255u);
+}
+
 // As where a machine loses its power: neither side would say anything more.
 TEST(NodeListener, ANodeThatIsGoneWithoutAWordIsFoundOut) {
   proto::FromNode hello;
