@@ -136,9 +136,9 @@ void NodeListener::on_bytes(NodeId node, std::string_view bytes) {
   }
   make_printable(message);
   if (message.has_hello()) {
-    const auto greeting = membership::greet(message.hello(), connection->remote(), silence_);
+    const auto greeting = membership::greet(message.hello(), connection->remote(), silence_, handlers_.takes_relays);
     if (!greeting.spoken) {
-      refusals::count(refusals::Why::version);
+      refusals::count(greeting.misplaced ? refusals::Why::job : refusals::Why::version);
       log_refusal(spdlog::level::err, connection->remote(), greeting.refusal);
       nodes_.erase(found);
       if (!greeting.answer) return connection->close();

@@ -21,6 +21,7 @@ class NodeListener {
   struct Handlers {
     std::function<void(membership::NodeId, const proto::FromNode&)> message;
     std::function<void(membership::NodeId)> lost;  // not after close()
+    bool takes_relays = true;
   };
   // `silence`: the job's, of which the deadline for a caller's proof is made.
   NodeListener(asio::io_context& io, const JobKeys& keys, Duration silence, Handlers handlers)

@@ -22,7 +22,8 @@ RelayServer::RelayServer(asio::io_context& io, const std::string& name, const st
                   [this](NodeId node, const proto::FromNode& message) {
                     carry_out(machine_.on_node_message(node, message, now()));
                   },
-              .lost = [this](NodeId node) { carry_out(machine_.on_node_lost(node, now())); }}),
+              .lost = [this](NodeId node) { carry_out(machine_.on_node_lost(node, now())); },
+              .takes_relays = false}),
       coordinators_(
           io, coordinator, name, keys, silence, [this](proto::LeaderView& view) { machine_.write_hosts(view); },
           {.up = [this] { carry_out(machine_.on_coordinator_up(now())); },

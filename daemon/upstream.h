@@ -1,4 +1,4 @@
-// This is the connection of a daemon or a relay to a coordinator, or to another relay, which looks the same. It
+// This is the connection of a daemon or a relay to a coordinator, or of a daemon to a relay, which looks the same. It
 // connects, proves the job key, and connects again for as long as its owner lives. Neither connecting nor the proof may
 // take longer than the silence, because the system itself would retry a connection that met a cut link after ever
 // longer pauses. A name is resolved anew at each try, since it may have come to mean another machine, but one that is

@@ -17,7 +17,7 @@ proto::NodeHello hello_of(const std::string& node, Duration silence) {
   return hello;
 }
 
-Greeting greet(const proto::NodeHello& hello, const std::string& address, Duration silence) {
+Greeting greet(const proto::NodeHello& hello, const std::string& address, Duration silence, bool takes_relays) {
   constexpr std::size_t longest = 100;
   const Versions own, theirs = Versions::of(hello);
   Greeting greeting;
@@ -25,6 +25,13 @@ Greeting greet(const proto::NodeHello& hello, const std::string& address, Durati
   else
     greeting.refusal = why_refused(fmt::format("node {} at {}", printable(hello.node(), longest), address), theirs,
                                    "its coordinator or relay");
+  if (greeting.spoken && hello.relay() && !takes_relays) {
+    greeting.misplaced = true;
+    greeting.spoken.reset();
+    greeting.refusal =
+        fmt::format("relay {} at {} has come to a relay, or to itself; give it the coordinator's address",
+                    printable(hello.node(), longest), address);
+  }
   // One that speaks nothing in common with us may know this message nevertheless: it is there since that version.
   if (!Spoken(theirs.newest).may(Feature::welcome)) return greeting;
   auto& welcome = *greeting.answer.emplace().mutable_welcome();

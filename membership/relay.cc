@@ -19,6 +19,7 @@ Relay::Actions Relay::on_coordinator_up(TimePoint now, std::uint64_t introductio
   coordinator_heard_ = heartbeat_sent_ = now;
   auto& hello = *up().mutable_hello();
   hello = hello_of(name_, silence_);
+  hello.set_relay(true);
   hello.set_introduction(introduction);
   std::vector<NodeId> all;
   for (const auto& [node, state] : nodes_) all.push_back(node);

@@ -83,6 +83,19 @@ TEST(Versions, ANodeOfAnotherVersionIsToldWhoIsToBeUpgraded) {
   EXPECT_EQ(next.spoken->version(), 16u);
 }
 
+TEST(Greeting, ARelayIsTakenByACoordinatorAndNotByARelay) {
+  proto::NodeHello relay = hello_of(15, 16);
+  relay.set_relay(true);
+  EXPECT_TRUE(greet(relay, "10.0.0.7:1").spoken);
+  const auto refused = greet(relay, "10.0.0.7:1", {}, false);
+  EXPECT_FALSE(refused.spoken);
+  EXPECT_TRUE(refused.misplaced);
+  ASSERT_TRUE(refused.answer);
+  EXPECT_EQ(refused.answer->welcome().refusal(),
+            "relay n1 at 10.0.0.7:1 has come to a relay, or to itself; give it the coordinator's address");
+  EXPECT_TRUE(greet(hello_of(15, 16), "10.0.0.7:1", {}, false).spoken);
+}
+
 // ---- what all members speak
 
 struct Mixed : Bench {
