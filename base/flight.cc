@@ -66,16 +66,24 @@ void in_child() {
   ::close(parents->file.get());
 }
 
-Result<Fd> open_directory(const std::string& directory) {
-  const std::string path = directory.empty() ? default_directory() : directory;
-  if (::mkdir(path.c_str(), 0700) != 0 && errno != EEXIST) return fail_errno(path);
-  Fd folder(::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC | (directory.empty() ? O_NOFOLLOW : 0)));
+// Anybody may make a directory of that name before us.
+Result<Fd> open_default_directory() {
+  const std::string path = default_directory();
+  Fd folder(::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC | O_NOFOLLOW));
   if (!folder) return fail_errno(path);
   struct stat status {};
   if (::fstat(folder.get(), &status) != 0) return fail_errno(path);
-  // Anybody may make a directory of that name before us.
-  if (directory.empty() && (status.st_uid != ::geteuid() || (status.st_mode & 022) != 0))
+  if (status.st_uid != ::geteuid() || (status.st_mode & 022) != 0)
     return fail(ErrorCode::refused, "{} is not this user's alone", path);
+  return folder;
+}
+
+Result<Fd> open_directory(const std::string& directory) {
+  const std::string path = directory.empty() ? default_directory() : directory;
+  if (::mkdir(path.c_str(), 0700) != 0 && errno != EEXIST) return fail_errno(path);
+  if (directory.empty()) return open_default_directory();
+  Fd folder(::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+  if (!folder) return fail_errno(path);
   return folder;
 }
 
@@ -171,6 +179,12 @@ Header describe(const std::string& who) {
 std::string default_directory() {
   const char* parent = ::access("/dev/shm", W_OK) == 0 ? "/dev/shm" : "/tmp";
   return fmt::format("{}/rejoin-{}", parent, ::geteuid());
+}
+
+Result<> check_default_directory() {
+  if (::access(default_directory().c_str(), F_OK) != 0) return {};
+  if (auto own = open_default_directory(); !own) return tl::unexpected(own.error());
+  return {};
 }
 
 std::uint64_t clock_id() {

@@ -24,6 +24,8 @@ constexpr std::uint64_t kMostBytesLeft = 160 * MiB, kShareLeft = 4;  // … and 
 // Where recordings are if nobody says where: /dev/shm/rejoin-USER, or in /tmp where there is no /dev/shm. USER is a
 // number.
 std::string default_directory();
+// For who reads there. Error: it is there, and is another's, or others may write to it.
+Result<> check_default_directory();
 
 // Begins the recording of this process, or, where it has one, notes in it that the process is also `who`. An empty
 // directory: the default; "off": no recording. What makes it impossible (no room, no rights) is said once, in the log,

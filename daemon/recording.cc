@@ -290,7 +290,12 @@ Recordings join(std::vector<Recording> all, std::uint64_t job) {
 Result<Recordings> read_recordings(const std::vector<std::string>& paths, std::uint64_t job, std::uint64_t memory) {
   std::vector<std::string> files, others;
   std::vector<std::string> given = paths;
-  if (given.empty()) given.push_back(flight::default_directory());
+  if (given.empty()) {
+    if (auto own = flight::check_default_directory(); !own)
+      return fail(own.error().code, "{}: whoever made it could tell anything; name the directory of the recordings",
+                  own.error().message);
+    given.push_back(flight::default_directory());
+  }
   for (const auto& path : given) {
     std::error_code error;
     if (!std::filesystem::is_directory(path, error)) {
