@@ -98,6 +98,8 @@ nlohmann::json parsed(const std::string& line) {
 bool add_event_file(const std::string& path, int number, TraceFile& trace) {
   const auto row = std::make_unique<FileRow>(number, trace);  // GCC 12 takes it for uninitialized on the stack
   bool any = false;
+  std::error_code ignored;
+  if (!std::filesystem::is_regular_file(path, ignored)) return false;  // a pipe would wait for a writer
   std::ifstream in(path);
   for (std::string line; std::getline(in, line);) {
     auto event = parsed(line);

@@ -2,6 +2,7 @@
 #include "daemon/trace.h"
 
 #include <gtest/gtest.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <filesystem>
@@ -74,6 +75,14 @@ TEST_F(Trace, WithoutEventsThereIsAnErrorThatNamesTheDirectory) {
             std::string::npos)
       << garbage.error().message;
   EXPECT_FALSE(merge_trace({directory / "nowhere"}, directory / "trace.json"));
+}
+
+// Nobody writes into it: to open it would be to wait for that.
+TEST_F(Trace, APipeIsNoEventFile) {
+  ASSERT_EQ(::mkfifo((directory / "pipe.1.jsonl").c_str(), 0600), 0);
+  const auto none = merge();
+  ASSERT_FALSE(none);
+  EXPECT_NE(none.error().message.find("none is in pipe.1.jsonl"), std::string::npos) << none.error().message;
 }
 
 }  // namespace
