@@ -74,7 +74,7 @@ std::optional<JobKeys> examine_keys(const DoctorSettings& s, const Probes& probe
   if (!keys) {
     findings.push_back(failed("key", keys.error(),
                               "give every node the job's key in a file of the user who runs rejoind: 'openssl rand "
-                              "-hex 32 > key && chmod 600 key' makes one"));
+                              "-hex 32' makes one, after 'umask 077'"));
     return std::nullopt;
   }
   findings.push_back({Verdict::ok, "key",
