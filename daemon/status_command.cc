@@ -2,6 +2,7 @@
 
 #include <unistd.h>
 
+#include <array>
 #include <asio.hpp>
 #include <iostream>
 #include <nlohmann/json.hpp>
@@ -15,6 +16,8 @@
 namespace rejoin::daemon {
 namespace {
 
+constexpr std::size_t kMostBytes = 64 * MiB;  // of a status
+constexpr int kDeepest = 32;
 constexpr auto kPatience = std::chrono::seconds(5);  // with a daemon that is asked for its status
 
 Result<nlohmann::json> fetch_status(const std::string& address) {
@@ -31,13 +34,18 @@ Result<nlohmann::json> fetch_status(const std::string& address) {
   std::string line;
   while (std::getline(stream, line) && line != "\r") {
   }
-  std::stringstream body;
-  body << stream.rdbuf();
+  std::string body;
+  std::array<char, 65536> part{};
+  while (body.size() <= kMostBytes && (stream.read(part.data(), part.size()), stream.gcount() > 0))
+    body.append(part.data(), static_cast<std::size_t>(stream.gcount()));
   if (stream.error() == asio::error::timed_out)
     return fail(ErrorCode::timeout,
                 "{} accepted the connection and did not answer in {} s; its daemon may be stopped or overloaded",
                 address, kPatience.count());
-  auto json = nlohmann::json::parse(body.str(), nullptr, false);
+  // What is nested too deeply is left out: writing it would take a call for each level.
+  const auto keep = [](int depth, auto, const auto&) { return depth <= kDeepest; };
+  auto json = body.size() > kMostBytes ? nlohmann::json(nlohmann::json::value_t::discarded)
+                                       : nlohmann::json::parse(body, keep, false);
   if (json.is_discarded()) return fail(ErrorCode::corrupt, "what answers at {} is not a Rejoin daemon", address);
   return json;
 }
