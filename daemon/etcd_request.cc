@@ -81,7 +81,8 @@ class Read final : public EtcdRequest {
     answer_.more = entries.more();
     for (const auto& entry : entries.kvs()) {
       std::uint64_t position = 0;
-      if (!parse_number(std::string_view(entry.key()).substr(keys_.prefix.size() + sizeof "log/" - 1), position))
+      const std::string log = keys_.prefix + "log/";
+      if (!entry.key().starts_with(log) || !parse_number(std::string_view(entry.key()).substr(log.size()), position))
         return unknown(
             fmt::format("etcd has a key {}, which is none of Rejoin's; delete it, or use another prefix", entry.key()));
       // Where nothing follows on what the reader knows, that has gone into the snapshot. What is before that then is no
