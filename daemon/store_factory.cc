@@ -1,5 +1,6 @@
 #include "daemon/store_factory.h"
 
+#include "base/bytes.h"
 #include "base/deadlines.h"
 #include "base/fail.h"
 #include "base/log.h"
@@ -17,6 +18,8 @@ Result<EtcdOptions> etcd_options(const StoreSettings& s, Duration silence) {
   options.cert_file = s.cert;
   options.key_file = s.key;
   options.user = s.user;
+  if (!s.key.empty())  // which gRPC takes as it is
+    if (auto kept = read_secret("--etcd-key", s.key, MiB); !kept) return tl::unexpected(kept.error());
   if (!s.password_file.empty()) {
     auto password = read_secret("--etcd-password-file", s.password_file);
     if (!password) return tl::unexpected(password.error());
