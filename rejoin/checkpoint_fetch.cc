@@ -102,8 +102,9 @@ class Fetch final : public CheckpointFetch {
   Fetch(std::unique_ptr<Engine> engine, std::string server, std::uint64_t step, std::function<bool()> cancelled)
       : engine_(std::move(engine)), server_(std::move(server)), step_(step), cancelled_(std::move(cancelled)) {}
 
-  Result<> get_contents(const CheckpointHello& hello) {
-    auto endpoint = engine_->connect({server_, transport::Secret::of(hello)}, bytes_of(hello));
+  Result<> get_contents(const CheckpointSecret& secret) {
+    const CheckpointSecret hello = proves(secret) ? checkpoint_hello(secret) : secret;
+    auto endpoint = engine_->connect({server_, transport::Secret::of(secret)}, bytes_of(hello));
     if (!endpoint) return tl::unexpected(endpoint.error());
     endpoint_ = *endpoint;
     bool connected = false;
@@ -135,6 +136,8 @@ class Fetch final : public CheckpointFetch {
     auto read = read_all(one, "the list of buffers");
     engine_->deregister(*region);
     if (!read) return read;
+    const Mac proof = proof_of_contents(secret, step_, memory);
+    if (proves(secret) && !equal_in_constant_time(as_bytes(offer->proof()), proof)) return bad("the list of buffers");
     if (!contents_.ParseFromString(serialised) || contents_.slice_bytes() == 0) return bad("a list of buffers");
     for (const auto& buffer : contents_.buffers()) {
       if (slices_of(buffer.length(), contents_.slice_bytes()) != static_cast<std::uint64_t>(buffer.digests_size()))

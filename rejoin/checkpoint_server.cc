@@ -35,6 +35,7 @@ struct Published {
   std::uint64_t step = 0;
   std::string contents;  // serialised, where those who fetch read it
   std::uint64_t digest = 0;
+  Mac proof{};
   RegionId region;
   std::vector<RegionId> buffers;
 };
@@ -45,6 +46,8 @@ class Server final : public CheckpointServer {
     log_to_stderr_by_default();
     auto listener = SecretListener::open(config);
     if (!listener) return tl::unexpected(listener.error());
+    listener->own.secret[1] = (listener->own.secret[1] & ~kProvesMask) | kProves;
+    listener->engine->set_secrets({transport::Secret::of(listener->own.secret)});
     auto wake = make_eventfd();
     if (!wake) return tl::unexpected(wake.error());
     std::unique_ptr<Server> made(new Server(listener->own, std::move(listener->engine), std::move(*wake)));
@@ -100,7 +103,8 @@ class Server final : public CheckpointServer {
  private:
   Server(const SecretAddress& address, std::unique_ptr<Engine> engine, Fd wake)
       : address_(address.text(kCheckpointScheme)),
-        hello_(address.secret),
+        secret_(address.secret),
+        hello_(checkpoint_hello(address.secret)),
         engine_(std::move(engine)),
         wake_(std::move(wake)) {}
 
@@ -160,10 +164,10 @@ class Server final : public CheckpointServer {
 
   void on_event(const Event& event) {
     if (event.kind == EventKind::accepted) {
-      CheckpointHello theirs{};
+      CheckpointSecret theirs{};
       BytesView bytes = event.message;
-      if (take(bytes, theirs) && bytes.empty() && theirs == hello_ && wanted_.size() < kMostConnections)
-        wanted_.emplace(event.endpoint, std::nullopt);
+      const bool knows = take(bytes, theirs) && bytes.empty() && (theirs == hello_ || theirs == secret_);
+      if (knows && wanted_.size() < kMostConnections) wanted_.emplace(event.endpoint, std::nullopt);
       else engine_->close(event.endpoint);
     } else if (event.kind == EventKind::message) {
       const auto found = wanted_.find(event.endpoint);
@@ -194,6 +198,7 @@ class Server final : public CheckpointServer {
       offer.set_key(remote.key);
       offer.set_length(remote.length);
       offer.set_digest(published_->digest);
+      offer.set_proof(published_->proof.data(), published_->proof.size());
       reading_.insert(endpoint);
     } else {
       offer.set_refusal(fmt::format("step {} was asked for, and step {} is published", step, published_->step));
@@ -225,6 +230,7 @@ class Server final : public CheckpointServer {
                       fmt::format("the description and the list of {} buffers have {} bytes, over the limit of {}",
                                   buffers.size(), contents.ByteSizeLong(), kMostContents)});
     published_->digest = digest(as_bytes(published_->contents));
+    published_->proof = proof_of_contents(secret_, step, as_bytes(published_->contents));
     const auto region = registered(as_bytes(published_->contents));
     if (!region) return abandon(region.error());
     published_->region = *region;
@@ -247,7 +253,7 @@ class Server final : public CheckpointServer {
   }
 
   const std::string address_;
-  const CheckpointHello hello_;
+  const CheckpointSecret secret_, hello_;
   const std::unique_ptr<Engine> engine_;                       // of the server's thread, as all up to look_again_
   std::map<EndpointId, std::optional<std::uint64_t>> wanted_;  // the step, once it is known
   std::optional<Published> published_;

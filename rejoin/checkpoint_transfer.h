@@ -2,11 +2,11 @@
 // their own and want this transport under it (python/src/rejoin/torchft.py).
 //
 // The messages, in order (checkpoint.proto):
-//   1. Who fetches connects; its hello has the number from the server's address that strangers don't know.
+//   1. Who fetches connects; its hello shows that it knows the secret of the server's address.
 //   2. It sends CheckpointRequest with the step that it wants.
 //   3. The server answers with CheckpointOffer when that step is published, or at once where a later one is.
-//   4. Who fetches reads the contents' list and then the buffers out of the server's memory, and compares digests. The
-//      server's trainer has no part in it.
+//   4. Who fetches reads the contents' list and then the buffers out of the server's memory, and compares digests, of
+//      the list also a proof by that secret. The server's trainer has no part in it.
 //   5. When it has all of it, it sends CheckpointRequest once more, with `done`, and the server closes the
 //      connection.
 #pragma once

@@ -5,6 +5,8 @@
 #include <future>
 #include <thread>
 
+#include "base/digest.h"
+#include "checkpoint.pb.h"
 #include "rejoin/checkpoint_limits.h"
 #include "rejoin/checkpoint_transfer.h"
 #include "rejoin/secret_address.h"
@@ -149,6 +151,66 @@ TEST_P(CheckpointTransfer, WhoDoesNotKnowTheAddressIsNotLetIn) {
   const auto opened = CheckpointFetch::open(GetParam(), guessed.text(kCheckpointScheme), 7, kLong);
   ASSERT_FALSE(opened);
   EXPECT_EQ(opened.error().code, ErrorCode::unavailable) << opened.error().message;
+}
+
+// What somebody on the way of a connection that is not encrypted can do after its handshake, and what a server of
+// before does, whose secret has another end.
+TEST(CheckpointFetch, ADescriptionThatTheServerHasNotProvenIsNotGivenToTheCaller) {
+  for (const bool proving : {true, false}) {
+    auto engine = transport::make_engine("tcp").value();
+    SecretAddress own{.secret = {1, proving ? kProves : kProves + 1}, .family = SecretAddress::family_of("tcp")};
+    engine->set_secrets({transport::Secret::of(own.secret)});
+    own.address = engine->listen({"127.0.0.1:0"}).value().text;
+    proto::CheckpointContents contents;
+    contents.set_description("to be run");
+    contents.set_slice_bytes(1);
+    std::string text = contents.SerializeAsString();
+    const std::span memory = std::as_writable_bytes(std::span(text));
+    const auto region =
+        engine->register_region(memory, transport::MemoryKind::host, transport::Access::remote_read).value();
+    auto fetched = std::async(std::launch::async,
+                              [&] { return CheckpointFetch::open("tcp", own.text(kCheckpointScheme), 7, kLong); });
+    while (fetched.wait_for(1ms) != std::future_status::ready)
+      for (const auto& event : engine->poll()) {
+        if (event.kind == transport::EventKind::accepted)
+          EXPECT_EQ(as_text(event.message) != as_text(bytes_of(own.secret)), proving) << "who overhears it has it";
+        if (event.kind != transport::EventKind::message) continue;
+        proto::CheckpointOffer offer;
+        offer.set_step(7);
+        offer.set_key(engine->remote(region).key);
+        offer.set_length(text.size());
+        offer.set_digest(digest(as_bytes(text)));
+        EXPECT_TRUE(engine->send(event.endpoint, as_bytes(offer.SerializeAsString())));
+      }
+    const auto got = fetched.get();
+    EXPECT_EQ(got.has_value(), !proving);
+    if (!got) EXPECT_EQ(got.error().code, ErrorCode::corrupt) << got.error().message;
+    else EXPECT_EQ((*got)->description(), "to be run");
+  }
+}
+
+// One of before shows the secret itself.
+TEST(CheckpointServer, AHelloOfBeforeIsTaken) {
+  auto server = CheckpointServer::open({.transport = "tcp", .listen = "127.0.0.1:0", .advertise = {}}).value();
+  const auto address = *SecretAddress::parse(kCheckpointScheme, kNoCheckpointServer, server->address());
+  EXPECT_TRUE(proves(address.secret));
+  ASSERT_TRUE(server->publish(7, "what it is", {}));
+  auto engine = transport::make_engine("tcp").value();
+  const auto endpoint =
+      engine->connect({address.address, transport::Secret::of(address.secret)}, bytes_of(address.secret)).value();
+  proto::CheckpointRequest request;
+  request.set_step(7);
+  std::optional<proto::CheckpointOffer> offer;
+  const TimePoint deadline = SteadyClock().now() + kLong;
+  while (!offer && SteadyClock().now() < deadline)
+    for (const auto& event : engine->poll()) {
+      if (event.kind == transport::EventKind::connected)
+        EXPECT_TRUE(engine->send(endpoint, as_bytes(request.SerializeAsString())));
+      if (event.kind == transport::EventKind::message)
+        offer.emplace().ParseFromArray(event.message.data(), static_cast<int>(event.message.size()));
+    }
+  ASSERT_TRUE(offer);
+  EXPECT_EQ(offer->step(), 7u);
 }
 
 TEST_P(CheckpointTransfer, AServerThatGoesIsSeenBeforeTheDeadline) {

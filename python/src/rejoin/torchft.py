@@ -5,7 +5,9 @@
 The sender's trainer has no part in a transfer: who receives reads its tensors out of its memory, by RDMA with
 `transport="ibverbs"`, and compares a digest of every 4 MiB. Tensors of a GPU go through the host's memory.
 
-What the state dict has besides tensors is pickled, as torchft's own transports do; only who has `metadata()` gets in.
+What the state dict has besides tensors is pickled, as torchft's own transports do. Only who has `metadata()` gets in,
+and what is unpickled has the sender's proof that it is its own. Over anything but `transport="tcp+aes"` who is on the
+way can change the tensors.
 """
 
 from __future__ import annotations
