@@ -210,6 +210,23 @@ TEST_F(LogFile, AShortFileThatIsNoLogIsLeftAsItIs) {
   EXPECT_EQ(std::filesystem::file_size(path), notes.size());
 }
 
+// Each header names its own position, and all that follows as its record, whose checksum is wrong: hashed for each of
+// them it is 8 TiB.
+TEST_F(LogFile, AFileThatIsMadeToBeHashedWithoutEndIsReadAtOnce) {
+  for (const std::string_view magic : {"RJNLOG02", "RJNLOG01"}) {
+    constexpr std::uint32_t kBytes = 16 * MiB - 8;  // whole headers behind the magic
+    Bytes made(as_bytes(magic).begin(), as_bytes(magic).end());
+    while (made.size() + 16 <= kBytes) {
+      const auto at = static_cast<std::uint32_t>(made.size());
+      const std::array<std::uint32_t, 4> header{kBytes - at - 16, at, 1, 1};
+      made.insert(made.end(), bytes_of(header).begin(), bytes_of(header).end());
+    }
+    const auto parsed = parse_log(made, path);
+    if (magic == "RJNLOG02") EXPECT_TRUE(parsed);
+    else EXPECT_EQ(parsed.error().code, ErrorCode::corrupt);
+  }
+}
+
 TEST_F(LogFile, ARecordOverTheLimitIsRefusedAndTheLogGoesOn) {
   auto log = Log::open(directory);
   ASSERT_TRUE(log);
