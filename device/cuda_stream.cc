@@ -11,11 +11,11 @@ namespace {
 
 using cuda::Driver;
 
-class CudaStream final : public Stream {
+class DriverStream final : public Stream {
  public:
-  CudaStream(std::shared_ptr<const Primary> primary, cuda::StreamHandle stream, bool owned)
+  DriverStream(std::shared_ptr<const Primary> primary, cuda::StreamHandle stream, bool owned)
       : primary_(std::move(primary)), driver_(*primary_->driver), stream_(stream), owned_(owned) {}
-  ~CudaStream() override {
+  ~DriverStream() override {
     Current current(*primary_);
     if (owned_) (void)driver_.stream_synchronize(stream_);  // the calls before have returned its error
     for (const auto& mark : marks_) (void)driver_.event_destroy(mark.event);
@@ -34,7 +34,7 @@ class CudaStream final : public Stream {
   }
 
   Result<> follow(Stream& other) override {
-    auto& before = static_cast<CudaStream&>(other);
+    auto& before = static_cast<DriverStream&>(other);
     const auto mark = before.mark();
     if (!mark) return tl::unexpected(mark.error());
     Current current(*primary_);
@@ -134,7 +134,7 @@ class CudaStream final : public Stream {
 
 std::unique_ptr<Stream> make_cuda_stream(std::shared_ptr<const Primary> primary, cuda::StreamHandle stream,
                                          bool owned) {
-  return std::make_unique<CudaStream>(std::move(primary), stream, owned);
+  return std::make_unique<DriverStream>(std::move(primary), stream, owned);
 }
 
 }  // namespace rejoin::device
