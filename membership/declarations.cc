@@ -5,7 +5,9 @@
 
 #include <algorithm>
 #include <set>
+#include <tuple>
 
+#include "base/fail.h"
 #include "base/text.h"
 #include "membership/declaration.h"
 #include "membership/process.h"
