@@ -129,10 +129,12 @@ TEST(Coordinator, WhoseLogNobodyReadsGoesOn) {
 TEST(Node, ThatEndsLeavesTheSocketOfTheNextOneAlone) {
   Job job;
   job.start(1, 0);
+  Process& first = *job.processes.back();
+  ASSERT_EQ(::kill(first.pid(), SIGSTOP), 0);  // it would make its socket anew
   std::filesystem::remove(job.socket(0));
   std::filesystem::remove(job.file("node0.json"));
   const auto second = job.start_node(0, {"--connect", job.coordinator});
-  Process& first = *job.processes.back();
+  ASSERT_EQ(::kill(first.pid(), SIGCONT), 0);
   ASSERT_EQ(::kill(first.pid(), SIGTERM), 0);
   EXPECT_EQ(first.wait(std::chrono::seconds(15)), 0) << first.output();
   EXPECT_TRUE(connect_unix(job.socket(0))) << "the second one's trainers can't reach it";

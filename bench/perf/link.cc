@@ -180,7 +180,7 @@ Result<Bytes> Link::get(BytesView there) {
 
 std::string Link::memory_name() const {
   if (device_->kind() == transport::MemoryKind::host) return device_->name();
-  const bool staged = transport::staged::is_staged(engine_->remote(region_));
+  const bool staged = engine_->staged(region_);
   return device_->name() + (staged ? ", staged through host memory" : ", reached directly");
 }
 
