@@ -84,6 +84,46 @@ def test_persistent_workers_that_have_died_are_started_again(expected):
     assert not multiprocessing.active_children()
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_nobody_else_takes_the_steps_data_out_of_the_loader(workers, persistent, recwarn):
+    """A look at a batch of it would shift all that the workers have been sent since."""
+    if persistent and not workers:
+        return
+    batches = Batches(101, seed=1)
+    loader = DataLoader(
+        DATA, batch_sampler=batches, num_workers=workers, persistent_workers=persistent,
+        multiprocessing_context="forkserver" if workers else None,
+    )  # fmt: skip
+    fetcher = Fetcher(loader)
+    steps = [((4 * n, 4 * n + 4),) for n in range(8)]
+    for number, ranges in enumerate(steps):
+        got = fetcher.fetch(ranges, lambda n, number=number: steps[number + 1 :][:n])
+        assert got[0].tolist() == values(batches, ranges)
+        if number == 3:
+            with pytest.raises(InvalidArgument, match="session.steps.. alone.*make another one"):
+                next(iter(loader))
+            with pytest.raises(InvalidArgument, match="session.steps.. alone"):
+                list(loader)
+    fetcher.stop()
+    assert fetcher.hits == (7 if workers else 0)
+    assert not recwarn.list, [str(one.message) for one in recwarn.list]
+
+
+def test_loaders_over_one_sampler_have_their_own_workers_batches():
+    batches = Batches(101, seed=1)
+    fetchers = [
+        Fetcher(DataLoader(DATA, batch_sampler=batches, num_workers=1, multiprocessing_context="forkserver"))
+        for _ in range(2)
+    ]
+    steps = [((4 * n, 4 * n + 4),) for n in range(8)]
+    for number, ranges in enumerate(steps):
+        got = fetchers[number // 2 % 2].fetch(ranges, lambda n, number=number: steps[number + 1 :][:n])
+        assert got[0].tolist() == values(batches, ranges), number
+    for fetcher in fetchers:
+        fetcher.stop()
+
+
 def test_loaders_that_would_train_samples_twice_keep_connections_or_interrupt_are_refused():
     with pytest.raises(InvalidArgument, match="batch_sampler=session.batches"):
         Fetcher(DataLoader(DATA, batch_size=4))

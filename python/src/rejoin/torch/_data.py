@@ -46,7 +46,7 @@ class Batches(Sampler[list[int]]):
         self._seed, self._shuffle = seed, shuffle
         self._permutations: dict[int, torch.Tensor] = {}
         self.coming: list[Ranges] = []  # of the steps after this one, in order
-        self.sent: deque[Ranges] = deque()  # to the workers, and not back yet
+        self.opened_for: deque[Ranges] | None = None  # where the job's own iterator over the loader begins
 
     def tell(self, told: list[str], joined: bool) -> None:
         """Add to `told` what has to be the same on every replica, for sample k to be the same one everywhere."""
@@ -88,9 +88,17 @@ class Batches(Sampler[list[int]]):
         return ranges in self.coming
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yield what comes and has not been sent, as long as something is known to come."""
-        while (ranges := next((one for one in self.coming if one not in self.sent), None)) is not None:
-            self.sent.append(ranges)
+        """Yield what comes and has not been sent, as long as something is known to come; to the job's steps alone."""
+        if self.opened_for is None:
+            raise InvalidArgument(
+                "this DataLoader gives its data to session.steps() alone, which trains each sample once: make another "
+                "one, with a sampler of its own, to look at data, to evaluate or for update_bn()"
+            )
+        return self._send(self.opened_for)
+
+    def _send(self, sent: deque[Ranges]) -> Iterator[list[int]]:
+        while (ranges := next((one for one in self.coming if one not in sent), None)) is not None:
+            sent.append(ranges)
             yield self.indices(ranges)
 
 
@@ -127,6 +135,7 @@ class Fetcher:
             )
         self._loader, self._batches, self._busy = loader, batches, busy
         self._iterator: Iterator[Any] | None = None
+        self._sent: deque[Ranges] = deque()  # to this iterator's workers, and not back yet
         self._depth = min(loader.num_workers * (loader.prefetch_factor or 0) + 1, _MOST_AHEAD)  # batches ahead
         self.hits = self.misses = 0
 
@@ -139,7 +148,7 @@ class Fetcher:
             return self._from_workers(ranges)
 
     def _from_workers(self, ranges: Ranges) -> Any:
-        sent = self._batches.sent
+        sent = self._sent
         try:
             # What was sent and does not come any more is dropped; for each the workers are sent one that does.
             while sent and sent[0] != ranges and (ranges in sent or not self._batches.expects(sent[0])):
@@ -157,11 +166,14 @@ class Fetcher:
         return data
 
     def _begin(self) -> None:
+        self._batches.opened_for = self._sent
         try:
             self._iterator = iter(self._loader)
         except RuntimeError as error:  # of persistent workers, of which one has died since
             self._give_up(error)
             self._iterator = iter(self._loader)
+        finally:
+            self._batches.opened_for = None
 
     def _give_up(self, error: Exception) -> None:
         log.warning("the DataLoader's workers are started again: %s", error)
@@ -170,14 +182,14 @@ class Fetcher:
     def _next(self) -> Any:
         assert self._iterator is not None
         data = next(self._iterator)
-        self._batches.sent.popleft()
+        self._sent.popleft()
         return data
 
     def stop(self) -> None:
         """Let the workers go."""
         self._iterator = None
         self._loader._iterator = None  # the loader keeps persistent workers, also where one of them has died
-        self._batches.sent.clear()
+        self._sent.clear()
 
     def _load(self, ranges: Ranges) -> Any:
         data, indices = self._loader.dataset, self._batches.indices(ranges)
