@@ -1,5 +1,7 @@
 """What a session has goes to and comes from safetensors and torch's distributed checkpoints."""
 
+from types import SimpleNamespace
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -85,6 +87,24 @@ def test_a_distributed_checkpoint_is_a_plain_jobs_too(tmp_path):
         assert one.keys() == saved.keys()
         for name, value in saved.items():
             assert torch.equal(one[name], value), name
+
+
+def test_what_is_written_after_an_update_is_of_the_next_step_and_not_of_the_checkpoint(tmp_path, monkeypatch):
+    """The position that is saved with it has the digest of what the update has left."""
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.BatchNorm1d(3))
+    model[1].running_mean = model[0].running_mean
+    session = Session(replica=0, rank=0, socket=tmp_path / "nobody")
+    session.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), metrics=["loss"])
+    monkeypatch.setattr(session, "_native", SimpleNamespace(position=lambda: None, committed=lambda: 1))
+    monkeypatch.setattr(session, "_joined", True)
+    before = {name: value.clone() for name, value in session.state_dict()["model"].items()}
+    model(torch.randn(8, 3))
+    session._metrics.record({"loss": 1.0})
+    saved = session.state_dict()
+    assert saved["model"].keys() == before.keys() == model.state_dict().keys()
+    assert all(torch.equal(value, before[name]) for name, value in saved["model"].items())
+    assert saved["rejoin"]["rank0"]["metrics"].tolist() == [0.0]
+    assert not torch.equal(model[1].running_mean, before["1.running_mean"])
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):

@@ -242,8 +242,13 @@ def main() -> None:
             print(f"{who}step {now} mean {step.mean('loss'):.9g} digest {session.state_digest():016x}", flush=True)
             if given.save_every and now % given.save_every == 0 and step.leads:
                 writing.join()  # of the one before
+                before = [buffer.clone() for buffer in model.buffers()]
+                model(x)  # what it writes to the buffers, and what is recorded, is of the step to come
+                step.record(loss=-1.0)
                 writing = threading.Thread(target=write, args=(copy.deepcopy(session.state_dict()), now))
                 writing.start()
+                for was, buffer in zip(before, model.buffers(), strict=True):
+                    buffer.copy_(was)
             if session.version is not None:
                 last = session.state_digest()
     writing.join()

@@ -21,6 +21,7 @@ def checkpoint_of(session: Session) -> dict[str, Any]:
     if session._averaging:
         raise InvalidArgument('state_dict() within averaged(): it is always of the weights; ["average"] has these')
     state: dict[str, Any] = {"model": session._model.state_dict(), "optimizer": session._optimizer.state_dict()}
+    updated = _as_updated(session, state["model"])
     parameters = [tensor for tensor in session._tensors if tensor.is_parameter]
     masters = {t.name: t.optimizers(t.columns[0]) for t in parameters if t.has_master}
     average = {t.name: t.optimizers(t.columns[-1]) for t in parameters if t.averaged}
@@ -28,13 +29,28 @@ def checkpoint_of(session: Session) -> dict[str, Any]:
     of_rank: dict[str, Any] = {
         "position": session._native.position() if session._joined else None,
         "version": session._native.committed() if session._joined else 0,
-        "metrics": session._metrics.state,  # of the last step: a part of the state
+        "metrics": updated.get("rejoin.metrics"),  # of the last step: a part of the state
         "loss_scale": session._loss_scale,
     }
     if session._ranks is not None and session._ranks.several:  # of one name, and each rank's own
-        of_rank["buffers"] = {t.name: t.value for t in session._tensors if t.is_buffer}
+        of_rank["buffers"] = {t.name: updated[t.name] for t in session._tensors if t.is_buffer}
     state["rejoin"] = {f"rank{session.rank}": of_rank}
     return state
+
+
+# What a script writes to buffers and metrics after the update is its part of the step to come; a position is of what
+# they were before: that is put into the model's state, and given by name.
+def _as_updated(session: Session, of_model: dict[str, Any]) -> dict[str, torch.Tensor]:
+    others = [tensor for tensor in session._tensors if not tensor.is_parameter]
+    if not session._joined:
+        return {tensor.name: tensor.value for tensor in others}
+    updated = {tensor.name: tensor.view(tensor.columns[0]) for tensor in others}
+    at = {tensor.value.data_ptr(): tensor for tensor in others if tensor.is_buffer}
+    for name, value in of_model.items():  # one that is shared has several names
+        tensor = at.get(value.data_ptr()) if type(value) is torch.Tensor else None
+        if tensor is not None and tensor.value.shape == value.shape:
+            of_model[name] = updated[tensor.name]
+    return updated
 
 
 def restore(session: Session, state: Mapping[str, Any]) -> None:

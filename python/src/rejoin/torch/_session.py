@@ -272,8 +272,7 @@ class Session:
         """Do within this block, before join(), what is slow the first time and has to leave no trace.
 
         Such as forward and backward of a compiled model, with data of the shape to come. Gradients are dropped
-        afterwards; the model's buffers and torch's random numbers are what they were. The others wait for nothing
-        meanwhile: until it joins, this replica has no part in the job.
+        afterwards; the model's buffers and torch's random numbers are what they were. The others wait for nothing.
         """
         with _loop.warmed_up(self):
             yield
@@ -361,8 +360,9 @@ class Session:
         """Give the model's and the optimizer's state, and where the job stands with it: a checkpoint.
 
         Between steps: after `optimizer.step()`, in the loop's body, and not before the first step has begun, as others'
-        state may be coming in until then. The tensors are the live ones, so save them before
-        the loop goes on. A plain PyTorch job loads "model" and "optimizer" as they are.
+        state may be coming in until then. Buffers and metrics are those of the last update: what is written to them
+        since counts in the next step. The tensors are the live ones, so save them before the loop goes on. A plain
+        PyTorch job loads "model" and "optimizer" as they are.
         """
         return checkpoint_of(self)
 
