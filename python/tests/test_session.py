@@ -154,6 +154,7 @@ def test_frozen_parameters_are_told_apart_by_name():
     other = frozen(model, ranks)
     differ = [a.split()[0] for a, b in zip(one.split(", "), other.split(", "), strict=True) if a != b]
     assert differ == ["7"], (one, other)
+    assert frozen(model, ranks, held=list(model.parameters())) == ""
     # Each place counts, in a tensor of no whole number of words, too.
     value = torch.arange(13, dtype=torch.int8)
     digests = {digest(value)}
@@ -163,6 +164,22 @@ def test_frozen_parameters_are_told_apart_by_name():
         digests.add(digest(changed))
     digests |= {digest(value.flip(0)), digest(value[:12])}
     assert len(digests) == 16
+
+
+def test_what_is_frozen_after_attach_is_still_the_sessions_and_comes_from_the_others(tmp_path, monkeypatch):
+    """To be thawed later: a replica that has loaded a checkpoint would else be refused for what it will be given."""
+    told = []
+    for value in (0.0, 1.0):
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+        model[1].requires_grad_(False).weight.fill_(0.5)
+        model[1].bias.zero_()
+        one = session(tmp_path)
+        one.attach(model, torch.optim.AdamW([*model[0].parameters(), *model[2].parameters()]))
+        model[2].requires_grad_(False)
+        model[2].weight.fill_(value)
+        monkeypatch.setattr(one, "_native", SimpleNamespace(set_fingerprint=told.append, join=lambda position: None))
+        one.join()
+    assert "2 frozen: 1.weight" in told[0] and told[0] == told[1], told
 
 
 def test_warm_up_leaves_no_trace(tmp_path):

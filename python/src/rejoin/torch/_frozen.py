@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 
 import torch
 
@@ -27,9 +28,13 @@ def digest(tensor: torch.Tensor) -> int:
     return total & _MASK
 
 
-def frozen(model: torch.nn.Module, ranks: Ranks) -> str:
-    """Tell the frozen parameters of this replica, all ranks' shards together, by name; nothing where there are none."""
-    every = [(name, local(p)) for name, p in model.named_parameters() if not p.requires_grad]
+def frozen(model: torch.nn.Module, ranks: Ranks, held: Sequence[torch.Tensor] = ()) -> str:
+    """Tell the frozen parameters of this replica, all ranks' shards together, by name; nothing where there are none.
+
+    `held`: the session's own, which are given to those that come back, also where they are frozen for a while.
+    """
+    trained = {id(p) for p in held}
+    every = [(name, local(p)) for name, p in model.named_parameters() if not p.requires_grad and id(p) not in trained]
     named = [
         (name, p) for name, p in every if type(p.data) is torch.Tensor
     ]  # others, such as packed ones, have no bytes

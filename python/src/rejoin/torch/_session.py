@@ -206,7 +206,7 @@ class Session:
                 tensor.take_changes()
         self._leaving.listen()
         with torch.no_grad():
-            untrained = frozen(self._model, self._ranks)
+            untrained = frozen(self._model, self._ranks, [tensor.value for tensor in self._tensors])
         counted, others = self._updates.offset, (*self._data, untrained)
         self._native.set_fingerprint(fingerprint(self._optimizer, self._rules, self.device, counted, others))
         with self._leaving.waiting(at_once=True):
