@@ -1,5 +1,7 @@
 """What a script may not change under a session that it is attached to: settings, gradients, buffers."""
 
+import math
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -129,6 +131,30 @@ def test_a_gradient_that_is_taken_away_after_backward_is_refused_and_a_batch_may
     one._buckets.begin()
     one._buckets.bring_rest()
     assert all(not tensor.gradient.any() for tensor in one._tensors)
+
+
+@pytest.mark.parametrize("finite", [True, False])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_step_that_is_skipped_changes_no_buffer(tmp_path, finite, parts):
+    """One replica's bad sample would else be in BatchNorm's statistics of all of them for ever."""
+    model = torch.nn.BatchNorm1d(2)
+    one = session(tmp_path)
+    one.attach(model, torch.optim.AdamW(model.parameters()), skip_nonfinite=True, metrics=["loss"])
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with torch.no_grad():
+        model.running_mean.fill_(5.0)  # as the forward() has left it
+        for tensor in one._tensors:
+            tensor.reduced.fill_(1.0 if finite else torch.nan if tensor.gradient_dtype.is_floating_point else 1)
+        one._updates.look(1)
+        size = {tensor.index: -(-tensor.count // parts) for tensor in one._tensors}
+        one._updates.apply(1, [
+            (t.index, first, min(size[t.index], t.count - first), 1,
+             t.reduced.data_ptr() + first * t.gradient_dtype.itemsize)
+            for t in one._tensors for first in range(0, t.count, size[t.index])
+        ])  # fmt: skip
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]) != finite or name == "running_var", name
+    assert math.isnan(float(one._metrics.values[0])) != finite
 
 
 def test_a_sparse_gradient_is_refused(tmp_path, monkeypatch):

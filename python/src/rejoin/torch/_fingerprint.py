@@ -32,7 +32,7 @@ def fingerprint(
         f"{type(optimizer).__name__} {_groups(optimizer, rules)}",
         f"max_norm={rules.max_norm}, skip_nonfinite={rules.skip_nonfinite}, ema={rules.ema}",
         f"the optimizer has counted {counted} steps before the job's first",
-        "buffers are summed in wider types",
+        "buffers are summed in wider types" + ", and stay in steps that are skipped" * rules.skip_nonfinite,
         *filter(None, others),
     ]
     if rules.lr is not None:

@@ -111,10 +111,12 @@ class Update:
     def _scale_of_step(self) -> float:
         return 2.0 ** round(float(self._scale.reduced[0])) if self._scale is not None else 1.0
 
-    # What is no parameter becomes its mean; the loss's scale what follows from this step.
+    # What is no parameter becomes its mean; the loss's scale what follows from this step. Buffers of a step that is
+    # skipped stay: what one replica's forward() has left in them may be no number either.
     def _settle(self, tensor: Tensor, weight: torch.Tensor, reduced: torch.Tensor, step: int) -> None:
         if tensor is not self._scale:
-            tensor.settle(weight, reduced)
+            if not tensor.is_buffer or self._coefficient(step) is not None:
+                tensor.settle(weight, reduced)
             return
         log_scale, good = (round(float(number)) for number in reduced)
         if self._coefficient(step) is None:
