@@ -6,6 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import forked  # noqa: E402
 from test_session import session  # noqa: E402
 
 import rejoin  # noqa: E402
@@ -114,6 +115,92 @@ def test_a_gradient_that_is_changed_after_backward_is_refused(tmp_path, monkeypa
             model(torch.ones(1, 2)).sum().backward()
     with pytest.raises(rejoin.InvalidArgument, match="the gradient of '.*' was changed after .* max_norm="):
         one._buckets.bring_rest()
+
+
+class Concatenated(torch.nn.Module):
+    """Its gradients are views of one tensor, and have one version."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v = (torch.nn.Parameter(torch.ones(2, 3)) for _ in range(3))
+
+    def forward(self, x):
+        return torch.nn.functional.linear(x, torch.cat([self.q, self.k, self.v]))
+
+
+@pytest.mark.parametrize("how", ["", "clip", "scale"])
+def test_gradients_that_share_a_version_may_be_accumulated_and_not_be_changed(tmp_path, monkeypatch, how):
+    model = Concatenated()
+    one = session(tmp_path)
+    one.attach(model, torch.optim.AdamW(model.parameters()))
+    monkeypatch.setattr(one._buckets, "_hand_over", lambda bucket: None)  # there is no job
+    monkeypatch.setattr(one._buckets, "_is_in", lambda tensor, own: True)  # as in most steps
+    monkeypatch.setattr(one, "_in_step", True)
+    one._buckets.begin()
+    with one.accumulate():
+        model(torch.ones(1, 3)).sum().backward()
+    model(torch.ones(1, 3)).sum().backward()
+    if how == "clip":
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    elif how == "scale":
+        model.q.grad /= 2
+    if how:
+        with pytest.raises(rejoin.InvalidArgument, match="the gradient of '.*' was changed after"):
+            one._buckets.bring_rest()
+    else:
+        one._buckets.bring_rest()
+        assert all(bool((tensor.gradient == 2).all()) for tensor in one._tensors)
+
+
+def test_a_changed_gradient_is_refused_before_the_step_can_be_decided(tmp_path, monkeypatch):
+    """Else the others, or all of them, have committed a step that nobody applies."""
+    model = torch.nn.BatchNorm1d(2)
+    one = session(tmp_path)
+    one.attach(model, torch.optim.AdamW(model.parameters()))
+    handed_over = []
+    monkeypatch.setattr(one._buckets, "_hand_over", handed_over.append)
+    monkeypatch.setattr(one, "_in_step", True)
+    one._buckets.begin()
+    model(torch.randn(4, 2)).square().sum().backward()
+    before = list(handed_over)
+    model.bias.grad.mul_(0.5)
+    with pytest.raises(rejoin.InvalidArgument, match="the gradient of 'bias' was changed after"):
+        one._buckets.bring_rest()
+    assert handed_over == before and len(before) < len(one._buckets._buckets)
+
+
+SHARDED = """
+import os
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from rejoin.torch import Session
+
+dist.init_process_group("gloo")
+model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 4))
+fully_shard(model)
+session = Session(replica=0, rank=int(os.environ["RANK"]), socket="/nowhere/nobody")
+session.attach(model, torch.optim.AdamW(model.parameters()))
+session._buckets._hand_over = lambda bucket: None  # there is no job
+session._in_step = True
+for _ in range(2):
+    session._zero_grad()
+    session._buckets.begin()
+    with session.accumulate():
+        model(torch.ones(2, 4)).sum().backward()
+    model(torch.ones(2, 4)).sum().backward()
+    session._buckets.bring_rest()
+torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+try:
+    session._buckets.bring_rest()
+except Exception as error:
+    print("refused" if "was changed after" in str(error) else error)
+dist.destroy_process_group()
+"""
+
+
+def test_gradients_of_fsdp2_may_be_accumulated():
+    assert forked.run_ranks(2, SHARDED).split() == ["refused"] * 2
 
 
 def test_a_gradient_that_is_taken_away_after_backward_is_refused_and_a_batch_may_be_left_out(tmp_path, monkeypatch):

@@ -29,6 +29,7 @@ class Buckets:
         self._next = 0  # to be handed over in this step
         self._weight = 1  # of this step's gradients
         self._steps = 0
+        self._newest: dict[int, int] = {}  # by storage: the version of the gradient in it that came last in this step
         # What backward() queues after a hand-over is not to wait for it. By turns, so that one bucket's gradients are
         # known to be there while the one before is under way.
         self._side_streams: list[torch.cuda.Stream] = []
@@ -50,6 +51,7 @@ class Buckets:
                     tensor.gradient.zero_()
         self._missing, self._next = [len(bucket) for bucket in self._buckets], 0
         self._came_on = [set() for _ in self._buckets]
+        self._newest.clear()
 
     def bring(self, tensor: Tensor) -> None:
         """Take a parameter's gradient, and hand over the buckets that are full with it."""
@@ -70,6 +72,7 @@ class Buckets:
                     )
                 tensor.view(tensor.gradient).copy_(own)
                 tensor.handed_over = own.data_ptr(), own._version
+                self._newest[own.untyped_storage().data_ptr()] = own._version
                 return
             # Who has added it by himself, as fused kernels do, says so.
             if gradient is not None and not getattr(tensor.value, "grad_added_to_main_grad", False):
@@ -80,6 +83,10 @@ class Buckets:
         """Take what no backward() has brought: buffers, metrics, and parameters that were not used."""
         contributions: list[tuple[Tensor, torch.Tensor]] = []
         with torch.no_grad():
+            for bucket in self._buckets:  # before the rest goes out, so that nobody commits what is refused
+                for tensor in bucket:
+                    if tensor.is_parameter and tensor.arrived:
+                        self._check_unchanged(tensor)
             for bucket in self._buckets:
                 for tensor in bucket:
                     if tensor.arrived:
@@ -94,10 +101,6 @@ class Buckets:
                         tensor.gradient.zero_()
                     self._arrive(tensor)
             check_sums(contributions)  # all are on their way while this looks
-            for bucket in self._buckets:
-                for tensor in bucket:
-                    if tensor.is_parameter:
-                        self._check_unchanged(tensor)
 
     def _check_unchanged(self, tensor: Tensor) -> None:
         gradient = tensor.value.grad
@@ -110,7 +113,10 @@ class Buckets:
         if gradient is None:
             return
         own = local(gradient)
-        if (own.data_ptr(), own._version) != tensor.handed_over or not self._is_in(tensor, own):
+        # Gradients that are views of one tensor, as FSDP2's, have one version: each addition to one moves it for all.
+        newest = own.data_ptr(), self._newest.get(own.untyped_storage().data_ptr())
+        now = own.data_ptr(), own._version
+        if now not in (tensor.handed_over, newest) or not self._is_in(tensor, own):
             raise InvalidArgument(
                 f"the gradient of '{tensor.name}' was changed after the backward() that handed it over, which has no "
                 "effect: change the loss instead; to clip, give attach() max_norm="
