@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from rejoin.errors import Unavailable  # noqa: E402
-from rejoin.torch import Session, replacing  # noqa: E402
+from rejoin.torch import Session, _checkpoint, replacing  # noqa: E402
 
 
 def tied() -> torch.nn.Module:
@@ -105,6 +105,36 @@ def test_what_is_written_after_an_update_is_of_the_next_step_and_not_of_the_chec
     assert all(torch.equal(value, before[name]) for name, value in saved["model"].items())
     assert saved["rejoin"]["rank0"]["metrics"].tolist() == [0.0]
     assert not torch.equal(model[1].running_mean, before["1.running_mean"])
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_what_the_optimizer_had_counted_before_the_job_is_exact_beyond_what_its_float32_can_tell(
+    tmp_path, monkeypatch, exact
+):
+    """All replicas have to say the same number, also those that come back with a later checkpoint."""
+
+    def attached(counted: float) -> Session:
+        model = torch.nn.Linear(2, 2)
+        optimizer = torch.optim.AdamW(model.parameters())
+        for p in model.parameters():
+            zeros = torch.zeros_like(p)
+            optimizer.state[p] = {"step": torch.tensor(counted), "exp_avg": zeros, "exp_avg_sq": zeros.clone()}
+        session = Session(replica=0, rank=0, socket=tmp_path / "nobody")
+        session.attach(model, optimizer)
+        return session
+
+    before = 2.0**24 if exact else 1000.0
+    one, other = attached(before), attached(0.0)
+    monkeypatch.setattr(one, "_native", SimpleNamespace(position=lambda: "of step 11", committed=lambda: 11))
+    monkeypatch.setattr(one, "_joined", True)
+    for state in one._optimizer.state.values():
+        state["step"].fill_(10 + before).add_(1)  # as torch counts: of 2^24 + 11 it makes 2^24 + 12
+    saved = one.state_dict()
+    if not exact:
+        del saved["rejoin"]["rank0"]["counted"]  # a checkpoint of before
+    monkeypatch.setattr(_checkpoint, "_native", SimpleNamespace(position_step=lambda position: 11))
+    other.load_state_dict(saved)
+    assert other._updates.offset == before
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def checkpoint_of(session: Session) -> dict[str, Any]:
     """Give the state as `Session.state_dict()` says."""
-    if session._model is None or session._optimizer is None:
+    if session._model is None or session._optimizer is None or session._updates is None:
         raise InvalidArgument("state_dict() comes after attach()")
     if session._averaging:
         raise InvalidArgument('state_dict() within averaged(): it is always of the weights; ["average"] has these')
@@ -31,6 +31,7 @@ def checkpoint_of(session: Session) -> dict[str, Any]:
         "version": session._native.committed() if session._joined else 0,
         "metrics": updated.get("rejoin.metrics"),  # of the last step: a part of the state
         "loss_scale": session._loss_scale,
+        "counted": session._updates.offset,  # before the job; the optimizer's own count is a float32, exact to 2^24
     }
     if session._ranks is not None and session._ranks.several:  # of one name, and each rank's own
         of_rank["buffers"] = {t.name: updated[t.name] for t in session._tensors if t.is_buffer}
@@ -67,7 +68,7 @@ def restore(session: Session, state: Mapping[str, Any]) -> None:
     if place is not None:
         _load_own("metrics", session._metrics.state, place.get("metrics"))
         _load_own("loss_scale", session._loss_scale, place.get("loss_scale"))
-    _load_optimizer(session, state["optimizer"]["state"], version)
+    _load_optimizer(session, state["optimizer"]["state"], version, (place or {}).get("counted"))
     buffers = place.get("buffers", {}) if place is not None else {}
     with torch.no_grad():
         for tensor in session._tensors:
@@ -90,7 +91,7 @@ def _load_own(name: str, to: torch.Tensor | None, values: torch.Tensor | None) -
     to.copy_(values)
 
 
-def _load_optimizer(session: Session, state: Mapping[int, Mapping[str, Any]], version: int) -> None:
+def _load_optimizer(session: Session, state: Mapping[int, Mapping[str, Any]], version: int, before: int | None) -> None:
     assert session._optimizer is not None and session._updates is not None
     shapes = {id(tensor.value): tensor for tensor in session._tensors}
     counts: set[int] = set()
@@ -115,5 +116,5 @@ def _load_optimizer(session: Session, state: Mapping[int, Mapping[str, Any]], ve
             "updates all of them in each step"
         )
     for counted in counts:
-        session._updates.offset = counted - version
+        session._updates.offset = before if before is not None else counted - version
         session._updates.count_all(version)
