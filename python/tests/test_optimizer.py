@@ -106,6 +106,31 @@ def test_what_can_not_be_given_to_parts_is_refused_by_name():
         _optimizer.self_check(nesterov, nesterov.param_groups[0], p)
 
 
+@pytest.mark.parametrize("stepped", ["0.weight", "1.weight"])
+@pytest.mark.parametrize("loads", [False, True])
+def test_an_optimizer_that_has_counted_for_some_parameters_alone_is_refused_in_any_order(tmp_path, stepped, loads):
+    """Those that plain torch has not updated would go on without Adam's corrections for a first step."""
+
+    def made() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 2, bias=False))
+        return model, torch.optim.AdamW(model.parameters())
+
+    model, optimizer = made()
+    for _ in range(3):
+        model.get_parameter(stepped).grad = torch.ones(2, 2)
+        optimizer.step()
+    session, other = Session(replica=0, rank=0, socket=tmp_path / "nobody"), "1.weight"
+    if stepped == other:
+        other = "0.weight"
+    if not loads:
+        with pytest.raises(InvalidArgument, match=f"has counted 3 steps for '{stepped}' and 0 for '{other}'.*freeze"):
+            session.attach(model, optimizer)
+        return
+    session.attach(*made())
+    with pytest.raises(InvalidArgument, match=f"has counted 3 steps for '{stepped}' and 0 for '{other}'.*freeze"):
+        session.load_state_dict({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+
+
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
 def test_the_number_of_threads_is_no_matter(kind):
     p = parameter()

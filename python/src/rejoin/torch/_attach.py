@@ -100,14 +100,7 @@ def _take_over_state(session: Session, tensor: Tensor) -> None:
             f"{type(session._optimizer).__name__} begins with other state than zeros for '{tensor.name}', which is not "
             f"known before its first step. {_optimizer.USE}"
         )
-    counted = tensor.take_state(state)
-    if tensor.kept.step is not None:
-        if session._updates.offset not in (0, counted):
-            raise InvalidArgument(
-                f"the optimizer has counted {counted} steps for '{tensor.name}' and {session._updates.offset} for "
-                "others; Rejoin updates all parameters in each step"
-            )
-        session._updates.offset = counted
+    tensor.take_state(state)
     shaped = [tensor.optimizers(column) for column in tensor.columns[1 : 1 + len(tensor.kept.moments)]]
     session._optimizer.state[tensor.value] = tensor.kept.state(session._updates.offset, shaped, tensor.scratch)
 

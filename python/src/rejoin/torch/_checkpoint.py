@@ -9,6 +9,7 @@ import torch
 
 from rejoin import _native
 from rejoin.errors import InvalidArgument
+from rejoin.torch import _optimizer
 
 if TYPE_CHECKING:
     from rejoin.torch._session import Session
@@ -93,8 +94,7 @@ def _load_own(name: str, to: torch.Tensor | None, values: torch.Tensor | None) -
 
 def _load_optimizer(session: Session, state: Mapping[int, Mapping[str, Any]], version: int, before: int | None) -> None:
     assert session._optimizer is not None and session._updates is not None
-    shapes = {id(tensor.value): tensor for tensor in session._tensors}
-    counts: set[int] = set()
+    held = {id(tensor.value): tensor for tensor in session._tensors}
     order = [p for group in session._optimizer.param_groups for p in group["params"]]
     for number, kept in state.items():
         if not isinstance(number, int):
@@ -106,15 +106,9 @@ def _load_optimizer(session: Session, state: Mapping[int, Mapping[str, Any]], ve
             raise InvalidArgument(
                 f"the checkpoint's optimizer has parameter number {number}, and this one {len(order)} of them"
             )
-        tensor = shapes[id(order[number])]
-        counted = tensor.take_state(kept)
-        if tensor.kept.step is not None:
-            counts.add(counted)
-    if len(counts) > 1:
-        raise InvalidArgument(
-            f"the checkpoint's optimizer has counted {sorted(counts)} steps for different parameters; Rejoin "
-            "updates all of them in each step"
-        )
-    for counted in counts:
+        held[id(order[number])].take_state(kept)
+    tensors = [held[id(parameter)] for parameter in order]
+    counted = _optimizer.counted((t.name, t.kept, state.get(number, {})) for number, t in enumerate(tensors))
+    if state and counted is not None:
         session._updates.offset = before if before is not None else counted - version
         session._updates.count_all(version)

@@ -9,7 +9,7 @@ differently by its place in a vector; `self_check` looks at both.
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -39,6 +39,25 @@ class Kept:
             before = like[self.step]
             state[self.step] = torch.full_like(before, step) if isinstance(before, torch.Tensor) else type(before)(step)
         return state
+
+
+def counted(parameters: Iterable[tuple[str, Kept, Mapping[str, Any]]]) -> int | None:
+    """Give the steps that an optimizer has counted: of parameters' names, what is kept for them, and their states.
+    None where it counts none.
+
+    Raises `InvalidArgument` where they are not the same for all, since all are updated in each step from now on.
+    """
+    counts = {name: int(state.get(kept.step, 0)) for name, kept, state in parameters if kept.step is not None}
+    if not counts:
+        return None
+    most, least = (choose(counts, key=lambda name: counts[name]) for choose in (max, min))
+    if counts[most] != counts[least]:
+        raise InvalidArgument(
+            f"the optimizer has counted {counts[most]} steps for '{most}' and {counts[least]} for '{least}', and "
+            "Rejoin updates all parameters in each step: freeze those that are not trained and leave them out of the "
+            "optimizer, or begin with an optimizer without state"
+        )
+    return counts[most]
 
 
 def bare_copy(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:

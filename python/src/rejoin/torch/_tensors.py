@@ -91,13 +91,12 @@ class Tensor:
             )
         self.view(flat).copy_(own)
 
-    def take_state(self, state: Mapping[str, Any]) -> int:
-        """Take the moments that an optimizer has kept for this parameter, and give the steps that it has counted."""
+    def take_state(self, state: Mapping[str, Any]) -> None:
+        """Take the moments that an optimizer has kept for this parameter."""
         with torch.no_grad():
             for name, column in zip(self.kept.moments, self.columns[1:], strict=False):
                 if isinstance(state.get(name), torch.Tensor):
                     self.take(column, state[name])
-        return int(state.get(self.kept.step, 0)) if self.kept.step is not None else 0
 
     def place(self) -> None:
         """Move the value into the session's memory. A parameter with a master stays where it is."""

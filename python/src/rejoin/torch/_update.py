@@ -62,7 +62,9 @@ class Update:
         self._seen: dict[int, tuple[float, float]] = {}  # by step: this rank's part of the norm, and the loss's scale
         self._coefficients: dict[int, float | None] = {}  # by step, as far as they were asked for
         self._next_scale = 1.0  # of the loss, after the last update here
-        self.offset = 0  # steps that the optimizer had counted before the job's first
+        # Steps that the optimizer had counted before the job's first.
+        before = _optimizer.counted((t.name, t.kept, optimizer.state.get(t.value, {})) for t in tensors)
+        self.offset = before or 0
         self.last_norm: float | None = None
 
     def look(self, step: int) -> None:
