@@ -10,7 +10,8 @@ torch = pytest.importorskip("torch")
 
 import rejoin  # noqa: E402
 from rejoin import run  # noqa: E402
-from rejoin.torch import Session  # noqa: E402
+from rejoin.torch import Batches, Session  # noqa: E402
+from rejoin.torch._data import Fetcher  # noqa: E402
 
 
 def session(tmp_path, **settings):
@@ -214,6 +215,81 @@ def test_attached_parameters_keep_their_values_and_identity(tmp_path):
     held = model[1].weight.detach()
     del one, model, optimizer, weight
     assert torch.isfinite(held).all()
+
+
+class Job:
+    """In the place of the native session: a job of some steps, and what was called."""
+
+    def __init__(self, last: int) -> None:
+        self.step, self.last, self.calls, self.broken = 0, last, [], False
+
+    def begin_step(self):
+        assert "leave" not in self.calls
+        assert not self.broken, "begin_step() in a step that has not ended"
+        if self.step == self.last:
+            return None
+        self.step, self.broken = self.step + 1, True
+        return self.step, True, True, 1, [(self.step, self.step + 1)], 1, 1, True
+
+    def begin_update(self):
+        self.broken = False
+
+    def __getattr__(self, name):
+        return lambda *_: self.calls.append(name)
+
+
+def a_job_of(tmp_path, monkeypatch, steps):
+    model = torch.nn.Linear(2, 2)
+    one, native = session(tmp_path), Job(steps)
+    one.attach(model, torch.optim.AdamW(model.parameters()))
+    for of in (one, one._buckets, one._updates):
+        monkeypatch.setattr(of, "_native", native)
+    monkeypatch.setattr(one, "_joined", True)
+    return one, model, native
+
+
+def test_a_loop_over_data_epochs_ends_where_the_job_does(tmp_path, monkeypatch):
+    one, model, native = a_job_of(tmp_path, monkeypatch, 5)
+    seen = []
+    for _ in range(3):
+        for step, _samples in one.steps():
+            seen.append(step.number)
+            one._optimizer.step()
+            if step.number == 2:
+                break
+    assert seen == [1, 2, 3, 4, 5] and native.calls.count("leave") == 1
+    assert one.finished
+
+
+def test_a_step_that_was_left_before_its_update_is_given_again(tmp_path, monkeypatch):
+    """Such as for data of another shape from some step on."""
+    one, model, _ = a_job_of(tmp_path, monkeypatch, 5)
+    for step, _samples in one.steps():
+        if step.number > 2:
+            with one.accumulate():
+                model(torch.ones(1, 2)).sum().backward()
+            break
+        one._optimizer.step()
+    for step, samples in one.steps():
+        assert step.number == 3 and samples == ((3, 4),)
+        assert model.weight.grad is None
+        model(torch.ones(1, 2)).sum().backward()
+        break
+    with pytest.raises(rejoin.InvalidArgument, match="steps.. was left in step 3 .* after optimizer.step"):
+        next(one.steps())
+
+
+def test_workers_of_loaders_that_come_and_go_do_not_pile_up(tmp_path, monkeypatch):
+    one, _, _ = a_job_of(tmp_path, monkeypatch, 50)
+    batches, stopped = Batches(100), []
+    monkeypatch.setattr(Fetcher, "stop", lambda fetcher: stopped.append(fetcher._loader))
+    loaders = [torch.utils.data.DataLoader(range(100), batch_sampler=batches) for _ in range(4)]
+    for loader in (*loaders[:2], *loaders[:2], *loaders[2:]):
+        for _step, data in one.steps(loader):
+            assert len(data) == 1
+            one._optimizer.step()
+            break
+    assert stopped == loaders[:2], "two by turns keep their workers"
 
 
 def test_the_others_do_not_wait_for_the_workers_and_the_group_of_a_replica_that_leaves(tmp_path):

@@ -251,6 +251,7 @@ def main() -> None:
                     buffer.copy_(was)
             if session.version is not None:
                 last = session.state_digest()
+    assert next(session.steps(loader), None) is None, "a loop over data epochs goes on here"
     writing.join()
     if now and step.leads and ranks == 1:
         torch.save(session.state_dict(), given.out / "final.pt")

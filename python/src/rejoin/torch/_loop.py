@@ -5,19 +5,35 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.data import DataLoader
 
 from rejoin.errors import InvalidArgument, RejoinError
 from rejoin.torch._attach import lay
+from rejoin.torch._data import LONGEST_WAIT, Fetcher
 from rejoin.torch._sharding import gather_again
 from rejoin.torch._step import Step
+from rejoin.torch._tensors import Tensor
 
 if TYPE_CHECKING:
     from rejoin.torch._session import Session
 
 log = logging.getLogger("rejoin")
+
+_MOST_LOADERS = 2  # whose workers stay: of two that a script takes by turns, say
+
+
+def fetcher_of(session: Session, loader: DataLoader[Any]) -> Fetcher:
+    """Give this loader's fetcher. Where a new one comes in each data epoch, say, workers of those before are let go."""
+    if id(loader) not in session._fetchers:
+        fetcher = Fetcher(loader, session._busy_unless_it_is)
+        while len(session._fetchers) >= _MOST_LOADERS:
+            with session._busy_unless_it_is("the end of a DataLoader's workers", LONGEST_WAIT):
+                session._fetchers.pop(next(iter(session._fetchers))).stop()
+        session._fetchers[id(loader)] = fetcher
+    return session._fetchers[id(loader)]
 
 
 def begin_step(session: Session) -> Step | None:
@@ -25,6 +41,9 @@ def begin_step(session: Session) -> Step | None:
     assert session._ranks is not None
     # Ranks that train a step together end it together: leaves_after() says with which one.
     while not session._leaving.is_set() or (session._ranks.several and session._contributed):
+        if session._in_step and not session._updated:
+            return _again(session)
+        session._in_step = False  # also where the loop was left after an update
         if session._group is not None:
             session._group.end_step()
         with session._leaving.waiting(at_once=not (session._ranks.several and session._contributed)):
@@ -49,6 +68,37 @@ def begin_step(session: Session) -> Step | None:
         session._updates.check(number)
         update(session, number)
     return None
+
+
+# The step that the loop was left in, such as by break.
+def _again(session: Session) -> Step:
+    step = session._step
+    assert step is not None
+    session._native.check()
+    if any(tensor.arrived for tensor in session._tensors):
+        raise InvalidArgument(
+            f"session.steps() was left in step {step.number} after its backward(), and the others have its gradients: "
+            "leave it after optimizer.step()"
+        )
+    session._zero_grad()
+    session._buckets.begin(step.weight)
+    return step
+
+
+def on_gradient(session: Session, tensor: Tensor) -> None:
+    """Take what backward() has brought, and hand over what is complete with it."""
+    if not session._in_step:
+        return
+    if session._accumulating:
+        if tensor.main_grad:
+            session._buckets.add_up(tensor)
+        return
+    if tensor.arrived:
+        raise InvalidArgument(
+            f"a second gradient of '{tensor.name}' in step {session._step.number if session._step else 0}: all but the "
+            "last backward() of a step belong into 'with session.accumulate():'"
+        )
+    session._buckets.bring(tensor)
 
 
 def _refresh(session: Session) -> None:

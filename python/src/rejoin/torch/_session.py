@@ -77,7 +77,7 @@ class Session:
         self._sharded: list[Any] = []  # FSDP2's groups of the model's parameters
         self._optimizer: torch.optim.Optimizer | None = None
         self._updates: Update | None = None
-        self._joined = self._finished = self._in_step = self._updated = False
+        self._joined = self._finished = self._ended = self._in_step = self._updated = False
         self._accumulating = self._contributed = self._averaging = False
         self._step: Step | None = None
         self._leaving = Leaving()
@@ -241,20 +241,19 @@ class Session:
     def steps(self, loader: DataLoader[Any] | None = None) -> Iterator[tuple[Step, Any]]:
         """Give the job's steps that this replica trains, with the data of their samples; join() first, if it was not.
 
-        Ends when the job is finished, or after SIGTERM. While this replica catches up nothing is given, and its state
-        is brought forward here. Without a loader the data is the list of the samples' numbers in the stream, as
-        ranges. In each step `optimizer.step()` is called once.
+        Ends when the job is finished, or after SIGTERM; then it gives nothing any more. While this replica catches up
+        nothing is given, and its state is brought forward here. Without a loader the data is the list of the samples'
+        numbers in the stream, as ranges. In each step `optimizer.step()` is called once. A step that the loop was left
+        in before its `backward()` is given again.
         """
-        if loader is not None and id(loader) not in self._fetchers:
-            self._fetchers[id(loader)] = Fetcher(loader, self._busy_unless_it_is)
+        if self._ended:
+            return
+        fetcher = _loop.fetcher_of(self, loader) if loader is not None else None
         try:
             if not self._joined:
                 self.join()
             while (step := _loop.begin_step(self)) is not None:
-                data = step.samples
-                if loader is not None:
-                    data = self._fetchers[id(loader)].fetch(step.samples, self._native.upcoming)
-                yield step, data
+                yield step, fetcher.fetch(step.samples, self._native.upcoming) if fetcher else step.samples
                 if not self._updated:
                     raise InvalidArgument(f"step {step.number} has ended without optimizer.step()")
                 self._in_step = False
@@ -264,6 +263,7 @@ class Session:
                     break
         except Terminated:
             pass
+        self._ended = True
         log.info("replica %d rank %d leaves after step %d", self.replica, self.rank, self._native.committed())
         self.leave()
 
@@ -304,18 +304,7 @@ class Session:
         return int(torch.cuda.current_stream(self.device).cuda_stream) if self.device.type == "cuda" else None
 
     def _on_gradient(self, tensor: Tensor) -> None:
-        if not self._in_step:
-            return
-        if self._accumulating:
-            if tensor.main_grad:
-                self._buckets.add_up(tensor)
-            return
-        if tensor.arrived:
-            raise InvalidArgument(
-                f"a second gradient of '{tensor.name}' in step {self._step.number if self._step else 0}: all but the "
-                "last backward() of a step belong into 'with session.accumulate():'"
-            )
-        self._buckets.bring(tensor)
+        _loop.on_gradient(self, tensor)
 
     def _zero_grad(self, set_to_none: bool = True) -> None:
         for tensor in self._tensors:
