@@ -1,5 +1,6 @@
 """What a script may not change under a session that it is attached to: settings, gradients, buffers."""
 
+import contextlib
 import math
 
 import pytest
@@ -201,6 +202,29 @@ dist.destroy_process_group()
 
 def test_gradients_of_fsdp2_may_be_accumulated():
     assert forked.run_ranks(2, SHARDED).split() == ["refused"] * 2
+
+
+@pytest.mark.parametrize("how", ["reentrant", "reentrant in accumulate()", "not reentrant"])
+def test_a_layer_that_is_checkpointed_twice_by_nested_backward_passes_belongs_into_accumulate(
+    tmp_path, monkeypatch, how
+):
+    model = torch.nn.Linear(2, 2)
+    one = session(tmp_path)
+    one.attach(model, torch.optim.AdamW(model.parameters()))
+    monkeypatch.setattr(one._buckets, "_hand_over", lambda bucket: None)  # there is no job
+    monkeypatch.setattr(one, "_in_step", True)
+    one._buckets.begin()
+    x = torch.ones(1, 2, requires_grad=True)
+    for _ in range(2):
+        x = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=how != "not reentrant")
+    if how == "reentrant":
+        with pytest.raises(rejoin.InvalidArgument, match="second gradient of '.*' .*use_reentrant=False needs none"):
+            x.sum().backward()
+        return
+    with one.accumulate() if "accumulate" in how else contextlib.nullcontext():
+        x.sum().backward()
+    one._buckets.bring_rest()
+    assert all(torch.equal(tensor.view(tensor.gradient), tensor.value.grad) for tensor in one._tensors)
 
 
 def test_a_gradient_that_is_taken_away_after_backward_is_refused_and_a_batch_may_be_left_out(tmp_path, monkeypatch):
