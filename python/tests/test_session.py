@@ -39,7 +39,7 @@ def test_errors_have_classes_and_say_what_to_do(tmp_path):
     one.attach(model, torch.optim.AdamW(model.parameters()))
     with pytest.raises(rejoin.Unavailable, match="nobody"):
         one.join()
-    with pytest.raises(rejoin.InvalidArgument, match="comes once"):
+    with pytest.raises(rejoin.InvalidArgument, match="comes once.*ModuleList, with one optimizer"):
         one.attach(model, torch.optim.AdamW(model.parameters()))
 
 
@@ -56,6 +56,11 @@ def test_attaching_what_can_not_be_kept_equal_is_refused(tmp_path):
     model.empty = torch.nn.Parameter(torch.zeros(0))
     with pytest.raises(rejoin.InvalidArgument, match="'empty' has no elements: freeze it, and leave it out"):
         session(tmp_path).attach(model, torch.optim.AdamW(model.parameters()))
+    lazy, images = torch.nn.LazyLinear(2), torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+    with pytest.raises(rejoin.InvalidArgument, match="'weight' has no shape yet: call the model once"):
+        session(tmp_path).attach(lazy, torch.optim.AdamW(lazy.parameters()))
+    with pytest.raises(rejoin.InvalidArgument, match="'weight' is not contiguous.*memory_format=torch.contiguous_for"):
+        session(tmp_path).attach(images, torch.optim.AdamW(images.parameters()))
     with pytest.raises(rejoin.InvalidArgument, match="steps.. takes a DataLoader .* not a list"):
         next(session(tmp_path).steps([1, 2]))
 

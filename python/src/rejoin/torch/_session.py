@@ -121,7 +121,8 @@ class Session:
 
         Persistent buffers of floating point, int32 or int64 (BatchNorm's) become their mean over the replicas in each
         step, and what is equal on all of them stays as it is; others, and frozen parameters, are each replica's own,
-        and have to be equal from the start. A parameter that gets no gradient in a step counts with zeros.
+        and have to be equal from the start. A parameter that gets no gradient in a step counts with zeros: also where
+        no replica has one, the optimizer's weight decay and moments move it, while torch alone would pass over it.
         `skip_nonfinite`: a step whose mean gradient has an infinity or a NaN changes nothing, on all replicas.
 
         `loss_scale`: for float16, what `step.scale(loss)` multiplies by, at first: a power of 2. It halves when a mean
@@ -142,7 +143,10 @@ class Session:
         types and devices that can't be.
         """
         if self._model is not None:
-            raise InvalidArgument("attach() comes once")
+            raise InvalidArgument(
+                "attach() comes once: several models go into one torch.nn.ModuleList, with one optimizer over them, "
+                "whose groups may have settings of their own"
+            )
         _attach.check(optimizer, max_norm, ema, loss_scale, gradients)
         self._rules = Rules(max_norm, lr, skip_nonfinite or loss_scale is not None, ema)
         self._ranks = Ranks(self.rank, self._leaving, self._native.check)

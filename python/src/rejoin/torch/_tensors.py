@@ -216,6 +216,12 @@ def parameters_of(
                 f"the model has a {type(module).__name__} in it, which reduces gradients after the session has taken "
                 "them: attach the plain model, or divide it with torch.distributed.fsdp.fully_shard()"
             )
+    for name, value in (*model.named_parameters(), *model.named_buffers()):
+        if torch.nn.parameter.is_lazy(value):
+            raise InvalidArgument(
+                f"'{name}' has no shape yet: call the model once, with data as it will get, before the optimizer is "
+                "made"
+            )
     tensors: list[Tensor] = []
     shards = shards_of(model)
     group_of = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
@@ -243,7 +249,10 @@ def parameters_of(
         if shard is None and parameter.numel() == 0:
             raise InvalidArgument(f"parameter '{name}' has no elements: freeze it, and leave it out of the optimizer")
         if shard is None and not parameter.is_contiguous():
-            raise InvalidArgument(f"parameter '{name}' is not contiguous: make it so before attach()")
+            raise InvalidArgument(
+                f"parameter '{name}' is not contiguous, as channels_last weights are not: make it so before attach(), "
+                "by model.to(memory_format=torch.contiguous_format) or a clone()"
+            )
         group = group_of.pop(id(parameter), None)
         if group is None:
             raise InvalidArgument(

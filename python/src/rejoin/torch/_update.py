@@ -143,7 +143,7 @@ class Update:
                     raise InvalidArgument(
                         f"the learning rate of group {number} has changed from {value} to {now} under the session: "
                         "give attach() lr=, a function of the step, so that a replica that catches up knows those of "
-                        "before"
+                        "before; one that follows the loss, as ReduceLROnPlateau's, can't be had"
                     )
                 raise InvalidArgument(
                     f"{name} of the optimizer's group {number} has changed from {value} to {now} under the session: a "
