@@ -43,6 +43,24 @@ std::string IncidentStory::what_was_caught_up(std::uint32_t replica, std::int64_
   return text + " (" + words + ")";
 }
 
+// Where its daemon says before `until` that the process that came with this rank_up is gone: that.
+const RecordedEvent* IncidentStory::gone_again(const Recording& in, const RecordedEvent& up, std::int64_t until) const {
+  for (const auto& event : in.events)
+    if ((event.kind == events::Kind::rank_down || event.kind == events::Kind::rank_left) && event.at >= up.at &&
+        event.at < until && event.numbers.replica == up.numbers.replica && event.numbers.number == up.numbers.number &&
+        event.numbers.a == up.numbers.a)
+      return &event;
+  return nullptr;
+}
+
+std::string IncidentStory::who_registered(const Found& up, std::int64_t until) const {
+  std::string text = fmt::format("A process registered for it {} (process {})", after(up.event->at, incident_.at),
+                                 up.event->numbers.a);
+  if (const auto* gone = gone_again(*up.in, *up.event, until))
+    text += fmt::format(", and was gone {}: {}", after(gone->at, up.event->at), short_text(gone->text));
+  return text + ".";
+}
+
 std::vector<std::string> IncidentStory::who_came_back(std::uint32_t replica) const {
   const EpochDecision *admitted = nullptr, *contributes = nullptr;
   for (std::size_t i = *incident_.decision + 1; i < incidents_.decisions.size() && contributes == nullptr; ++i) {
@@ -55,23 +73,24 @@ std::vector<std::string> IncidentStory::who_came_back(std::uint32_t replica) con
     if (admitted == nullptr) admitted = &one;
     if (!its->second) contributes = &one;
   }
-  const auto up = first(incident_.at, admitted == nullptr ? until_ + 1 : admitted->at,
-                        [&](const Recording&, const RecordedEvent& event) {
-                          return event.kind == events::Kind::rank_up && event.numbers.replica == replica;
-                        });
+  const std::int64_t end = admitted == nullptr ? until_ + 1 : admitted->at;
+  const auto registers = [&](bool stays) {
+    return first(incident_.at, end, [&](const Recording& in, const RecordedEvent& event) {
+      return event.kind == events::Kind::rank_up && event.numbers.replica == replica &&
+             (!stays || !gone_again(in, event, end));
+    });
+  };
+  auto up = registers(true);
+  if (!up) up = registers(false);
   if (admitted == nullptr)
     return {fmt::format("Replica {}: {} It is not back when the recordings end, {}.", replica,
-                        up ? fmt::format("A process registered for it {}.", after(up.event->at, incident_.at))
-                           : "Nobody registered for it again.",
-                        after(until_, incident_.at))};
+                        up ? who_registered(up, end) : "Nobody registered for it again.", after(until_, incident_.at))};
   std::string text = fmt::format("Replica {}: ", replica);
   if (contributes == admitted) {
     text += fmt::format("It was taken back as it was in epoch {}, {}; it had nothing to catch up.", admitted->epoch,
                         after(admitted->at, incident_.at));
   } else {
-    if (up)
-      text += fmt::format("A process registered for it {} (process {}). ", after(up.event->at, incident_.at),
-                          up.event->numbers.a);
+    if (up) text += who_registered(up, end) + " ";
     text += fmt::format("Admitted in epoch {}, {};", admitted->epoch, after(admitted->at, incident_.at));
     text += " " + what_was_caught_up(replica, admitted->at, contributes == nullptr ? until_ : contributes->at) + ".";
   }
@@ -87,6 +106,12 @@ std::vector<std::string> IncidentStory::who_came_back(std::uint32_t replica) con
 // A daemon or a coordinator.
 std::string IncidentStory::who_came_again() const {
   if (culprit_ == nullptr || place_of(*culprit_)) return "";
+  if (was_cut_off_ && last_event(*culprit_) > incident_.at) {
+    const auto* up = find_event(*culprit_, events::Kind::coordinator_up, incident_.at);
+    return up == nullptr
+               ? ""
+               : fmt::format("{} had the coordinator again {}.", capital(role_of(*culprit_)), after(up->at, began_));
+  }
   const Recording* next = nullptr;
   for (const auto& one : recordings_.all)
     if (&one != culprit_ && one.who == culprit_->who && !one.events.empty() && one.events.front().at >= began_ &&

@@ -14,44 +14,28 @@ IncidentStory::IncidentStory(const Recordings& recordings, const Incidents& inci
   for (const auto& one : recordings.all) until_ = std::max(until_, last_event(one));
   find_commits();
 
-  const std::int64_t since = std::max(incident.at - kMostToDecide, incident.decision && *incident.decision > 0
-                                                                       ? incidents.decisions[*incident.decision - 1].at
-                                                                       : std::numeric_limits<std::int64_t>::min());
-  const auto lost = [&](std::uint32_t replica) { return std::ranges::count(incident.lost, replica) > 0; };
-  const auto down = first(since, incident.at + kSecond / 20, [&](const Recording&, const RecordedEvent& event) {
-    return event.kind == events::Kind::rank_down && lost(event.numbers.replica);
-  });
+  since_ = std::max(incident.at - kMostToDecide, incident.decision && *incident.decision > 0
+                                                     ? incidents.decisions[*incident.decision - 1].at
+                                                     : std::numeric_limits<std::int64_t>::min());
+  const auto down = first_gone(events::Kind::rank_down);
   down_ = down.event;
-  if (down_ == nullptr && incident.ended.empty())
-    left_ = first(since, incident.at + kSecond / 20, [&](const Recording&, const RecordedEvent& event) {
-      return event.kind == events::Kind::rank_left && lost(event.numbers.replica);
-    });
+  if (down_ == nullptr && incident.ended.empty()) left_ = first_gone(events::Kind::rank_left);
   if (left_) began_ = left_.event->at;
   for (const auto* one : incident.ended)
     if (!place_of(*one)) culprit_ = culprit_ == nullptr ? one : culprit_;
   if (culprit_ == nullptr && down_ != nullptr) culprit_ = trainer_of(down);
   for (const auto* one : incident.ended) {
     const auto place = place_of(*one);
-    if (culprit_ == nullptr && down_ == nullptr && place && lost(place->first) && one->opened_ns != 0) culprit_ = one;
+    if (culprit_ == nullptr && down_ == nullptr && place && is_lost(place->first) && one->opened_ns != 0)
+      culprit_ = one;
   }
   if (culprit_ == nullptr && !incident.ended.empty()) culprit_ = incident.ended.front();
-  if (culprit_ == nullptr) return;
+  find_causes();
+  if (culprit_ == nullptr || sign_known_) return;
   const auto* sign = last_before(*culprit_, down_ != nullptr ? std::min(down_->at, incident.at) : incident.at);
   if (sign == nullptr) return;
   began_ = sign->at;
   sign_known_ = true;
-}
-
-// The process that a daemon's rank_down is of. In containers pids repeat: it is the one that was opened last by then.
-const Recording* IncidentStory::trainer_of(const Found& down) const {
-  const auto& said = down.event->numbers;
-  const Recording* trainer = nullptr;
-  for (const auto& one : recordings_.all)
-    if (one.pid == said.a && place_of(one) == std::pair(said.replica, said.number) && one.clock == down.in->clock &&
-        one.opened_ns != 0 && !one.events.empty() && one.events.front().at <= down.event->at &&
-        (!trainer || one.opened_ns > trainer->opened_ns))
-      trainer = &one;
-  return trainer;
 }
 
 // The first word of each. Where an epoch begins with a step that was committed before, the job was rolled back, and
@@ -111,13 +95,13 @@ std::string IncidentStory::what_ended(const Recording& one) const {
     last = fmt::format(" with '{}'{}", its.name, its.step ? fmt::format(" of step {}", event.numbers.step) : "");
   }
   return fmt::format(
-      "{} (process {} on {}) ended without a word at {}: its recording stops there{}. Whether it was killed or "
-      "crashed, or its machine was lost, is not recorded",
-      role_of(one), one.pid, one.host, clock(last_event(one)), last);
+      "{} ended without a word at {}: its recording stops there{}. Whether it was killed or crashed, or its machine "
+      "was lost, is not recorded",
+      process_of(one), clock(last_event(one)), last);
 }
 
 std::string IncidentStory::what_stood_still(const Recording& one) const {
-  const std::string who = fmt::format("{} (process {} on {})", role_of(one), one.pid, one.host);
+  const std::string who = process_of(one);
   const auto* paused = find_event(one, events::Kind::paused, began_ + 1);
   const std::int64_t pause = paused == nullptr ? 0 : nanoseconds(paused->numbers.a);
   if (paused != nullptr && paused->at - pause <= began_ + kSecond)
@@ -134,33 +118,30 @@ std::string IncidentStory::what_stood_still(const Recording& one) const {
   return fmt::format("{} gave a sign of life at {}, and others afterwards", who, clock(began_));
 }
 
-std::string IncidentStory::what_happened() const {
-  if (left_)
-    return fmt::format("Rank {} of replica {} (process {}) left in order at {}: {}.", left_.event->numbers.number,
-                       left_.event->numbers.replica, left_.event->numbers.a, clock(left_.event->at),
-                       short_text(left_.event->text));
-  if (culprit_ == nullptr) {
-    if (incident_.lost.empty() && decision() != nullptr)
-      return "A connection between two members broke; nobody ended, as far as the recordings go.";
-    return fmt::format("Unknown: no recording of replica {} reaches up to there{}.", fmt::join(incident_.lost, ", "),
-                       down_ == nullptr ? "" : fmt::format("; its daemon said: {}", short_text(down_->text)));
-  }
+std::string IncidentStory::what_became_of_culprit() const {
   const auto* failed = find_event(*culprit_, events::Kind::failed, began_ - kSecond, incident_.at + kSecond);
-  std::string text;
   const bool silent = down_ != nullptr && down_->text.find("no sign of life") != std::string::npos;
   if (failed != nullptr && down_ != nullptr && down_->at >= failed->at)
-    text = fmt::format("{} (process {} on {}) failed at {}: {}", role_of(*culprit_), culprit_->pid, culprit_->host,
-                       clock(failed->at), short_text(failed->text));
-  else if (silent) text = what_stood_still(*culprit_);
-  else if (!culprit_->lives && !said_that_it_ends(*culprit_)) text = what_ended(*culprit_);
-  else if (down_ != nullptr)
-    text = fmt::format("{} (process {} on {}) was gone at {}: {}", role_of(*culprit_), culprit_->pid, culprit_->host,
-                       clock(down_->at), short_text(down_->text));
-  else text = what_stood_still(*culprit_);
+    return fmt::format("{} failed at {}: {}", process_of(*culprit_), clock(failed->at), short_text(failed->text));
+  if (silent) return what_stood_still(*culprit_);
+  if (!culprit_->lives && !said_that_it_ends(*culprit_)) return what_ended(*culprit_);
+  if (down_ != nullptr)
+    return fmt::format("{} was gone at {}: {}", process_of(*culprit_), clock(down_->at), short_text(down_->text));
+  return what_stood_still(*culprit_);
+}
+
+std::string IncidentStory::what_happened() const {
+  std::string text;
+  if (left_)
+    text = fmt::format("Rank {} of replica {} (process {}) left in order at {}: {}", left_.event->numbers.number,
+                       left_.event->numbers.replica, left_.event->numbers.a, clock(left_.event->at),
+                       short_text(left_.event->text));
+  else if (was_cut_off_) text = causes_.front().text;
+  else text = culprit_ == nullptr ? what_is_unknown() : what_became_of_culprit();
   for (const auto* one : incident_.ended)
     if (one != culprit_ && (!place_of(*one) || last_event(*one) <= incident_.at))
-      text += fmt::format(". {} (process {} on {}) ended, too, at {}", capital(role_of(*one)), one->pid, one->host,
-                          clock(last_event(*one)));
+      text += fmt::format(". {} ended, too, at {}", capital(process_of(*one)), clock(last_event(*one)));
+  for (std::size_t i = was_cut_off_ ? 1 : 0; i < causes_.size(); ++i) text += ". " + capital(causes_[i].text);
   return capital(text) + ".";
 }
 
@@ -171,19 +152,20 @@ std::string IncidentStory::who_noticed() const {
                      to = incident_.at + (decision() != nullptr ? kSecond / 10 : 10 * kSecond);
   const bool of_coordinator = culprit_ != nullptr && decides(*culprit_),
              of_daemon = culprit_ != nullptr && !place_of(*culprit_);
-  const auto lost = [&](std::uint32_t replica) { return std::ranges::count(incident_.lost, replica) > 0; };
   std::vector<Found> found;
   const auto look = [&](auto fits) {
-    const auto one = first(
-        from, to, [&](const Recording& in, const RecordedEvent& event) { return &in != culprit_ && fits(event); });
+    const auto one = first(from, to, [&](const Recording& in, const RecordedEvent& event) {
+      const bool gone = event.kind == events::Kind::rank_down || event.kind == events::Kind::rank_left;
+      return &in != culprit_ && fits(event) && !(gone && of_a_stranger({&in, &event}));
+    });
     if (one) found.push_back(one);
   };
   look([&](const RecordedEvent& e) {
-    return (e.kind == events::Kind::rank_down || e.kind == events::Kind::rank_left) && lost(e.numbers.replica);
+    return (e.kind == events::Kind::rank_down || e.kind == events::Kind::rank_left) && is_lost(e.numbers.replica);
   });
-  look([&](const RecordedEvent& e) { return e.kind == events::Kind::peer_lost && lost(e.numbers.replica); });
+  look([&](const RecordedEvent& e) { return e.kind == events::Kind::peer_lost && is_lost(e.numbers.replica); });
   look([&](const RecordedEvent& e) {
-    return e.kind == events::Kind::accused && e.numbers.b == 0 && lost(e.numbers.replica);
+    return e.kind == events::Kind::accused && e.numbers.b == 0 && is_lost(e.numbers.replica);
   });
   if (of_daemon) {
     look([&](const RecordedEvent& e) { return e.kind == events::Kind::node_lost && e.first_text() == culprit_->who; });

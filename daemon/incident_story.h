@@ -1,6 +1,8 @@
 // The sentences of one incident, for explain.h.
 #pragma once
 
+#include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -28,12 +30,28 @@ class IncidentStory {
   template <typename Fits>
   Found first(std::int64_t from, std::int64_t to, Fits fits) const;
 
+  struct Cause {  // why nobody heard of a replica whose processes may well have lived
+    const Recording* daemon = nullptr;
+    std::int64_t began = 0;
+    std::string text;
+  };
+
+  bool is_lost(std::uint32_t replica) const;
   const Recording* trainer_of(const Found& down) const;
+  bool of_a_stranger(const Found& down) const;
+  Found first_gone(events::Kind kind) const;
+  bool end_is_known(std::uint32_t replica) const;
+  std::set<const Recording*> daemons_of(std::uint32_t replica) const;
+  Found lost_last(events::Kind lost, events::Kind up, const Recording* only, const std::string& name = "") const;
+  std::optional<Cause> what_cut_off(const Recording& daemon) const;
+  void find_causes();
   const EpochDecision* decision() const;
   std::string clock(std::int64_t at) const;
   std::string after(std::int64_t at, std::int64_t since) const;
   std::string victim(std::uint32_t replica) const;
   std::string what_happened() const;
+  std::string what_is_unknown() const;
+  std::string what_became_of_culprit() const;
   std::string what_ended(const Recording& one) const;
   std::string what_stood_still(const Recording& one) const;
   std::string who_noticed() const;
@@ -42,6 +60,8 @@ class IncidentStory {
   std::string which_step() const;
   std::vector<std::string> who_came_back(std::uint32_t replica) const;
   std::string what_was_caught_up(std::uint32_t replica, std::int64_t from, std::int64_t to) const;
+  const RecordedEvent* gone_again(const Recording& in, const RecordedEvent& up, std::int64_t until) const;
+  std::string who_registered(const Found& up, std::int64_t until) const;
   std::string who_came_again() const;
   std::string what_it_cost() const;
   void find_commits();
@@ -53,11 +73,14 @@ class IncidentStory {
   const Incidents& incidents_;
   const Incident& incident_;
   std::vector<Step> commits_;  // in the order of time; a step that was trained again is there for each time
+  std::int64_t since_ = 0;     // nothing before that has to do with it
   std::int64_t began_ = 0;     // the last sign of life of who ended or stood still; where none is known the decision
   bool sign_known_ = false;
   const Recording* culprit_ = nullptr;   // whose sign that was
   const RecordedEvent* down_ = nullptr;  // the daemon's word for it
   Found left_;                           // … where it has left in order, and nobody ended otherwise
+  std::vector<Cause> causes_;            // of replicas of which no end is known
+  bool was_cut_off_ = false;             // … and of nobody else: the first of these is what happened
   std::int64_t until_ = 0;               // no event is later
 };
 

@@ -27,6 +27,10 @@ std::string role_of(const Recording& one) {
                       : "daemon " + one.who;
 }
 
+std::string process_of(const Recording& one) {
+  return fmt::format("{} (process {} on {})", role_of(one), one.pid, one.host);
+}
+
 std::string capital(std::string text) {
   if (!text.empty() && text[0] >= 'a' && text[0] <= 'z') text[0] = static_cast<char>(text[0] - 'a' + 'A');
   return text;

@@ -17,9 +17,10 @@ constexpr std::int64_t kMostToDecide = 60 * kSecond;  // from the end of a proce
 constexpr std::int64_t nanoseconds(std::uint64_t number) {
   return static_cast<std::int64_t>(std::min(number, std::uint64_t{1} << 60));
 }
-std::string time_of_day(std::int64_t wall);  // UTC, of ns since 1970: 14:01:22.125
-std::string lasting(std::int64_t ns);        // "1.5 ms"
-std::string role_of(const Recording& one);   // "trainer r1.0"
+std::string time_of_day(std::int64_t wall);    // UTC, of ns since 1970: 14:01:22.125
+std::string lasting(std::int64_t ns);          // "1.5 ms"
+std::string role_of(const Recording& one);     // "trainer r1.0"
+std::string process_of(const Recording& one);  // "trainer r1.0 (process 4711 on node7)"
 std::string capital(std::string text);
 std::string short_text(const std::string& text);  // within a sentence
 

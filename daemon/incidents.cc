@@ -72,6 +72,7 @@ bool registered_between(std::uint32_t replica, std::int64_t since, std::int64_t 
 Incident* cause_of(const Recording& ended, const Recordings& recordings, std::vector<Incident>& incidents) {
   const std::int64_t at = last_event(ended);
   const auto place = place_of(ended);
+  if (place && !took_part(ended)) return nullptr;
   std::set<std::uint32_t> serves;
   if (place) serves.insert(place->first);
   for (const auto& event : ended.events)
@@ -168,6 +169,13 @@ bool said_that_it_ends(const Recording& recording) {
     if (event.kind == events::Kind::named || event.kind == events::Kind::registered) said = false;  // another session
   }
   return said;
+}
+
+bool took_part(const Recording& recording) {
+  const bool overwritten = std::ranges::any_of(recording.begins, [](auto begins) { return begins != 0; });
+  return overwritten || std::ranges::any_of(recording.events, [](const RecordedEvent& event) {
+           return event.kind == events::Kind::registered || event.numbers.epoch != 0;
+         });
 }
 
 bool decides(const Recording& recording) {

@@ -42,6 +42,8 @@ Incidents find_incidents(const Recordings& recordings);
 
 // Whether the process has said that it ends. One that is still there has not.
 bool said_that_it_ends(const Recording& recording);
+// Whether a trainer was ever in the job, as far as its recording goes back.
+bool took_part(const Recording& recording);
 std::int64_t last_event(const Recording& recording);
 bool decides(const Recording& recording);  // a coordinator's
 std::optional<std::pair<std::uint32_t, std::uint32_t>> place_of(
