@@ -11,6 +11,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstddef>
 #include <cstring>
 #include <memory>
 #include <mutex>
@@ -92,7 +93,7 @@ constexpr time_t kYoung = 1;  // seconds: so long at least, and up to one more
 struct Left {
   std::string name;
   struct timespec since;
-  std::uint64_t bytes = 0;
+  std::uint64_t bytes = 0, job = 0;
 };
 
 // Of processes that have ended, the newest first.
@@ -110,7 +111,9 @@ std::vector<Left> left_in(const Fd& folder) {
     // One that has just been made may not be locked yet; to try it now would keep its process from it.
     const bool young = ::time(nullptr) - status.st_mtim.tv_sec <= kYoung;
     if (!ours || young || ::flock(file.get(), LOCK_EX | LOCK_NB) != 0) continue;
-    found.push_back({name, status.st_mtim, static_cast<std::uint64_t>(status.st_blocks) * 512});
+    Left left{name, status.st_mtim, static_cast<std::uint64_t>(status.st_blocks) * 512};
+    (void)::pread(file.get(), &left.job, sizeof left.job, offsetof(Header, job));
+    found.push_back(left);
   }
   std::ranges::sort(found, [](const Left& one, const Left& other) {
     return std::pair(one.since.tv_sec, one.since.tv_nsec) > std::pair(other.since.tv_sec, other.since.tv_nsec);
@@ -143,8 +146,12 @@ void clean(const Fd& folder) {
     most = std::min(most, std::uint64_t{system.f_blocks} * system.f_frsize / kShareLeft);
   const time_t now = ::time(nullptr);
   std::uint64_t bytes = 0;
-  std::size_t files = 0;
+  std::size_t files = 0, jobless = 0;
   for (const auto& one : left_in(folder)) {
+    if (one.job == 0 && ++jobless > kMostJoblessLeft) {
+      ::unlinkat(folder.get(), one.name.c_str(), 0);
+      continue;
+    }
     bytes += one.bytes;
     if (++files > kMostLeft || bytes > most || now - one.since.tv_sec > week)
       ::unlinkat(folder.get(), one.name.c_str(), 0);

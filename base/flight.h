@@ -4,7 +4,9 @@
 // Recordings of one user's processes are beside each other in a directory: WHO.PID.NUMBER.flight, of which only the
 // user may read any. What is left of processes that have ended is bounded: whoever opens a recording removes those that
 // are older than a week, and of the others the oldest as long as there are more than 48 of them, or 160 MiB, or a
-// quarter of the file system. A recording is locked (flock) while its process lives, and never removed then.
+// quarter of the file system. Of those that never heard of a job, as of trainers that are refused again and again, the
+// newest 8 stay: they are not to push out the one that says why. A recording is locked (flock) while its process lives,
+// and never removed then.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +20,7 @@
 namespace rejoin::flight {
 
 constexpr const char* kSuffix = ".flight";
-constexpr std::size_t kMostLeft = 48;
+constexpr std::size_t kMostLeft = 48, kMostJoblessLeft = 8;
 constexpr std::uint64_t kMostBytesLeft = 160 * MiB, kShareLeft = 4;  // … and of the file system one part of so many
 
 // Where recordings are if nobody says where: /dev/shm/rejoin-USER, or in /tmp where there is no /dev/shm. USER is a

@@ -13,10 +13,12 @@
 
 #include <filesystem>
 #include <fstream>
+#include <set>
 #include <thread>
 
 #include "base/events.h"
 #include "base/fail.h"
+#include "base/fd.h"
 #include "base/flight.h"
 #include "base/flight_ring.h"
 #include "daemon/clock_stamp.h"
@@ -181,6 +183,17 @@ TEST(FlightReader, AHeaderThatMakesNoSenseIsAnError) {
   }
 }
 
+// It is killed then.
+pid_t in_child(auto what) {
+  const pid_t pid = ::fork();
+  if (pid == 0) {
+    what();
+    ::kill(::getpid(), SIGKILL);
+  }
+  ::waitpid(pid, nullptr, 0);
+  return pid;
+}
+
 TEST(Flight, AKilledProcessLeavesItsEventsAndOldOnesAreRemoved) {
   const test::Scratch scratch;
   const auto recordings = [&] {
@@ -188,15 +201,6 @@ TEST(Flight, AKilledProcessLeavesItsEventsAndOldOnesAreRemoved) {
     for (const auto& entry : std::filesystem::directory_iterator(scratch.path))
       if (entry.path().extension() == flight::kSuffix) names.push_back(entry.path().string());
     return names;
-  };
-  const auto in_child = [&](auto what) {
-    const pid_t pid = ::fork();
-    if (pid == 0) {
-      what();
-      ::kill(::getpid(), SIGKILL);
-    }
-    ::waitpid(pid, nullptr, 0);
-    return pid;
   };
   const pid_t pid = in_child([&] {
     flight::open(scratch.path, "r0.1/../x", "test");
@@ -242,6 +246,39 @@ TEST(Flight, AKilledProcessLeavesItsEventsAndOldOnesAreRemoved) {
   in_child([&] { flight::open(scratch.path, "r0.1", "test"); });
   EXPECT_EQ(recordings().size(), flight::kMostLeft + 2 + 1) << "these, the two youngest, and the directory";
   EXPECT_TRUE(std::filesystem::exists(scratch.path + "/notes.txt"));
+}
+
+// As a supervisor does it with a trainer that is refused.
+TEST(Flight, WhoIsStartedInVainAgainAndAgainDoesNotPushOutWhatSaysWhy) {
+  const test::Scratch scratch;
+  const auto hour_ago = std::filesystem::file_time_type::clock::now() - std::chrono::hours(1);
+  const auto record_one = [&](std::uint64_t job) {
+    std::set<std::string> before;
+    for (const auto& entry : std::filesystem::directory_iterator(scratch.path)) before.insert(entry.path());
+    in_child([&] {
+      flight::open(scratch.path, "r1.0", "test");
+      flight::set_job(job);
+    });
+    std::string made;
+    for (const auto& entry : std::filesystem::directory_iterator(scratch.path))
+      if (!before.contains(entry.path())) made = entry.path();
+    return made;
+  };
+  const std::string of_job = record_one(77), in_vain = record_one(0);
+  ASSERT_FALSE(of_job.empty() || in_vain.empty());
+  std::filesystem::last_write_time(of_job, hour_ago);
+  for (std::size_t i = 0; i < flight::kMostLeft + 12; ++i) {
+    const auto copy = fmt::format("{}/r1.0.{}{}", scratch.path, i, flight::kSuffix);
+    std::filesystem::copy_file(in_vain, copy);
+    std::filesystem::last_write_time(copy, hour_ago + std::chrono::seconds(i + 1));
+  }
+  record_one(77);
+  EXPECT_TRUE(std::filesystem::exists(of_job));
+  EXPECT_TRUE(
+      std::filesystem::exists(fmt::format("{}/r1.0.{}{}", scratch.path, flight::kMostLeft + 11, flight::kSuffix)));
+  std::size_t left = 0;
+  for (const auto& entry : std::filesystem::directory_iterator(scratch.path)) left += entry.is_regular_file();
+  EXPECT_EQ(left, 1 + flight::kMostJoblessLeft + 2) << "it, the newest in vain, and the two that are young";
 }
 
 // As a tmpfs without a limit, or one of FUSE.
