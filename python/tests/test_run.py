@@ -177,3 +177,48 @@ def test_a_worker_whose_torchrun_was_killed_before_it_had_begun_does_not_begin(t
     alive = [sys.executable, str(worker), "touch", str(began)]
     assert subprocess.run(alive, env={**os.environ, "_TORCHRUN": str(os.getpid())}, timeout=60).returncode == 0
     assert began.exists()
+
+
+# The real thing, with a coordinator and a daemon, and a replica that never comes.
+def started(directory: Path, patch: str = "") -> subprocess.Popen:
+    script = f"import sys\nfrom rejoin import run\n{patch}\nsys.exit(run.main(sys.argv[1:]))"
+    command = [sys.executable, "-c", script, "--replicas", "1", "--steps", "20", "--directory", str(directory)]
+    job = subprocess.Popen([*command, "--", "sleep", "60"], stderr=subprocess.PIPE, text=True)
+    RUNNING.append(job)
+    return job
+
+
+def lines_until(job: subprocess.Popen, text: str) -> str:
+    told = ""
+    for line in job.stderr:
+        told += line
+        if text in line:
+            return told
+    pytest.fail(told)
+
+
+def test_what_the_job_waits_for_is_told_once(tmp_path):
+    job = started(tmp_path, "run._LOOKS_EVERY_SECONDS = 0.2")
+    lines_until(job, "the job waits for replica 0: 0 of 1 ranks have registered")
+    time.sleep(1)
+    job.terminate()
+    assert "waits for" not in job.communicate(timeout=60)[1]
+
+
+def test_a_job_that_is_finished_when_it_is_started_says_so(tmp_path):
+    job = started(tmp_path, "run.Job._status = lambda self: {'finished': True, 'committed': 20}")
+    lines_until(job, "this job is finished: step 20 is committed. Nothing is trained: give it more than --steps 20")
+    job.terminate()
+    job.communicate(timeout=60)
+
+
+def test_a_second_one_in_the_same_directory_is_refused_and_leaves_the_first_ones_files(tmp_path):
+    first = started(tmp_path)
+    lines_until(first, "the coordinator is at")
+    before = (tmp_path / "coordinator.json").stat()
+    second = started(tmp_path)
+    _, told = second.communicate(timeout=60)
+    assert (second.returncode, told) == (1, f"rejoin-run: another rejoin-run has its job in {tmp_path}\n")
+    assert os.path.samestat((tmp_path / "coordinator.json").stat(), before)
+    first.terminate()
+    first.communicate(timeout=60)

@@ -10,9 +10,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import fcntl
+import http.client
 import json
 import math
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -20,9 +23,11 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from rejoin import _native
 from rejoin._programs import path
@@ -30,6 +35,7 @@ from rejoin._programs import path
 _PR_SET_PDEATHSIG = 1
 _ENDS_WITHIN_SECONDS = 10.0
 _TORCHRUN_ENDS_WITHIN_SECONDS = 40.0  # it gives its workers 30
+_LOOKS_EVERY_SECONDS = 10.0  # at what the job waits for, until it goes on
 _ONE_SIGNAL_SECONDS = 1.0  # Ctrl-C may come from the terminal, and again from who started this
 
 _WAITED_FOR = frozenset({signal.SIGCHLD, signal.SIGTERM, signal.SIGINT})
@@ -105,9 +111,19 @@ class Job:
         self._ending = False
         self._asked_at = 0.0
         self._kill_at = math.inf  # the replicas that have not left
+        self._look_at = math.inf
+        self._committed = 0  # when the coordinator was started
+        self._told: set[str] = set()
+        self._addresses = directory / "coordinator.json"
         self._key = directory / "job.key"
-        if not self._key.exists():
-            self._key.touch(mode=0o600)
+        self._lock = os.open(self._key, os.O_RDWR | os.O_CREAT, 0o600)  # until this program ends
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise SystemExit(f"rejoin-run: another rejoin-run has its job in {directory}") from None
+        except OSError:  # a file system without locks: the coordinator's log has one of another kind
+            pass
+        if os.fstat(self._lock).st_size == 0:
             self._key.write_text(secrets.token_hex(32))
 
     def _say(self, text: str) -> None:
@@ -127,18 +143,18 @@ class Job:
     def start(self) -> None:
         """Start everything."""
         given = self._arguments
-        addresses = self._directory / "coordinator.json"
-        addresses.unlink(missing_ok=True)
+        self._addresses.unlink(missing_ok=True)
         coordinator = self._daemon(
             "coordinator", "--coordinator", "--replicas", str(given.replicas), "--ranks", str(given.ranks),
-            "--batch", str(given.batch), "--steps", str(given.steps), "--address-file", str(addresses),
+            "--batch", str(given.batch), "--steps", str(given.steps), "--address-file", str(self._addresses),
             "--log-directory", str(self._directory / "log"), "--listen", "127.0.0.1:0",
             *["--constant-batch"] * given.constant_batch, *["--balance-batches"] * given.balance_batches,
         )  # fmt: skip
-        address = self._address(addresses, coordinator)
+        address = self._address(coordinator)
         # Started again, it is to be found where it was.
         coordinator.command[coordinator.command.index("--listen") + 1] = address
         self._say(f"the coordinator is at {address}; logs are in {self._directory}")
+        self._look_at_the_start()
         for replica in range(given.replicas):
             socket = self._directory / f"node{replica}.sock"
             self._daemon(f"node{replica}", "--socket", str(socket), "--connect", address)
@@ -153,17 +169,50 @@ class Job:
             output = None if given.show else self._directory / f"replica{replica}.log"
             self._replicas.append(self._start(_Process(f"replica {replica}", command, environment, output)))
 
-    def _address(self, file: Path, coordinator: _Process) -> str:
+    def _address(self, coordinator: _Process) -> str:
         deadline = time.monotonic() + 30
         while time.monotonic() < deadline:
             with contextlib.suppress(FileNotFoundError, json.JSONDecodeError, KeyError):
-                return str(json.loads(file.read_text())["coordinator"])
+                return str(json.loads(self._addresses.read_text())["coordinator"])
             assert coordinator.process is not None
             with contextlib.suppress(subprocess.TimeoutExpired):
                 coordinator.process.wait(0.02)
                 break
         tail = (self._directory / "coordinator.log").read_text(errors="replace")[-2000:]
         raise SystemExit(f"rejoin-run: the coordinator did not start:\n{tail}")
+
+    # The coordinator's status; nothing where it can't be had.
+    def _status(self) -> dict[str, Any]:
+        with contextlib.suppress(OSError, ValueError, KeyError, http.client.HTTPException):
+            page = json.loads(self._addresses.read_text())["status"]
+            with urllib.request.urlopen(f"http://{page}/status", timeout=2) as answer:
+                return dict(json.load(answer)["coordinator_role"])
+        return {}
+
+    def _look_at_the_start(self) -> None:
+        status = self._status()
+        self._committed = status.get("committed", 0)
+        if status.get("finished"):
+            self._say(f"this job is finished: step {self._committed} is committed. Nothing is trained: give it more "
+                      f"than --steps {self._arguments.steps}, or another --directory")  # fmt: skip
+        else:
+            self._look_at = time.monotonic() + _LOOKS_EVERY_SECONDS
+
+    # Who starts a job looks at the terminal, and not into the logs, until it has begun.
+    def _look_at_waits(self) -> None:
+        self._look_at = time.monotonic() + _LOOKS_EVERY_SECONDS
+        status = self._status()
+        if status.get("committed", 0) != self._committed:
+            self._look_at = math.inf
+            return
+        for line in status.get("waiting_for", []):
+            line = re.sub(r", for [0-9.]+ m?s$", "", line)
+            if line not in self._told:
+                self._told.add(line)
+                hint = (
+                    " (with rejoin-run REJOIN_ROLL_BACK_TO=STEP in its environment)" if "--roll-back-to" in line else ""
+                )
+                self._say(f"the job waits for {line}{hint}")
 
     def run(self) -> int:
         """Keep all running until each replica has ended in peace; gives the exit status."""
@@ -173,11 +222,15 @@ class Job:
             while not all(replica.ended for replica in self._replicas):
                 now = time.monotonic()
                 waits = [process.again_at for process in self._all if process.again_at]
-                heard = signal.sigtimedwait(_WAITED_FOR, max(0.0, min([*waits, self._kill_at, now + 3600]) - now))
+                heard = signal.sigtimedwait(
+                    _WAITED_FOR, max(0.0, min([*waits, self._kill_at, self._look_at, now + 3600]) - now)
+                )
                 if heard is not None and heard.si_signo != signal.SIGCHLD:
                     self._end()
                 if time.monotonic() >= self._kill_at:
                     self._kill()
+                if time.monotonic() >= self._look_at and not self._ending:
+                    self._look_at_waits()
                 for process in self._all:
                     if not self._look_after(process):
                         return 1
