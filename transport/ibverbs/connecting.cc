@@ -238,8 +238,12 @@ void IbverbsEngine::on_manager(const ConnectionManager::Event& event) {
     return manager_->refuse(event);
   }
   if (event.kind == Kind::failed) return fail_endpoint(*endpoint, ErrorCode::unavailable, event.why);
+  const auto give_up = [&](ErrorCode code, const std::string& why) {
+    if (event.kind == Kind::called) manager_->refuse(event);  // with its endpoint only what was accepted is forgotten
+    fail_endpoint(*endpoint, code, why);
+  };
   if (endpoint->uncalled == 0 || event.mine.index >= endpoint->queue_pairs.size())
-    return fail_endpoint(*endpoint, ErrorCode::corrupt, "it called by rdma_cm once too often");
+    return give_up(ErrorCode::corrupt, "it called by rdma_cm once too often");
   --endpoint->uncalled;
   QueuePair& queue_pair = *endpoint->queue_pairs[event.mine.index];
   Result<> result = queue_pair.set_path(event.path);
@@ -248,7 +252,7 @@ void IbverbsEngine::on_manager(const ConnectionManager::Event& event) {
   if (result)
     result = endpoint->initiator ? manager_->establish(event)
                                  : manager_->accept(event, endpoint->id, queue_pair.number(), options_);
-  if (!result) return fail_endpoint(*endpoint, result.error().code, result.error().message);
+  if (!result) return give_up(result.error().code, result.error().message);
   if (endpoint->initiator && endpoint->uncalled == 0) on_all_connected(*endpoint);
 }
 
