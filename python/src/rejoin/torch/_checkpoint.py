@@ -14,6 +14,10 @@ from rejoin.torch import _optimizer
 if TYPE_CHECKING:
     from rejoin.torch._session import Session
 
+# Behind a position: what the optimizer had counted before the job, which its own counts, of float32, tell up to 2^24.
+# It is no key of its own, as dcp.load() refuses a checkpoint without one, such as an older one.
+_COUNTED = " counted="
+
 
 def checkpoint_of(session: Session) -> dict[str, Any]:
     """Give the state as `Session.state_dict()` says."""
@@ -28,11 +32,10 @@ def checkpoint_of(session: Session) -> dict[str, Any]:
     average = {t.name: t.optimizers(t.columns[-1]) for t in parameters if t.averaged}
     state.update({name: of for name, of in (("masters", masters), ("average", average)) if of})
     of_rank: dict[str, Any] = {
-        "position": session._native.position() if session._joined else None,
+        "position": f"{session._native.position()}{_COUNTED}{session._updates.offset}" if session._joined else None,
         "version": session._native.committed() if session._joined else 0,
         "metrics": updated.get("rejoin.metrics"),  # of the last step: a part of the state
         "loss_scale": session._loss_scale,
-        "counted": session._updates.offset,  # before the job; the optimizer's own count is a float32, exact to 2^24
     }
     if session._ranks is not None and session._ranks.several:  # of one name, and each rank's own
         of_rank["buffers"] = {t.name: updated[t.name] for t in session._tensors if t.is_buffer}
@@ -64,12 +67,13 @@ def restore(session: Session, state: Mapping[str, Any]) -> None:
     if "rejoin" in state and place is None:
         known = ", ".join(state["rejoin"])
         raise InvalidArgument(f"the checkpoint knows {known}, and this is rank {session.rank} of its replica")
-    session._position = place["position"] if place is not None else None
+    position, _, counted = (place["position"] or "" if place is not None else "").partition(_COUNTED)
+    session._position = position or None
     version = _native.position_step(session._position) if session._position is not None else 0
     if place is not None:
         _load_own("metrics", session._metrics.state, place.get("metrics"))
         _load_own("loss_scale", session._loss_scale, place.get("loss_scale"))
-    _load_optimizer(session, state["optimizer"]["state"], version, (place or {}).get("counted"))
+    _load_optimizer(session, state["optimizer"]["state"], version, int(counted) if counted else None)
     buffers = place.get("buffers", {}) if place is not None else {}
     with torch.no_grad():
         for tensor in session._tensors:
