@@ -124,6 +124,15 @@ std::string name_of(const Config& c) {
   return c.store.shared() ? "coordinator " + c.node.name : "coordinator";
 }
 
+// "Reload" of a service manager, or a rotation of logs: there is nothing to read anew, and to systemd this signal is an
+// end in order, after which nobody would start the coordinator again. Who runs it in a terminal ends it with that.
+void ignore_hang_up(asio::signal_set& signals) {
+  struct sigaction before {};
+  const bool nohup = ::sigaction(SIGHUP, nullptr, &before) == 0 && before.sa_handler == SIG_IGN;
+  if (nohup || Fd(::open("/dev/tty", O_RDONLY | O_NOCTTY | O_CLOEXEC))) return;
+  signals.add(SIGHUP);
+}
+
 Result<> run(Config& c, const JobKeys& keys) {
   const bool node = !c.node.socket.empty();
   if (auto right = check_address_file(c.address_file); !right) return right;
@@ -136,12 +145,18 @@ Result<> run(Config& c, const JobKeys& keys) {
 
   asio::io_context io(1);
   asio::signal_set signals(io, SIGINT, SIGTERM);
-  signals.async_wait([&](asio::error_code error, int number) {
+  ignore_hang_up(signals);
+  std::function<void(asio::error_code, int)> heard = [&](asio::error_code error, int number) {
     if (error) return;
+    if (number == SIGHUP) {
+      spdlog::warn("SIGHUP is ignored: what there is to read anew is read without it");
+      return signals.async_wait(heard);
+    }
     spdlog::info("signal {}: ending", number);
     events::record(events::Kind::ended, {}, fmt::format("signal {}", number));
     io.stop();
-  });
+  };
+  signals.async_wait(heard);
   std::unique_ptr<NodeServer> server;
   asio::posix::stream_descriptor other(io);
   asio::steady_timer others(io);

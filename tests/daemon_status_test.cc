@@ -333,6 +333,19 @@ TEST(ServiceManager, HearsThatADaemonListensWhatItDoesAndThatItEnds) {
   EXPECT_EQ(daemon.wait(std::chrono::seconds(10)), 0);
 }
 
+TEST(ServiceManager, WhoReloadsEndsNobody) {
+  const Daemons job;
+  Process coordinator({"/usr/bin/setsid", kDaemon, "--coordinator", "--listen", "127.0.0.1:0", "--status",
+                       "127.0.0.1:0", "--log-directory", job.file("log"), "--job-key-file", job.key},
+                      job.file("out"));
+  const auto says = [&](const char* what) { return coordinator.output().find(what) != std::string::npos; };
+  ASSERT_TRUE(eventually([&] { return says("ready:"); })) << coordinator.output();
+  ::kill(coordinator.pid(), SIGHUP);
+  EXPECT_TRUE(eventually([&] { return says("SIGHUP is ignored"); })) << coordinator.output();
+  ::kill(coordinator.pid(), SIGTERM);
+  EXPECT_EQ(coordinator.wait(std::chrono::seconds(20)), 0) << coordinator.output();
+}
+
 TEST(ServiceManager, ThatCannotBeReachedIsNamedAndStopsNobody) {
   Scratch scratch;
   const std::string nobody = scratch.path + "/nobody";
