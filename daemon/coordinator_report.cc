@@ -75,10 +75,10 @@ void send_all(NodeListener& nodes, const std::vector<std::pair<std::vector<membe
   for (auto node : close) nodes.close(node);
 }
 
-void end_of_deciding(const std::string& why) {
+void end_of_deciding(const std::string& why, int status) {
   events::record(events::Kind::ended, {}, why);
   spdlog::critical("{}", why);
-  std::_Exit(4);
+  std::_Exit(status);
 }
 
 nlohmann::json status_of(const WriteTimes& times) {

@@ -26,8 +26,8 @@ void send_all(NodeListener& nodes, const std::vector<std::pair<std::vector<membe
 using WriteTimes = membership::ReplicatedCoordinator::Latency;
 
 // Ends the process when decisions can't be kept any more: deciding without remembering could decide twice. Ranks wait;
-// a restarted coordinator goes on from what was kept.
-[[noreturn]] void end_of_deciding(const std::string& why);
+// a restarted coordinator goes on from what was kept. A status of 2 is for settings that are wrong.
+[[noreturn]] void end_of_deciding(const std::string& why, int status = 4);
 
 nlohmann::json status_of(const membership::Coordinator& machine, const NodeListener& nodes, TimePoint now);
 nlohmann::json status_of(const WriteTimes& times);

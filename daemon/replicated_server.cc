@@ -82,7 +82,7 @@ void ReplicatedServer::carry_out(membership::ReplicatedCoordinator::Actions acti
   if (actions.failed) {
     failed_ = true;
     if (options_.failed) return options_.failed(*actions.failed);
-    end_of_deciding(actions.failed->message);
+    end_of_deciding(actions.failed->message, actions.failed->code == ErrorCode::invalid_argument ? 2 : 4);
   }
   if (actions.request)
     store_->submit(*actions.request,

@@ -140,7 +140,9 @@ bool ReplicatedCoordinator::take_in(const StoreAnswer& answer) {
 
 bool ReplicatedCoordinator::take_in(const proto::LogRecord& record) {
   if (auto replayed = machine_->replay(record); !replayed) {
-    fail_with(replayed.error().code,
+    // Another time it would not fit either, unlike what else does not match here: a store may be put back.
+    const bool other_settings = replayed.error().code == ErrorCode::mismatch;
+    fail_with(other_settings ? ErrorCode::invalid_argument : replayed.error().code,
               fmt::format("record {} of the store's log: {}", position_, replayed.error().message));
     return false;
   }

@@ -1,4 +1,6 @@
 // The demo with several coordinators that share an etcd: the one that leads, and etcd's own leader, killed and stopped.
+#include "daemon/tests/etcd_process.h"
+#include "tests/daemons.h"
 #include "tests/demo_support.h"
 
 namespace rejoin::test {
@@ -64,6 +66,32 @@ TEST(Demo, WithoutAnEtcdItNamesThePackageThatHasIt) {
       run({binaries() + "/rejoin-demo", "--data", REJOIN_DATA, "--store", "etcd"}, {"PATH=/nonexistent"});
   EXPECT_EQ(ended.status, 2) << ended.output;
   EXPECT_NE(ended.output.find("etcd-server"), std::string::npos) << ended.output;
+}
+
+// A supervisor need not start it again and again: see RestartPreventExitStatus in deploy/systemd.
+TEST(Coordinator, ACoordinatorWhoseSettingsDoNotFitTheStoresLogEndsAsForAWrongFlag) {
+  if (!has_etcd()) GTEST_SKIP() << kNoEtcd;
+  EtcdCluster etcd({.members = 1, .flags = {}});
+  Daemons job;
+  job.of_all = {"--flight-dir", "off"};
+  const std::vector<std::string> store{
+      "--store", "etcd:" + etcd.endpoint(0), "--job", "train", "--replicas", "1", "--ranks", "1"};
+  const auto with_batch = [&](const std::string& batch) {
+    auto all = store;
+    all.insert(all.end(), {"--batch", batch});
+    return all;
+  };
+  const auto coordinator = job.start_coordinator(with_batch("4"));
+  const auto node = job.start_node(0, {"--connect", job.coordinator});
+  const Process trainer({binaries() + "/rejoin-demo-trainer", "--replica", "0", "--rank", "0", "--socket",
+                         job.socket(0), "--data", REJOIN_DATA, "--params", "50000", "--flight-dir", "off"},
+                        job.file("trainer.out"));
+  ASSERT_TRUE(eventually([&] { return job.status().value("committed", 0) > 0; })) << trainer.output();
+  auto other = with_batch("16");
+  other.insert(other.end(), {"--coordinator", "--log-directory", job.file("other"), "--listen", "127.0.0.1:0"});
+  const auto second = job.daemon("c1", other);
+  EXPECT_EQ(second->wait(std::chrono::seconds(20)), 2) << second->output();
+  EXPECT_NE(second->output().find("Start with those settings"), std::string::npos) << second->output();
 }
 
 }  // namespace
