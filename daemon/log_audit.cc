@@ -67,6 +67,7 @@ void PassedOver::commit(const proto::LogRecord::Committed& committed) {
   highest_ = std::max(highest_, end);
   may_be_out_ = dealt_to(static_cast<std::uint64_t>(committed.members_size()));
   quiet_ = true;
+  if (steps_.size() > kept_) steps_.erase(steps_.begin());
 }
 
 // The log was compacted, and what was in it before that is not here.

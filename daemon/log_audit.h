@@ -8,6 +8,7 @@
 
 #include "base/ids.h"
 #include "control.pb.h"
+#include "membership/ledger.h"
 #include "membership/log.h"
 #include "membership/rank_set.h"
 
@@ -42,6 +43,8 @@ struct LogAudit {
 // what had waited to go out before the last step, and a batch of each who had one in it and is not in its commit.
 class PassedOver {
  public:
+  // `kept`: of so many of the last steps it knows what to take back when they are rolled back.
+  explicit PassedOver(std::uint64_t kept) : kept_(kept) {}
   void take(const proto::LogRecord& record);
   std::uint64_t not_trained() const;
   std::uint64_t samples() const { return highest_; }
@@ -56,6 +59,7 @@ class PassedOver {
   void take(const proto::LogRecord::Job& job);
   std::uint64_t dealt_to(std::uint64_t contributors) const;
 
+  std::uint64_t kept_;
   std::uint64_t batch_ = 0;       // of a replica, at most
   std::uint64_t at_most_ = 1000;  // … in thousandths of that: where replicas share by speed
   std::uint64_t together_ = 0;    // of all replicas, where that is constant
@@ -73,6 +77,9 @@ class PassedOver {
 // Takes a log's records in their order.
 class LogAuditor {
  public:
+  // `kept`: of so many of the last steps, as a ledger does, it knows the samples of each. So it is small however long
+  // the log is.
+  explicit LogAuditor(std::uint64_t kept = membership::Ledger::kStepsKept) : passed_over_(kept), trained_(kept) {}
   void take(const proto::LogRecord& record);
   // `last_step`: where it is known, the step after which the job is finished. The log doesn't name it; without it a
   // sample is lost only where new ones went out before it.

@@ -129,6 +129,9 @@ struct RolledBack {
 // Takes a log's records in their order.
 class TrainedSteps {
  public:
+  // Knows so many of the last steps one by one: of a long job's log no more is needed than a ledger keeps, since the
+  // job can't be rolled back further than that. What the steps before them trained stands under the last of these.
+  explicit TrainedSteps(std::uint64_t kept = ~std::uint64_t{0}) : kept_(kept) {}
   void take(const proto::LogRecord& record);
   // Returns the samples that its commits trained, by step, without those of steps that were rolled back; audit() takes
   // them.
@@ -139,6 +142,7 @@ class TrainedSteps {
   void begin_from(const proto::LogRecord::Snapshot& snapshot);
   void go_back(const proto::LogRecord::RolledBack& record);
   std::uint64_t samples() const;
+  std::uint64_t kept_;
   std::map<std::uint64_t, Batch> by_step_;
   RolledBack rolled_back_;
 };

@@ -27,6 +27,11 @@ void TrainedSteps::take(const proto::LogRecord& record) {
   for (const auto& member : record.committed().members())
     for (const auto& range : batch_of(member)) of_step.push_back(range);
   sort_and_join(of_step);
+  if (by_step_.size() - 1 <= kept_) return;
+  auto oldest = by_step_.extract(by_step_.begin());
+  Batch& next = by_step_.begin()->second;
+  next.insert(next.end(), oldest.mapped().begin(), oldest.mapped().end());
+  sort_and_join(next);
 }
 
 // All that was trained up to a checkpoint stands under its step.

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <map>
+#include <random>
 
 #include "membership/ledger.h"
 
@@ -247,6 +248,41 @@ TEST(LogAudit, SamplesThatStartAgainBehindACheckpointAreRepeatedAndThoseItSkipsA
   skipping.commit({{0, {{80, 90}}}});
   for (std::uint64_t at = 100; at < 150; at += 10) skipping.commit({{0, {{at, at + 10}}}});
   EXPECT_EQ(skipping.audit().lost, 10u);
+}
+
+TEST(LogAudit, OfALongLogItKeepsFewStepsAndSaysTheSame) {
+  constexpr std::uint64_t kept = 8;
+  for (std::uint32_t seed = 0; seed < 50; ++seed) {
+    std::mt19937 random(seed);
+    const auto up_to = [&](std::uint64_t most) { return random() % (most + 1); };
+    Written log;
+    log.epoch({0, 1});
+    std::uint64_t next = 0, oldest = 0;
+    membership::TrainedSteps few(kept);
+    for (int i = 0; i < 300; ++i) {
+      if (up_to(20) == 0) log.epoch({0, 1});
+      // No ledger deals so: samples that are passed over, and some that are trained once more.
+      next += up_to(9) == 0 ? 3 : 0;
+      const std::uint64_t again = up_to(9) == 0 ? std::min<std::uint64_t>(next, up_to(200)) : 0;
+      log.commit({{0, {{next - again, next - again + 10}}}, {1, {{next + 10, next + 20}}}});
+      next += 20;
+      oldest = std::max(oldest, log.committed - std::min(log.committed, kept));
+      if (up_to(30) == 0) log.roll_back(oldest + up_to(log.committed - oldest));
+    }
+    LogAuditor all(~std::uint64_t{0}), bounded(kept);
+    for (const auto& record : log.records) all.take(record), bounded.take(record), few.take(record);
+    EXPECT_LE(few.by_step().size(), kept + 1);
+    EXPECT_EQ(few.rolled_back().samples, all.rolled_back().samples) << seed;
+    for (const std::optional<Step> last : {std::optional<Step>(), std::optional(Step(log.committed))}) {
+      const LogAudit one = bounded.result(last), other = all.result(last);
+      EXPECT_EQ(one.once, other.once) << seed;
+      EXPECT_EQ(one.repeated, other.repeated) << seed;
+      EXPECT_EQ(one.lost, other.lost) << seed;
+      EXPECT_EQ(one.samples, other.samples) << seed;
+      EXPECT_EQ(one.left_over, other.left_over) << seed;
+      EXPECT_EQ(one.to_be_trained, other.to_be_trained) << seed;
+    }
+  }
 }
 
 }  // namespace
