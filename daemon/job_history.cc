@@ -1,7 +1,9 @@
 #include "daemon/job_history.h"
 
 #include <algorithm>
+#include <utility>
 
+#include "base/log.h"
 #include "base/text.h"
 
 namespace rejoin::daemon {
@@ -221,12 +223,25 @@ void JobHistory::on_report(proto::Report report, TimePoint now) {
   report.set_node(shortened(report.node(), 64));
   const std::pair daemon(report.daemon(), report.node());
   const std::size_t most = std::max(kMostNodes, 1024 * kMostNodes / states_.size());
-  if (of_replica.size() >= most)
+  if (!of_replica.contains(daemon))  // where trainers start their daemons, each return is another one
     std::erase_if(of_replica, [&](const auto& one) { return now - one.second.at > kReportLasts; });
   if (of_replica.size() >= most && !of_replica.contains(daemon)) return;
+  look_for_a_twin(report, now);
   while (report.rails_size() > 16) report.mutable_rails()->RemoveLast();
   of_replica[daemon] = {std::move(report), now};
   look_for_slow_hop(now);
+}
+
+// A daemon that was started again is another one with its name, but then the one before it says nothing any more.
+void JobHistory::look_for_a_twin(const proto::Report& report, TimePoint now) {
+  if (daemons_.size() >= 1024 * kMostNodes && !daemons_.contains(report.node())) return;
+  Named& known = daemons_[report.node()];
+  if (report.daemon() != known.daemon && now - known.heard <= kReportLasts) return void(known.other = true);
+  const bool twins = known.other && report.daemon() == known.daemon;
+  known = {report.daemon(), now};
+  if (!twins || !twins_.insert(report.node()).second) return;
+  spdlog::warn("two daemons are called {}, and nothing tells which of them is meant: give each a --name of its own",
+               report.node());
 }
 
 // Each daemon tells of its slowest hop: the one with the longest gap, if that is far from the others'.

@@ -7,6 +7,7 @@
 #include <deque>
 #include <map>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -103,6 +104,7 @@ class JobHistory {
   void on_standby(TimePoint now, bool running);
   void on_append(Duration took) { appends_.add(seconds(took)); }
   void on_report(proto::Report report, TimePoint now);
+  const std::set<std::string>& twins() const { return twins_; }  // names that two daemons have
 
   const std::string& states() const { return states_; }
   const std::deque<StepRow>& steps() const { return steps_; }
@@ -141,6 +143,7 @@ class JobHistory {
   void note_absences(const std::string& next, TimePoint now);
   bool is_failure(Cause cause) const;
   void look_for_slow_hop(TimePoint now);
+  void look_for_a_twin(const proto::Report& report, TimePoint now);
   std::uint32_t contributors() const;
   void begin_step(TimePoint now);
   double contributed_until(TimePoint now) const;  // seconds, since what is in `effective_`
@@ -164,6 +167,13 @@ class JobHistory {
   std::deque<Duration> absences_;
   Effective effective_;
   std::map<std::uint32_t, std::map<std::pair<std::uint64_t, std::string>, NodeReport>> reports_;  // by daemon
+  struct Named {  // one of the daemons of a name
+    std::uint64_t daemon = 0;
+    TimePoint heard{};
+    bool other = false;  // … and since then another one
+  };
+  std::map<std::string, Named> daemons_;
+  std::set<std::string> twins_;
   std::optional<SlowHop> slow_hop_;
   TimePoint looked_at_{};  // for it
 };

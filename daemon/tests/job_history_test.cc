@@ -116,6 +116,20 @@ TEST(JobHistory, OfDaemonsItKeepsTheLatestForAWhileAndNoMoreThanSoMany) {
   EXPECT_EQ(history.reports(TimePoint(20s)).size(), 1u);
 }
 
+TEST(JobHistory, TwoDaemonsOfOneNameAreNoticedAndOneThatWasStartedAgainIsNone) {
+  JobHistory history(4);
+  const auto tell = [&](std::uint64_t daemon, std::uint32_t replica, int second) {
+    auto told = report(replica, "node7");
+    told.set_daemon(daemon);
+    history.on_report(told, TimePoint(std::chrono::seconds(second)));
+  };
+  for (int second = 1; second < 5; ++second) tell(1, 0, second), tell(1, 1, second);
+  for (int second = 5; second < 30; ++second) tell(2, 0, second);
+  EXPECT_TRUE(history.twins().empty());
+  for (int second = 30; second < 33; ++second) tell(2, 0, second), tell(3, 1, second);
+  EXPECT_TRUE(history.twins().contains("node7"));
+}
+
 // A replica of 512 nodes, as of a job of 24 of them; nobody has given them names.
 TEST(JobHistory, ADaemonIsFoundAmongManyOfOneName) {
   JobHistory history(24);
