@@ -8,7 +8,7 @@
 
 namespace rejoin::daemon {
 
-// `of`: what each line begins with.
+// `of`: what each line begins with. Why a replica was refused is said once a minute, however often it comes again.
 void log_notes(const std::vector<membership::Note>& notes, std::string_view of = "");
 
 }  // namespace rejoin::daemon
