@@ -2,6 +2,11 @@
 
 import inspect
 import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
 
@@ -136,3 +141,35 @@ def test_loaders_that_would_train_samples_twice_keep_connections_or_interrupt_ar
             Fetcher(DataLoader(DATA, batch_sampler=Batches(101), **unordered))
     with pytest.raises(InvalidArgument, match="0 samples"):
         Batches(0)
+
+
+KILLED = """
+import time, torch
+from torch.utils.data import DataLoader, TensorDataset
+from rejoin.torch import Batches
+from rejoin.torch._data import Fetcher
+
+loader = DataLoader(TensorDataset(torch.arange(101)), batch_sampler=Batches(101), num_workers=2,
+                    multiprocessing_context="forkserver")
+fetcher = Fetcher(loader)
+steps = [((4 * n, 4 * n + 4),) for n in range(3)]
+for number, step in enumerate(steps[:2]):
+    fetcher.fetch(step, lambda count, known=steps[number + 1 :]: known[:count])
+print(*[worker.pid for worker in fetcher._iterator._workers], flush=True)
+time.sleep(600)
+"""
+
+
+def test_the_workers_of_a_trainer_that_is_killed_end_with_it():
+    trainer = subprocess.Popen([sys.executable, "-c", KILLED], stdout=subprocess.PIPE, text=True)
+    try:
+        workers = [int(pid) for pid in trainer.stdout.readline().split()]
+        assert len(workers) == 2
+    finally:
+        trainer.send_signal(signal.SIGKILL)
+        trainer.wait()
+        trainer.stdout.close()
+    deadline = time.monotonic() + 60
+    while any(os.path.exists(f"/proc/{pid}") for pid in workers):
+        assert time.monotonic() < deadline, "they have outlived it"
+        time.sleep(0.05)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
+import select
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -102,6 +105,32 @@ class Batches(Sampler[list[int]]):
             yield self.indices(ranges)
 
 
+class EndsWithTrainer:
+    """Begins a worker, which ends when this process has, however that ends.
+
+    A worker looks whether its parent lives. That is the fork server, which lives as long as a worker does: killed
+    trainers would leave both behind, each time, with all that the data set holds.
+    """
+
+    def __init__(self, inner: Callable[[int], None] | None) -> None:
+        self._inner, self._trainer = inner, os.getpid()
+
+    def __call__(self, worker: int) -> None:
+        """Be called by torch in the worker."""
+        try:
+            trainer = os.pidfd_open(self._trainer)
+        except ProcessLookupError:
+            os._exit(1)
+
+        def wait() -> None:
+            select.select([trainer], [], [])
+            os._exit(1)
+
+        threading.Thread(target=wait, name="rejoin-trainer", daemon=True).start()
+        if self._inner is not None:
+            self._inner(worker)
+
+
 class Fetcher:
     """Gives the data of a step's samples, out of the DataLoader's workers where they have them already."""
 
@@ -133,6 +162,8 @@ class Fetcher:
                 "a DataLoader with in_order=False gives batches as its workers end, and a step would be trained with "
                 "the samples of another: leave in_order=True"
             )
+        if loader.num_workers > 0 and not isinstance(loader.worker_init_fn, EndsWithTrainer):
+            loader.worker_init_fn = EndsWithTrainer(loader.worker_init_fn)
         self._loader, self._batches, self._busy = loader, batches, busy
         self._iterator: Iterator[Any] | None = None
         self._sent: deque[Ranges] = deque()  # to this iterator's workers, and not back yet
