@@ -59,10 +59,10 @@ TEST(Recordings, ArePutOnTheCoordinatorsClockAndThoseOfOtherJobsLeftOut) {
 // Its name is no secret, and who makes it first owns it.
 TEST(Recordings, ADefaultDirectoryThatAnotherUserHasMadeIsNotBelieved) {
   if (::geteuid() != 0) GTEST_SKIP() << "only root can be another user";
-  constexpr uid_t kOther = 1, kUser = 54321;
+  constexpr uid_t kOtherUser = 1, kUser = 54321;
   const std::string squatted = fmt::format("/dev/shm/rejoin-{}", kUser);
   if (::mkdir(squatted.c_str(), 0755) != 0) GTEST_SKIP() << squatted << ": " << std::strerror(errno);
-  EXPECT_EQ(::chown(squatted.c_str(), kOther, kOther), 0);
+  EXPECT_EQ(::chown(squatted.c_str(), kOtherUser, kOtherUser), 0);
   const pid_t child = ::fork();
   if (child == 0) {
     const bool is_user = ::setuid(kUser) == 0;
