@@ -237,9 +237,10 @@ void JobHistory::look_for_a_twin(const proto::Report& report, TimePoint now) {
   if (daemons_.size() >= 1024 * kMostNodes && !daemons_.contains(report.node())) return;
   Named& known = daemons_[report.node()];
   if (report.daemon() != known.daemon && now - known.heard <= kReportLasts) return void(known.other = true);
-  const bool twins = known.other && report.daemon() == known.daemon;
-  known = {report.daemon(), now};
-  if (!twins || !twins_.insert(report.node()).second) return;
+  if (report.daemon() != known.daemon) known = {.daemon = report.daemon()};
+  else if (std::exchange(known.other, false)) ++known.returns;  // once is a report that came late
+  known.heard = now;
+  if (known.returns < 2 || !twins_.insert(report.node()).second) return;
   spdlog::warn("two daemons are called {}, and nothing tells which of them is meant: give each a --name of its own",
                report.node());
 }

@@ -170,7 +170,8 @@ class JobHistory {
   struct Named {  // one of the daemons of a name
     std::uint64_t daemon = 0;
     TimePoint heard{};
-    bool other = false;  // … and since then another one
+    bool other = false;         // another one was heard since
+    std::uint32_t returns = 0;  // that it was heard again after another one
   };
   std::map<std::string, Named> daemons_;
   std::set<std::string> twins_;

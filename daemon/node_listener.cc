@@ -32,7 +32,14 @@ void make_printable(proto::FromNode& message) {
   constexpr std::size_t longest_name = 255;
   const auto whole = [](const std::string& text) { return printable(text, text.size()); };
   if (message.has_hello()) message.mutable_hello()->set_node(printable(message.hello().node(), longest_name));
-  if (message.has_rank_up()) message.mutable_rank_up()->set_node(printable(message.rank_up().node(), longest_name));
+  if (auto* up = message.has_rank_up() ? message.mutable_rank_up() : nullptr; up != nullptr) {
+    up->set_node(printable(up->node(), longest_name));
+    up->set_settings(whole(up->settings()));
+    up->set_stream_address(whole(up->stream_address()));
+  }
+  if (message.has_report()) message.mutable_report()->set_node(printable(message.report().node(), longest_name));
+  if (message.has_replica_status())
+    for (auto& peer : *message.mutable_replica_status()->mutable_unreached()) peer.set_why(whole(peer.why()));
   if (message.has_rank_down()) message.mutable_rank_down()->set_reason(whole(message.rank_down().reason()));
   if (message.has_accusation()) message.mutable_accusation()->set_what(whole(message.accusation().what()));
   if (message.has_drift()) message.mutable_drift()->set_tensor(whole(message.drift().tensor()));

@@ -203,7 +203,7 @@ class Coordinator {
   void drop_registration(ReplicaId replica, const std::string& reason);
   void note_never_members(const proto::LogRecord& record);
   void note_outages(const proto::LogRecord::EpochBegun& begun, std::optional<TimePoint> since);
-  static std::string why_silent(const ReplicaState& replica);
+  std::string why_silent(const ReplicaState& replica) const;
   std::string reason_for_being_out(ReplicaId replica) const;
   std::string strange_stream(ReplicaId id, std::uint32_t number) const;
   void tell_who_differs(const std::vector<ReplicaId>& replicas, const std::vector<ReplicaId>& chosen);

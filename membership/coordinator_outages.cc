@@ -31,9 +31,9 @@ void Coordinator::note_outages(const proto::LogRecord::EpochBegun& begun, std::o
 }
 
 // With what is known of the way to it.
-std::string Coordinator::why_silent(const ReplicaState& replica) {
+std::string Coordinator::why_silent(const ReplicaState& replica) const {
   for (const auto& rank : replica.ranks)
-    if (rank.registered && !rank.connected_node && !rank.lost_why.empty())
+    if (rank.registered && !rank.connected_node && !may_come_back(rank) && !rank.lost_why.empty())
       return fmt::format("it is silent: {}", rank.lost_why);
   return "it is silent";
 }
@@ -56,10 +56,7 @@ std::vector<ReplicaOutage> Coordinator::outages(TimePoint now) const {
     if (const auto refused = declarations_.refused().find(id); refused != declarations_.refused().end())
       return fmt::format("its rank {} was refused: {}", refused->second.first, refused->second.second);
     const auto found = replicas_.find(id);
-    if (found == replicas_.end())
-      return out_.at(id).why.ends_with("is not connected")
-                 ? "its node's daemon has to come back, and its trainers have to be started again"
-                 : "its trainers have to be started again";
+    if (found == replicas_.end()) return "its trainers have to be started again";
     const ReplicaState& replica = found->second;
     const bool suspended = std::ranges::any_of(
         suspended_, [&](const auto& one) { return one.replica == id && one.incarnation == replica.incarnation; });

@@ -237,11 +237,12 @@ RankState& Coordinator::keep(ReplicaState& replica, NodeId node, const proto::Ra
   std::erase(nodes_[node].moved, process);
   rank.node = node;
   near_.stale |= replica.statuses.come(up.rank(), node);
+  if (rank.instance != up.instance())  // the same measure comes again with each connection
+    audit_.on_digest_time(up.rank(), std::chrono::microseconds(std::min<std::uint64_t>(up.digest_us(), 1'000'000'000)));
   rank.instance = up.instance();
   rank.version = up.version();
   rank.digest = up.digest();
   rank.trained = keep_brought(Samples(up.trained(), kMostSamples));
-  audit_.on_digest_time(up.rank(), std::chrono::microseconds(std::min<std::uint64_t>(up.digest_us(), 1'000'000'000)));
   rank.connected_node = true;
   rank.pid = up.pid();
   for (auto& claim : claims_)  // it is asked again, through where it is now

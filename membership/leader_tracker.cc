@@ -151,7 +151,7 @@ LeaderTracker::Actions LeaderTracker::on_tick(TimePoint now) {
   if (due) reported_ = now;
   report(actions, due);
   if (leaderless_since_ == TimePoint{}) leaderless_since_ = now;
-  if (!leader_ && coordinators_.size() > 1 && !decides_alone() && now - leaderless_since_ > silence_ &&
+  if (!leader_ && coordinators_.size() > 1 && now - leaderless_since_ > silence_ &&
       !std::exchange(leaderless_reported_, true))
     actions.notes.push_back(
         {"none of the coordinators says that it leads: waiting for one to take over, or for one "

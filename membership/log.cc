@@ -240,9 +240,11 @@ Result<> Log::recover() {
   records_ = std::move(parsed->records);
   bytes_cut_ = parsed->torn;
   end_ = from + again.size();
-  remember_tail();
   if (auto marked = write_and_sync(file_, log_bytes({}, end_), end_); !marked) return marked;
-  return parsed->old ? write_and_sync(file_, as_bytes(kMagic), 0) : Result<>{};  // all of it has a mark behind it now
+  if (parsed->old)  // all of it has a mark behind it now
+    if (auto named = write_and_sync(file_, as_bytes(kMagic), 0); !named) return named;
+  remember_tail();
+  return {};
 }
 
 Result<> Log::write(const Fd& file, BytesView bytes, std::uint64_t at) const {

@@ -140,8 +140,10 @@ bool ReplicatedCoordinator::take_in(const StoreAnswer& answer) {
 
 bool ReplicatedCoordinator::take_in(const proto::LogRecord& record) {
   if (auto replayed = machine_->replay(record); !replayed) {
-    // Another time it would not fit either, unlike what else does not match here: a store may be put back.
-    const bool other_settings = replayed.error().code == ErrorCode::mismatch;
+    // Another time it would not fit either, unlike what else does not match here: a store may be put back, and a later
+    // release started.
+    const bool other_settings =
+        replayed.error().code == ErrorCode::mismatch && (record.has_job() || record.has_snapshot());
     fail_with(other_settings ? ErrorCode::invalid_argument : replayed.error().code,
               fmt::format("record {} of the store's log: {}", position_, replayed.error().message));
     return false;

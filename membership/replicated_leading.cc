@@ -29,7 +29,10 @@ std::size_t weight_of(const membership::Actions& decided) {
 void ReplicatedCoordinator::lead(TimePoint now) {
   gave_up_ = false;
   look_at_versions();
-  if (auto taken = machine_->take_over(now); !taken) return fail_with(taken.error().code, taken.error().message);
+  if (auto taken = machine_->take_over(now); !taken) {
+    const bool of_settings = taken.error().code == ErrorCode::mismatch;  // another time they would not fit either
+    return fail_with(of_settings ? ErrorCode::invalid_argument : taken.error().code, taken.error().message);
+  }
   role_ = Role::leading;
   ++takeovers_;
   confirmed_at_ = heard_at_ = now;

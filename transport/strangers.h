@@ -33,7 +33,8 @@ class Strangers {
   // and the oldest where there are too many. An honest one needs two round trips, and only a flood that is faster than
   // these displaces it; it comes again.
   std::optional<EndpointId> to_go(TimePoint now) { return crowd() ? greetings_.oldest() : greetings_.overdue(now); }
-  // The last quarter of this process's descriptors is for others: nobody else is to be accepted until some have gone.
+  // The last quarter of this process's descriptors is for others: one at a time is accepted, and those who are here go
+  // for it.
   bool scarce() const { return scarce_; }
   // Removes one that does not come in. They may come for ever: 1, 2, 4, 8 … of them are logged. Who has gone by itself
   // (`unavailable`) was not refused. `from`: its address, where that is known.

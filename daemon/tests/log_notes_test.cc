@@ -1,5 +1,6 @@
 #include "daemon/log_notes.h"
 
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -10,10 +11,12 @@ namespace {
 TEST(LogNotes, WhatATrainerIsRefusedForAgainAndAgainIsSaidOnce) {
   testing::internal::CaptureStdout();
   testing::internal::CaptureStderr();
+  static int run = 0;  // what is said once a minute is remembered by the process
+  const auto why = fmt::format("its buckets differ in run {}", ++run);
   for (int i = 0; i < 100; ++i)
-    log_notes({{"replica 1 rank 0 was refused: its buckets differ", true},
-               {"replica 2 rank 0 was refused: its buckets differ", true},
-               {"replica 1 rank 0: it has left: its buckets differ", true}});
+    log_notes({{"replica 1 rank 0 was refused: " + why, true},
+               {"replica 2 rank 0 was refused: " + why, true},
+               {"replica 1 rank 0: it has left: " + why, true}});
   log_notes({{"this daemon was paused for 2000 ms", true}});
   log_notes({{"this daemon was paused for 2000 ms", true}});
   const std::string text = testing::internal::GetCapturedStdout() + testing::internal::GetCapturedStderr();

@@ -35,6 +35,8 @@ TEST_F(OfTwo, WhoGreetsAndDoesNotSayWhetherItLeadsDecidesAlone) {
   EXPECT_FALSE(tracker.decides_alone()) << "it may be about to say so";
   pass(1s);
   EXPECT_EQ(tracker.decides_alone(), 0u);
+  pass(1s);
+  EXPECT_TRUE(warned) << "trainers wait";
   (void)tracker.on_disconnected(0, now);
   EXPECT_FALSE(tracker.decides_alone());
 }

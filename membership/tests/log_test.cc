@@ -201,6 +201,16 @@ TEST_F(LogFile, OneThatIsCutDuringAnAppendTakesNoMore) {
     }
 }
 
+TEST_F(LogFile, OneOfBeforeMarksThatHoldsNothingTakesItsFirstRecord) {
+  const std::string_view magic = "RJNLOG01";
+  put(Bytes(as_bytes(magic).begin(), as_bytes(magic).end()));
+  auto log = Log::open(directory);
+  ASSERT_TRUE(log) << log.error().message;
+  const auto appended = log->append({commit(1)});
+  EXPECT_TRUE(appended) << appended.error().message;
+  EXPECT_EQ(read_log(path)->size(), 1u);
+}
+
 TEST_F(LogFile, AShortFileThatIsNoLogIsLeftAsItIs) {
   const std::string_view notes = "hello\n";
   put(Bytes(as_bytes(notes).begin(), as_bytes(notes).end()));

@@ -48,6 +48,8 @@ def test_a_bucket_is_handed_over_behind_all_streams_that_its_gradients_came_on(m
             running[0] = stream
             tensor.value.grad = torch.ones(2)
             buckets.bring(tensor)
+        assert [bucket for bucket, _ in native.handed_over] == [0], "the last one waits for the look at the others"
+        buckets.bring_rest()
         assert [bucket for bucket, _ in native.handed_over] == [0, 1]
         sides = {side.cuda_stream: side for side in buckets._side_streams}
         first, second = (sides[stream] for _, stream in native.handed_over)

@@ -88,19 +88,25 @@ def test_a_schedule_gives_a_rate_for_each_group(tmp_path, rates):
         one._updates.check(5)
 
 
-@pytest.mark.parametrize("how", ["clip", "set", "scale", "accumulate", "data", "one of data"])
+@pytest.mark.parametrize("how", ["clip", "set", "scale", "data", "one of data"])
 def test_a_gradient_that_is_changed_after_backward_is_refused(tmp_path, monkeypatch, how):
     model = torch.nn.Linear(2, 2)
     one = session(tmp_path)
     one.attach(model, torch.optim.AdamW(model.parameters()))
-    monkeypatch.setattr(one._buckets, "_hand_over", lambda bucket: None)  # there is no job
+    handed_over = []
+    monkeypatch.setattr(one._buckets, "_hand_over", handed_over.append)  # there is no job
     monkeypatch.setattr(one, "_in_step", True)
-    one._buckets.begin(1 if how == "data" else 3)
-    with one.accumulate():
+    for step in range(2):
+        one._buckets.begin(1 if how == "data" else 3)
+        model.zero_grad()
+        with one.accumulate():
+            model(torch.ones(1, 2)).sum().backward()
         model(torch.ones(1, 2)).sum().backward()
-    model(torch.ones(1, 2)).sum().backward()
-    assert float(model.bias.grad.norm()) > 0  # it may be read
-    one._buckets.bring_rest()
+        assert float(model.bias.grad.norm()) > 0  # it may be read
+        if step == 0:
+            one._buckets.bring_rest()
+            assert handed_over.pop() == len(one._buckets._buckets) - 1
+    handed_over.clear()
     if how == "clip":
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
     elif how == "set":
@@ -111,11 +117,35 @@ def test_a_gradient_that_is_changed_after_backward_is_refused(tmp_path, monkeypa
         model.bias.grad.data.mul_(0.5)
     elif how == "one of data":
         model.weight.grad.data[1].clamp_(-1e-3, 1e-3)
-    else:
-        with one.accumulate():
-            model(torch.ones(1, 2)).sum().backward()
     with pytest.raises(rejoin.InvalidArgument, match="the gradient of '.*' was changed after .* max_norm="):
         one._buckets.bring_rest()
+    assert len(one._buckets._buckets) - 1 not in handed_over, "the step is committed when all buckets are out"
+
+
+@pytest.mark.parametrize("main_grad", [False, True])
+def test_accumulate_after_the_backward_that_hands_over_is_refused(tmp_path, monkeypatch, main_grad):
+    model = torch.nn.Linear(2, 2)
+    one = session(tmp_path)
+    one.attach(model, torch.optim.AdamW(model.parameters()), main_grad=main_grad)
+    monkeypatch.setattr(one._buckets, "_hand_over", lambda bucket: None)  # there is no job
+    monkeypatch.setattr(one, "_in_step", True)
+    one._buckets.begin()
+    model(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(rejoin.InvalidArgument, match="a second gradient of"), one.accumulate():
+        model(torch.ones(1, 2)).sum().backward()
+
+
+def test_a_backward_after_the_update_is_no_part_of_the_step(tmp_path, monkeypatch):
+    model = torch.nn.Linear(2, 2)
+    one = session(tmp_path)
+    one.attach(model, torch.optim.AdamW(model.parameters()))
+    monkeypatch.setattr(one._buckets, "_hand_over", lambda bucket: None)  # there is no job
+    monkeypatch.setattr(one, "_in_step", True)
+    one._buckets.begin()
+    model(torch.ones(1, 2)).sum().backward()
+    one._buckets.bring_rest()
+    monkeypatch.setattr(one, "_updated", True)
+    model(torch.ones(1, 2)).sum().backward()  # as a look at gradients, when the loop was left
 
 
 class Concatenated(torch.nn.Module):

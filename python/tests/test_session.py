@@ -366,3 +366,20 @@ def test_the_librarys_lines_go_to_logging():
     assert "rejoin WARNING a connection on rail 0 was refused" in done.stdout, done.stdout + done.stderr
     assert "refused" not in done.stderr
     assert "go to logging already" in done.stdout
+
+
+def test_ranks_that_were_asked_to_leave_do_so_also_where_each_step_is_a_call_of_steps(tmp_path, monkeypatch):
+    one, _, native = a_job_of(tmp_path, monkeypatch, 50)
+    next(one.steps())
+    one._optimizer.step()
+    asked = []
+    ranks = SimpleNamespace(
+        several=True,
+        leaves_after=lambda step, wants: asked.append((step, wants)) or wants,
+        leave_together=lambda: asked.append("together"),
+    )
+    monkeypatch.setattr(one, "_ranks", ranks)
+    monkeypatch.setattr(one._leaving, "is_set", lambda: True)
+    for _ in range(2):
+        assert list(one.steps()) == []
+    assert asked == [(1, True), "together"] and native.calls.count("leave") == 1

@@ -35,6 +35,7 @@ from rejoin._programs import path
 _PR_SET_PDEATHSIG = 1
 _ENDS_WITHIN_SECONDS = 10.0
 _TORCHRUN_ENDS_WITHIN_SECONDS = 40.0  # it gives its workers 30
+_DIRECTLY = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the coordinator is on this machine
 _LOOKS_EVERY_SECONDS = 10.0  # at what the job waits for, until it goes on
 _ONE_SIGNAL_SECONDS = 1.0  # Ctrl-C may come from the terminal, and again from who started this
 
@@ -112,11 +113,14 @@ class Job:
         self._asked_at = 0.0
         self._kill_at = math.inf  # the replicas that have not left
         self._look_at = math.inf
-        self._committed = 0  # when the coordinator was started
+        self._committed: int | None = None  # when it was first seen
         self._told: set[str] = set()
         self._addresses = directory / "coordinator.json"
         self._key = directory / "job.key"
-        self._lock = os.open(self._key, os.O_RDWR | os.O_CREAT, 0o600)  # until this program ends
+        try:
+            self._lock = os.open(self._key, os.O_RDWR | os.O_CREAT, 0o600)  # until this program ends
+        except PermissionError:  # one that may only be read is as good
+            self._lock = os.open(self._key, os.O_RDONLY)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -185,13 +189,13 @@ class Job:
     def _status(self) -> dict[str, Any]:
         with contextlib.suppress(OSError, ValueError, KeyError, http.client.HTTPException):
             page = json.loads(self._addresses.read_text())["status"]
-            with urllib.request.urlopen(f"http://{page}/status", timeout=2) as answer:
+            with _DIRECTLY.open(f"http://{page}/status", timeout=2) as answer:
                 return dict(json.load(answer)["coordinator_role"])
         return {}
 
     def _look_at_the_start(self) -> None:
         status = self._status()
-        self._committed = status.get("committed", 0)
+        self._committed = status.get("committed")
         if status.get("finished"):
             self._say(f"this job is finished: step {self._committed} is committed. Nothing is trained: give it more "
                       f"than --steps {self._arguments.steps}, or another --directory")  # fmt: skip
@@ -202,13 +206,15 @@ class Job:
     def _look_at_waits(self) -> None:
         self._look_at = time.monotonic() + _LOOKS_EVERY_SECONDS
         status = self._status()
-        if status.get("committed", 0) != self._committed:
+        if self._committed is None:
+            self._committed = status.get("committed")
+        if status and status["committed"] != self._committed:
             self._look_at = math.inf
             return
         for line in status.get("waiting_for", []):
-            line = re.sub(r", for [0-9.]+ m?s$", "", line)
-            if line not in self._told:
-                self._told.add(line)
+            known = re.sub(r"[0-9.]+ m?s\b", "", line)  # times in it go on
+            if known not in self._told:
+                self._told.add(known)
                 hint = (
                     " (with rejoin-run REJOIN_ROLL_BACK_TO=STEP in its environment)" if "--roll-back-to" in line else ""
                 )
@@ -247,7 +253,7 @@ class Job:
         within = self._arguments.leave_within
         self._say(f"ends: the replicas leave at the end of their step; after {within:g} s, or at a second signal, "
                   "they are killed")  # fmt: skip
-        self._ending, self._asked_at, self._kill_at = True, now, now + within
+        self._ending, self._asked_at, self._kill_at, self._look_at = True, now, now + within, math.inf
         for replica in self._replicas:
             if replica.process is not None and replica.process.poll() is None:
                 replica.process.terminate()

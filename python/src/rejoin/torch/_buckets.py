@@ -27,6 +27,7 @@ class Buckets:
         self._buckets: list[list[Tensor]] = []
         self._missing: list[int] = []  # gradients, by bucket, in this step
         self._next = 0  # to be handed over in this step
+        self._holds_last = True  # the last bucket, until the gradients that went out before it are found unchanged
         self._weight = 1  # of this step's gradients
         self._steps = 0
         self._newest: dict[int, int] = {}  # by storage: the version of the gradient in it that came last in this step
@@ -49,7 +50,7 @@ class Buckets:
                 tensor.handed_over = None
                 if tensor.main_grad:
                     tensor.gradient.zero_()
-        self._missing, self._next = [len(bucket) for bucket in self._buckets], 0
+        self._missing, self._next, self._holds_last = [len(bucket) for bucket in self._buckets], 0, True
         self._came_on = [set() for _ in self._buckets]
         self._newest.clear()
 
@@ -87,6 +88,8 @@ class Buckets:
                 for tensor in bucket:
                     if tensor.is_parameter and tensor.arrived:
                         self._check_unchanged(tensor)
+            self._holds_last = False
+            self._hand_over_what_is_full()
             for bucket in self._buckets:
                 for tensor in bucket:
                     if tensor.arrived:
@@ -145,8 +148,13 @@ class Buckets:
         if self._device.type == "cuda":
             self._came_on[tensor.bucket].add(torch.cuda.current_stream(self._device))
         self._missing[tensor.bucket] -= 1
-        # In the order of their numbers, on all replicas: a stream that waits for one bucket keeps those behind it back.
-        while self._next < len(self._missing) and self._missing[self._next] == 0:
+        self._hand_over_what_is_full()
+
+    # In the order of their numbers, on all replicas: a stream that waits for one bucket keeps those behind it back.
+    # The last one comes with optimizer.step(): a step of which a bucket is missing is committed by nobody.
+    def _hand_over_what_is_full(self) -> None:
+        last = len(self._missing) - (1 if self._holds_last else 0)
+        while self._next < last and self._missing[self._next] == 0:
             self._hand_over(self._next)
             self._next += 1
 

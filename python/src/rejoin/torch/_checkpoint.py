@@ -50,12 +50,16 @@ def _as_updated(session: Session, of_model: dict[str, Any]) -> dict[str, torch.T
     if not session._joined:
         return {tensor.name: tensor.value for tensor in others}
     updated = {tensor.name: tensor.view(tensor.columns[0]) for tensor in others}
-    at = {tensor.value.data_ptr(): tensor for tensor in others if tensor.is_buffer}
+    at = {_place(tensor.value): tensor for tensor in others if tensor.is_buffer}
     for name, value in of_model.items():  # one that is shared has several names
-        tensor = at.get(value.data_ptr()) if type(value) is torch.Tensor else None
-        if tensor is not None and tensor.value.shape == value.shape:
+        tensor = at.get(_place(value)) if type(value) is torch.Tensor else None
+        if tensor is not None:
             of_model[name] = updated[tensor.name]
     return updated
+
+
+def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def restore(session: Session, state: Mapping[str, Any]) -> None:
@@ -68,12 +72,12 @@ def restore(session: Session, state: Mapping[str, Any]) -> None:
         known = ", ".join(state["rejoin"])
         raise InvalidArgument(f"the checkpoint knows {known}, and this is rank {session.rank} of its replica")
     position, _, counted = (place["position"] or "" if place is not None else "").partition(_COUNTED)
-    session._position = position or None
-    version = _native.position_step(session._position) if session._position is not None else 0
+    version = _native.position_step(position) if position else 0
     if place is not None:
         _load_own("metrics", session._metrics.state, place.get("metrics"))
         _load_own("loss_scale", session._loss_scale, place.get("loss_scale"))
     _load_optimizer(session, state["optimizer"]["state"], version, int(counted) if counted else None)
+    session._position = position or None
     buffers = place.get("buffers", {}) if place is not None else {}
     with torch.no_grad():
         for tensor in session._tensors:
@@ -100,7 +104,7 @@ def _load_optimizer(session: Session, state: Mapping[int, Mapping[str, Any]], ve
     assert session._optimizer is not None and session._updates is not None
     held = {id(tensor.value): tensor for tensor in session._tensors}
     order = [p for group in session._optimizer.param_groups for p in group["params"]]
-    for number, kept in state.items():
+    for number in state:
         if not isinstance(number, int):
             raise InvalidArgument(
                 f"the optimizer's state is by names ('{number}'), and optimizer.state_dict()'s is by numbers: save "
@@ -110,9 +114,10 @@ def _load_optimizer(session: Session, state: Mapping[int, Mapping[str, Any]], ve
             raise InvalidArgument(
                 f"the checkpoint's optimizer has parameter number {number}, and this one {len(order)} of them"
             )
-        held[id(order[number])].take_state(kept)
     tensors = [held[id(parameter)] for parameter in order]
     counted = _optimizer.counted((t.name, t.kept, state.get(number, {})) for number, t in enumerate(tensors))
+    for number, kept in state.items():
+        tensors[number].take_state(kept)
     if state and counted is not None:
         session._updates.offset = before if before is not None else counted - version
         session._updates.count_all(version)

@@ -27,23 +27,29 @@ _MOST_LOADERS = 2  # whose workers stay: of two that a script takes by turns, sa
 
 def fetcher_of(session: Session, loader: DataLoader[Any]) -> Fetcher:
     """Give this loader's fetcher. Where a new one comes in each data epoch, say, workers of those before are let go."""
-    if id(loader) not in session._fetchers:
+    fetcher = session._fetchers.pop(id(loader), None)
+    if fetcher is None:
         fetcher = Fetcher(loader, session._busy_unless_it_is)
         while len(session._fetchers) >= _MOST_LOADERS:
             with session._busy_unless_it_is("the end of a DataLoader's workers", LONGEST_WAIT):
                 session._fetchers.pop(next(iter(session._fetchers))).stop()
-        session._fetchers[id(loader)] = fetcher
-    return session._fetchers[id(loader)]
+    session._fetchers[id(loader)] = fetcher  # behind those that were used before
+    return fetcher
 
 
 def begin_step(session: Session) -> Step | None:
     """Give the next step that this replica contributes to, and go through those before, in which it catches up."""
     assert session._ranks is not None
-    # Ranks that train a step together end it together: leaves_after() says with which one.
+    if session._in_step and session._updated:
+        assert session._step is not None
+        session._in_step = False
+        # Ranks that train a step together end it together: this says with which one, also where the loop was left.
+        if session._ranks.leaves_after(session._step.number, session._leaving.is_set()):
+            session._ranks.leave_together()
+            return None
     while not session._leaving.is_set() or (session._ranks.several and session._contributed):
-        if session._in_step and not session._updated:
+        if session._in_step:
             return _again(session)
-        session._in_step = False  # also where the loop was left after an update
         if session._group is not None:
             session._group.end_step()
         with session._leaving.waiting(at_once=not (session._ranks.several and session._contributed)):
@@ -80,6 +86,7 @@ def _again(session: Session) -> Step:
             f"session.steps() was left in step {step.number} after its backward(), and the others have its gradients: "
             "leave it after optimizer.step()"
         )
+    _refresh(session)  # of what its forward() has written to buffers
     session._zero_grad()
     session._buckets.begin(step.weight)
     return step
@@ -87,9 +94,9 @@ def _again(session: Session) -> Step:
 
 def on_gradient(session: Session, tensor: Tensor) -> None:
     """Take what backward() has brought, and hand over what is complete with it."""
-    if not session._in_step:
+    if not session._in_step or session._updated:
         return
-    if session._accumulating:
+    if session._accumulating and not tensor.arrived:
         if tensor.main_grad:
             session._buckets.add_up(tensor)
         return

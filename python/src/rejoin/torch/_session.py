@@ -219,6 +219,7 @@ class Session:
 
     def leave(self) -> None:
         """End this replica's part in the job; the others go on at once."""
+        self._ended = True
         with ExitStack() as ends:  # the others wait for none of these: torch gives each worker 5 s to end
             for fetcher in self._fetchers.values():
                 ends.callback(fetcher.stop)
@@ -260,14 +261,8 @@ class Session:
                 yield step, fetcher.fetch(step.samples, self._native.upcoming) if fetcher else step.samples
                 if not self._updated:
                     raise InvalidArgument(f"step {step.number} has ended without optimizer.step()")
-                self._in_step = False
-                assert self._ranks is not None
-                if self._ranks.leaves_after(step.number, self._leaving.is_set()):
-                    self._ranks.leave_together()
-                    break
         except Terminated:
             pass
-        self._ended = True
         log.info("replica %d rank %d leaves after step %d", self.replica, self.rank, self._native.committed())
         self.leave()
 
