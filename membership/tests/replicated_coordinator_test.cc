@@ -55,7 +55,7 @@ TEST(ReplicatedCoordinator, OneWithFewerStepsThanAreCommittedFailsForItsSettings
   job.options.job.steps = 2;
   job.let_other_lead();
   for (std::uint64_t step = 1; step <= 3; ++step)
-    job.write(step, [&](proto::LogEntry& entry) { entry.add_records()->mutable_committed()->set_step(step); });
+    job.write(step + 1, [&](proto::LogEntry& entry) { entry.add_records()->mutable_committed()->set_step(step); });
   job.start();
   for (std::uint64_t node : {0, 1}) job.node(node, true);
   job.pass(kQuiet);
