@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "base/log.h"
+#include "base/lower_median.h"
 #include "base/text.h"
 
 namespace rejoin::daemon {
@@ -258,10 +259,9 @@ void JobHistory::look_for_slow_hop(TimePoint now) {
     if (longest == nullptr || gaps.back() > longest->slowest().gap_us()) longest = &one->report;
   }
   if (gaps.size() < 3) return slow_hop_.reset();
-  const auto middle = gaps.begin() + static_cast<std::ptrdiff_t>((gaps.size() - 1) / 2);
-  std::nth_element(gaps.begin(), middle, gaps.end());
+  const std::uint64_t usual = lower_median(gaps);
   const auto& hop = longest->slowest();
-  if (hop.gap_us() < std::max(least_us, times * *middle)) return slow_hop_.reset();
+  if (hop.gap_us() < std::max(least_us, times * usual)) return slow_hop_.reset();
   const bool same = slow_hop_ && slow_hop_->replica == longest->replica() && slow_hop_->rank == hop.rank() &&
                     slow_hop_->from == hop.from() && now - slow_hop_->seen <= kReportLasts;
   if (!same)
@@ -271,7 +271,7 @@ void JobHistory::look_for_slow_hop(TimePoint now) {
                         .since_step = steps_.empty() ? 0 : steps_.back().step,
                         .since = now};
   slow_hop_->gap_us = hop.gap_us();
-  slow_hop_->usual_us = *middle;
+  slow_hop_->usual_us = usual;
   slow_hop_->seen = now;
 }
 

@@ -7,6 +7,7 @@
 #include "base/clock.h"
 #include "base/events.h"
 #include "base/log.h"
+#include "base/seldom.h"
 
 namespace rejoin::daemon {
 
@@ -16,19 +17,12 @@ namespace {
 // was since they were logged; nothing where that was within the last minute.
 std::optional<std::uint64_t> may_say(const std::string& text, TimePoint now) {
   constexpr std::size_t most = 256;
-  struct Said {
-    TimePoint at;
-    std::uint64_t left_out = 0;
-  };
-  static thread_local std::map<std::string, Said> said;
-  const auto lately = [now](const Said& one) { return now - one.at < std::chrono::minutes(1); };
+  static thread_local std::map<std::string, Seldom> said;
   if (text.find(" was refused: ") == std::string::npos && text.find(": it has left: ") == std::string::npos) return 0;
-  const auto known = said.find(text);
-  if (known != said.end() && lately(known->second)) return ++known->second.left_out, std::nullopt;
-  const std::uint64_t left_out = known == said.end() ? 0 : known->second.left_out;
-  if (said.size() >= most) std::erase_if(said, [&](const auto& one) { return !lately(one.second); });
-  if (said.size() < most) said[text] = {now};
-  return left_out;
+  const bool full = said.size() >= most && !said.contains(text);
+  if (full) std::erase_if(said, [&](const auto& one) { return one.second.is_over(now); });
+  if (full && said.size() >= most) return 0;
+  return said.try_emplace(text, std::chrono::minutes(1)).first->second.may_say(now);
 }
 
 }  // namespace

@@ -134,9 +134,8 @@ nlohmann::json ReplicatedServer::status() const {
   if (!leads)  // nobody registers with a standby: it waits for nobody, and knows of nothing that is not as it should be
     for (const char* of_leader : {"waiting_for", "alarms", "refused", "blocked_on", "registered"})
       json[of_leader] = nlohmann::json::array();
-  if (!leads) json.erase("wants_roll_back_to");
-  if (!leads) json.erase("wants_log");
-  if (!leads) json.erase("versions");
+  if (!leads)
+    for (const char* of_leader : {"wants_roll_back_to", "wants_log", "versions"}) json.erase(of_leader);
   const std::string given_up = copy_->given_up();
   if (!given_up.empty())
     json["alarms"].push_back(

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "base/fail.h"
+#include "base/lower_median.h"
 #include "base/text.h"
 
 namespace rejoin::membership {
@@ -45,14 +46,6 @@ std::string list(const Digests& digests) {
   return text;
 }
 
-// Of two in the middle the shorter one.
-Duration median(const std::deque<Duration>& of) {
-  std::vector<Duration> times(of.begin(), of.end());
-  const auto middle = times.begin() + static_cast<std::ptrdiff_t>((times.size() - 1) / 2);
-  std::nth_element(times.begin(), middle, times.end());
-  return *middle;
-}
-
 }  // namespace
 
 DriftAudit::DriftAudit(const AuditConfig& config, std::uint32_t ranks)
@@ -85,13 +78,14 @@ void DriftAudit::on_digest_time(std::uint32_t rank, Duration time) {
 // Of the rank that takes longest, since a step takes as long as its slowest rank.
 Duration DriftAudit::digest_time() const {
   Duration longest{};
-  for (const auto& [rank, times] : digest_times_) longest = std::max(longest, median(times));
+  for (const auto& [rank, times] : digest_times_)
+    longest = std::max(longest, lower_median<Duration>({times.begin(), times.end()}));
   return longest;
 }
 
 std::optional<std::uint64_t> DriftAudit::fitting_period() const {
   if (config_.period != 0 || digest_times_.empty() || step_times_.size() < kRemembered) return std::nullopt;
-  const double step = std::max(seconds(median(step_times_)), 1e-6);
+  const double step = std::max(seconds(lower_median<Duration>({step_times_.begin(), step_times_.end()})), 1e-6);
   return static_cast<std::uint64_t>(
       std::clamp(std::ceil(seconds(digest_time()) / (kShare * step)), 1.0, static_cast<double>(kLongestPeriod)));
 }

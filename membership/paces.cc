@@ -2,18 +2,14 @@
 
 #include <algorithm>
 
+#include "base/lower_median.h"
+
 namespace rejoin::membership {
 
 namespace {
 
 constexpr std::uint64_t kLongestUnmeasured = 4 * Paces::kWindow;
 constexpr std::uint64_t kLongest = std::uint64_t{1} << 40;  // µs: a step of twelve days
-
-std::uint64_t lower_median(std::vector<std::uint64_t> values) {
-  const auto middle = values.begin() + static_cast<std::ptrdiff_t>((values.size() - 1) / 2);
-  std::nth_element(values.begin(), middle, values.end());
-  return *middle;
-}
 
 }  // namespace
 
@@ -45,7 +41,7 @@ void Paces::on_step(Step step, const std::vector<Measured>& contributors, TimePo
 std::optional<std::uint64_t> Paces::of(ReplicaId replica) const {
   const auto found = windows_.find(replica);
   if (found == windows_.end() || found->second.steps < kWindow) return std::nullopt;
-  return lower_median({found->second.times.begin(), found->second.times.end()});
+  return lower_median<std::uint64_t>({found->second.times.begin(), found->second.times.end()});
 }
 
 void Paces::find_stragglers(Step step, const std::vector<Measured>& contributors, TimePoint now) {

@@ -88,14 +88,20 @@ def test_a_schedule_gives_a_rate_for_each_group(tmp_path, rates):
         one._updates.check(5)
 
 
+def in_a_step(tmp_path, monkeypatch, model, **rules):
+    """Give a session in a step of no job, and the buckets that it hands over, as they go."""
+    one, handed_over = session(tmp_path), []
+    one.attach(model, torch.optim.AdamW(model.parameters()), **rules)
+    monkeypatch.setattr(one._buckets, "_hand_over", handed_over.append)
+    monkeypatch.setattr(one, "_in_step", True)
+    one._buckets.begin()
+    return one, handed_over
+
+
 @pytest.mark.parametrize("how", ["clip", "set", "scale", "data", "one of data"])
 def test_a_gradient_that_is_changed_after_backward_is_refused(tmp_path, monkeypatch, how):
     model = torch.nn.Linear(2, 2)
-    one = session(tmp_path)
-    one.attach(model, torch.optim.AdamW(model.parameters()))
-    handed_over = []
-    monkeypatch.setattr(one._buckets, "_hand_over", handed_over.append)  # there is no job
-    monkeypatch.setattr(one, "_in_step", True)
+    one, handed_over = in_a_step(tmp_path, monkeypatch, model)
     for step in range(2):
         one._buckets.begin(1 if how == "data" else 3)
         model.zero_grad()
@@ -125,11 +131,7 @@ def test_a_gradient_that_is_changed_after_backward_is_refused(tmp_path, monkeypa
 @pytest.mark.parametrize("main_grad", [False, True])
 def test_accumulate_after_the_backward_that_hands_over_is_refused(tmp_path, monkeypatch, main_grad):
     model = torch.nn.Linear(2, 2)
-    one = session(tmp_path)
-    one.attach(model, torch.optim.AdamW(model.parameters()), main_grad=main_grad)
-    monkeypatch.setattr(one._buckets, "_hand_over", lambda bucket: None)  # there is no job
-    monkeypatch.setattr(one, "_in_step", True)
-    one._buckets.begin()
+    one, _ = in_a_step(tmp_path, monkeypatch, model, main_grad=main_grad)
     model(torch.ones(1, 2)).sum().backward()
     with pytest.raises(rejoin.InvalidArgument, match="a second gradient of"), one.accumulate():
         model(torch.ones(1, 2)).sum().backward()
@@ -137,11 +139,7 @@ def test_accumulate_after_the_backward_that_hands_over_is_refused(tmp_path, monk
 
 def test_a_backward_after_the_update_is_no_part_of_the_step(tmp_path, monkeypatch):
     model = torch.nn.Linear(2, 2)
-    one = session(tmp_path)
-    one.attach(model, torch.optim.AdamW(model.parameters()))
-    monkeypatch.setattr(one._buckets, "_hand_over", lambda bucket: None)  # there is no job
-    monkeypatch.setattr(one, "_in_step", True)
-    one._buckets.begin()
+    one, _ = in_a_step(tmp_path, monkeypatch, model)
     model(torch.ones(1, 2)).sum().backward()
     one._buckets.bring_rest()
     monkeypatch.setattr(one, "_updated", True)
@@ -162,12 +160,8 @@ class Concatenated(torch.nn.Module):
 @pytest.mark.parametrize("how", ["", "clip", "scale"])
 def test_gradients_that_share_a_version_may_be_accumulated_and_not_be_changed(tmp_path, monkeypatch, how):
     model = Concatenated()
-    one = session(tmp_path)
-    one.attach(model, torch.optim.AdamW(model.parameters()))
-    monkeypatch.setattr(one._buckets, "_hand_over", lambda bucket: None)  # there is no job
+    one, _ = in_a_step(tmp_path, monkeypatch, model)
     monkeypatch.setattr(one._buckets, "_is_in", lambda tensor, own: True)  # as in most steps
-    monkeypatch.setattr(one, "_in_step", True)
-    one._buckets.begin()
     with one.accumulate():
         model(torch.ones(1, 3)).sum().backward()
     model(torch.ones(1, 3)).sum().backward()
@@ -186,12 +180,7 @@ def test_gradients_that_share_a_version_may_be_accumulated_and_not_be_changed(tm
 def test_a_changed_gradient_is_refused_before_the_step_can_be_decided(tmp_path, monkeypatch):
     """Else the others, or all of them, have committed a step that nobody applies."""
     model = torch.nn.BatchNorm1d(2)
-    one = session(tmp_path)
-    one.attach(model, torch.optim.AdamW(model.parameters()))
-    handed_over = []
-    monkeypatch.setattr(one._buckets, "_hand_over", handed_over.append)
-    monkeypatch.setattr(one, "_in_step", True)
-    one._buckets.begin()
+    one, handed_over = in_a_step(tmp_path, monkeypatch, model)
     model(torch.randn(4, 2)).square().sum().backward()
     before = list(handed_over)
     model.bias.grad.mul_(0.5)
@@ -239,11 +228,7 @@ def test_a_layer_that_is_checkpointed_twice_by_nested_backward_passes_belongs_in
     tmp_path, monkeypatch, how
 ):
     model = torch.nn.Linear(2, 2)
-    one = session(tmp_path)
-    one.attach(model, torch.optim.AdamW(model.parameters()))
-    monkeypatch.setattr(one._buckets, "_hand_over", lambda bucket: None)  # there is no job
-    monkeypatch.setattr(one, "_in_step", True)
-    one._buckets.begin()
+    one, _ = in_a_step(tmp_path, monkeypatch, model)
     x = torch.ones(1, 2, requires_grad=True)
     for _ in range(2):
         x = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=how != "not reentrant")
@@ -259,11 +244,7 @@ def test_a_layer_that_is_checkpointed_twice_by_nested_backward_passes_belongs_in
 
 def test_a_gradient_that_is_taken_away_after_backward_is_refused_and_a_batch_may_be_left_out(tmp_path, monkeypatch):
     model = torch.nn.Linear(2, 2)
-    one = session(tmp_path)
-    one.attach(model, torch.optim.AdamW(model.parameters()))
-    monkeypatch.setattr(one._buckets, "_hand_over", lambda bucket: None)  # there is no job
-    monkeypatch.setattr(one, "_in_step", True)
-    one._buckets.begin()
+    one, _ = in_a_step(tmp_path, monkeypatch, model)
     (model(torch.ones(1, 2)).sum() * torch.nan).backward()
     one._buckets.bring_rest()  # what is no number is no change
     model.zero_grad()

@@ -118,11 +118,7 @@ TEST(StrangersOfTcp, LeaveTheLastQuarterOfTheDescriptorsToOthers) {
 TEST(StrangersOfTcp, AReadIsNotOverByAnAcknowledgementWithoutBytes) {
   Listener listener;
   Stranger peer(listener.port);
-  const Nonce nonce = make_nonce();
-  const auto challenge = challenged(listener, peer, nonce);
-  peer.send(wire::Kind::hello,
-            joined(handshake::prove_caller(kKey, nonce, challenge.nonce, as_bytes("hello")), as_bytes("hello")));
-  ASSERT_TRUE(within(std::chrono::seconds(20), [&] { return listener.poll(); }));
+  ASSERT_TRUE(comes_in(listener, peer));
   Bytes target(8);
   const RegionId region = listener.engine->register_region(target, MemoryKind::host, Access::local).value();
   const Read read{.context = 5, .local = {region, 0}, .remote = {{1, target.size()}, 0}, .length = target.size()};

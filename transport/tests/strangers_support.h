@@ -123,4 +123,13 @@ inline Challenge challenged(Listener& listener, Stranger& stranger, const Nonce&
   return challenge;
 }
 
+// Proves that it has the secret. Returns whether the listener has accepted it.
+inline bool comes_in(Listener& listener, Stranger& stranger) {
+  const Nonce nonce = make_nonce();
+  const auto challenge = challenged(listener, stranger, nonce);
+  stranger.send(wire::Kind::hello,
+                joined(handshake::prove_caller(kKey, nonce, challenge.nonce, as_bytes("hello")), as_bytes("hello")));
+  return within(std::chrono::seconds(20), [&] { return listener.poll(); });
+}
+
 }  // namespace rejoin::transport::tcp

@@ -208,11 +208,7 @@ TEST(StrangersOfTcp, WhoHasAnsweredIsHeardBeforeItIsJudgedBadly) {
 TEST(StrangersOfTcp, APeerThatAsksAndTakesNoAnswerIsGivenUp) {
   Listener listener;
   Stranger peer(listener.port);
-  const Nonce nonce = make_nonce();
-  const auto challenge = challenged(listener, peer, nonce);
-  peer.send(wire::Kind::hello,
-            joined(handshake::prove_caller(kKey, nonce, challenge.nonce, as_bytes("hello")), as_bytes("hello")));
-  ASSERT_TRUE(within(std::chrono::seconds(20), [&] { return listener.poll(); }));
+  ASSERT_TRUE(comes_in(listener, peer));
   wire::Header header{.kind = wire::Kind::write, .operation = 1, .key = 1};
   header.digest = wire::digest_of_header(header);
   Bytes writes;

@@ -235,7 +235,7 @@ class Job:
                     self._end()
                 if time.monotonic() >= self._kill_at:
                     self._kill()
-                if time.monotonic() >= self._look_at and not self._ending:
+                if time.monotonic() >= self._look_at:
                     self._look_at_waits()
                 for process in self._all:
                     if not self._look_after(process):
