@@ -108,14 +108,12 @@ def test_the_sharded_example_loses_a_rank_and_goes_on_from_its_checkpoint(tmp_pa
 
 def test_the_demo_kills_a_replica_and_proves_that_it_came_back():
     script = [sys.executable, str(EXAMPLES.parent / "demo.py"), "--data", str(DATA), "--kill", "2@20"]
-    for steps in (200, 1200):  # more, as it says, where a replica starts so slowly that the others are through before
-        done = subprocess.run([*script, "--steps", str(steps)], capture_output=True, text=True, timeout=150)
-        if "give it more --steps" not in done.stdout:
-            break
+    done = subprocess.run([*script, "--steps", "60"], capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "replica 2 trains again from step" in done.stdout
     assert re.search(r"same bits on all replicas, after each of \d+ steps: yes", done.stdout)
-    assert f"{steps} steps committed" in done.stdout and " 0 lost, 0 repeated" in done.stdout
+    committed = re.search(r"(\d+) steps committed", done.stdout)
+    assert committed and int(committed[1]) >= 60 and " 0 lost, 0 repeated" in done.stdout, done.stdout
     wrong = subprocess.run([*script[:4], "--kill", "7@1"], capture_output=True, text=True)
     assert wrong.returncode == 2 and "--kill 7@1: it is REPLICA@STEP" in wrong.stderr
 
