@@ -115,6 +115,7 @@ void Group::welcome(const Hello& hello, EndpointId endpoint) {
 void Group::member_is_here(std::uint32_t rank) {
   if (peers_[rank].stage != Stage::connecting) return;
   peers_[rank].stage = Stage::here;
+  if (failed_) return tell_of_failure(peers_[rank]);  // it has a configuration that this member has given up
   see_whether_all_are_here();
 }
 

@@ -333,11 +333,15 @@ void Group::fail_all(Error error, bool tell_others) {
   active_collectives_ = 0, not_ready_ = 0;
   if (std::exchange(configuring_, false)) call(std::move(configured_), tl::unexpected(error));
   if (!tell_others) return;
-  auto message = joined(Message::abort, bytes_of(static_cast<std::uint8_t>(error.code)));
-  const auto view = as_bytes(std::string_view(error.message).substr(0, 1000));
+  for (auto& peer : peers_)
+    if (peer.stage == Stage::here) tell_of_failure(peer);
+}
+
+void Group::tell_of_failure(Peer& peer) {
+  auto message = joined(Message::abort, bytes_of(static_cast<std::uint8_t>(failed_->code)));
+  const auto view = as_bytes(std::string_view(failed_->message).substr(0, 1000));
   message.insert(message.end(), view.begin(), view.end());
-  for (auto& peer : peers_)  // one may be gone
-    if (peer.stage == Stage::here && !engine_.send(peer.endpoint, message)) peer.has_failed = true;
+  if (!engine_.send(peer.endpoint, message)) peer.has_failed = true;  // it may be gone
 }
 
 void Group::fail_at_once(Error error) {

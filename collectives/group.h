@@ -173,6 +173,7 @@ class Group {
   void check_deadlines();
   std::string what_it_waits_for(const Active& active) const;
   void fail_all(Error error, bool tell_others = true);
+  void tell_of_failure(Peer& peer);
   void fail_at_once(Error error);
   bool others_have_heard() const;
   void end_failing();

@@ -217,35 +217,6 @@ TEST(GroupFailure, ManyWithoutBytesWaitBehindOneThatIsBlocked) {
   members.expect_success(works);
 }
 
-TEST(GroupFailure, AConnectionThatBreaksBeforeItIsAcceptedIsMadeAgain) {
-  for (int steps = 0; steps < 8; ++steps) {
-    SCOPED_TRACE(steps);
-    Members members(2);
-    const auto works = members.begin_reconfigure(1, {0, 1});
-    for (int i = 0; i < steps; ++i) members.all[0].group->poll(members.clock.now()), members.fabric.step();
-    members.fabric.reset(*members.all[1].engine, 0);
-    members.expect_success(works);
-  }
-}
-
-TEST(GroupFailure, AConfigurationThatLacksSomeoneSaysWhom) {
-  Members members(3);
-  members.all[2].stopped = true;
-  const auto works = members.begin_reconfigure(4, {0, 1, 2}, 1s);
-  ASSERT_TRUE(members.run({works[0], works[1]}));
-  for (const auto& work : {works[0], works[1]}) {
-    ASSERT_FALSE(*work->result);
-    EXPECT_EQ(work->result->error().code, ErrorCode::timeout);
-    EXPECT_THAT(work->result->error().message, HasSubstr("configuration 4 of 3 members lacks rank 2"));
-  }
-  // It comes late to that one, and all to the next.
-  members.all[2].stopped = false;
-  const auto again = members.begin_reconfigure(5, {2, 1, 0}, 1s);
-  ASSERT_TRUE(members.run(again));
-  for (const auto& work : again) ASSERT_TRUE(*work->result) << work->result->error().message;
-  EXPECT_EQ(members.all[0].group->rank(), 2u);
-}
-
 TEST(GroupFailure, MembersComeToAConfigurationInAnyOrder) {
   for (std::uint64_t seed = 0; seed < 20; ++seed) {
     Members members(4, seed);

@@ -118,6 +118,31 @@ TEST_P(Conformance, AWriteIsNotifiedWithTheBytesThatWerePostedOrNotAtAll) {
     }
 }
 
+// Writes into memory that its owner takes back end once each, and nothing lands there afterwards.
+TEST_P(Conformance, WritesIntoMemoryThatIsTakenBackEndOnceAndTouchNothing) {
+  constexpr std::uint64_t kWrites = 16;
+  auto p = pair();
+  std::vector<std::byte> from(MiB, std::byte{0x5a}), to(kWrites * MiB);
+  const RegionId source = *p.a.engine->register_region(from, kind, kAnyAccess);
+  const RegionId target = *p.b.engine->register_region(to, kind, kAnyAccess);
+  std::vector<Write> writes;
+  for (std::uint64_t i = 0; i < kWrites; ++i)
+    writes.push_back({.context = i,
+                      .local = {source, 0},
+                      .remote = {p.b.engine->remote(target), i * MiB},
+                      .length = MiB,
+                      .notify = i});
+  ASSERT_TRUE(p.a.engine->write(p.at_a, writes));
+  ASSERT_TRUE(until([&] { return !p.b.written.empty() || p.a.completions.size() == kWrites; }));
+  p.b.engine->deregister(target);
+  std::fill(to.begin(), to.end(), std::byte{0xee});
+  ASSERT_TRUE(until([&] { return p.a.completions.size() == kWrites; }));
+  settle();
+  for (const auto& [context, times] : p.a.completions) EXPECT_EQ(times, 1) << context;
+  EXPECT_EQ(std::count(to.begin(), to.end(), std::byte{0xee}), std::ssize(to)) << "something landed";
+  p.a.engine->deregister(source);
+}
+
 // What is read is what the owner has registered now: memory that it has taken back is not read as if it were there.
 TEST_P(Conformance, AReadOfMemoryThatItsOwnerHasTakenBackBringsNothingElse) {
   for (const bool maps : {true, false}) {

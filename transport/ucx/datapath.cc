@@ -262,9 +262,13 @@ void UcxEngine::landed(const Receive& receive, ucs_status_t status) {
   Endpoint* endpoint = find(receive.endpoint.value);
   if (endpoint == nullptr) return;
   --endpoint->receiving;
-  if (endpoint->stage != Stage::open || region == nullptr) return;
+  if (endpoint->stage != Stage::open) return;
   if (status != UCS_OK) {
     errors_.emplace_back(endpoint->handle, status);
+    return;
+  }
+  if (region == nullptr) {  // taken back meanwhile; a read of ours has ended by that
+    if (receive.read_operation == 0) acknowledge(*endpoint, receive.header.operation, Regions::Refusal::bad_key);
     return;
   }
   if (!receive.bounce.empty()) std::memcpy(receive.target, receive.bounce.data(), receive.bounce.size());

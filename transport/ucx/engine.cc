@@ -1,6 +1,9 @@
 #include "transport/ucx/engine.h"
 
+#include <mutex>
+
 #include "base/fail.h"
+#include "base/log.h"
 #include "transport/ucx/address.h"
 
 namespace rejoin::transport::ucx {
@@ -22,6 +25,13 @@ Result<> UcxEngine::start(const Options& options) {
   if (auto there = load_ucx(); !there) return tl::unexpected(there.error());
   options_ = options;
   bounces_ = may_use_tcp(options.transports);
+  if (static std::once_flag said; bounces_)
+    std::call_once(said, [&] {
+      spdlog::warn(
+          "ucx:{} may go over UCX's TCP, in which UCX 1.13.1 has crashed where connections broke and were made again "
+          "(docs/transports.md): use tcp, or a list of RDMA transports",
+          options.transports);
+    });
   // UCX's own lines about a peer that died are no news to us: they come back as events.
   ucx().set_global_option("LOG_LEVEL", "fatal");
   ucx().set_global_option("HANDLE_ERRORS", "none");
