@@ -7,6 +7,7 @@
 #include "transport/factory.h"
 #include "transport/tests/any_access.h"
 #include "transport/tests/fake_verbs_state.h"
+#include "transport/tests/same_bytes.h"
 #include "transport/tests/within.h"
 
 namespace rejoin::transport {
@@ -68,7 +69,7 @@ TEST(VerbsAccess, TheDeviceRefusesWhatIsPostedNeverthelessAndTheEndpointGoesOn) 
   const auto refused = write(target);
   ASSERT_TRUE(refused);
   EXPECT_EQ(refused->code, ErrorCode::refused);
-  EXPECT_TRUE(std::all_of(to.begin(), to.end(), [](std::byte one) { return one == std::byte{0}; }));
+  EXPECT_TRUE(all_are(std::byte{0}, to));
   EXPECT_TRUE(until([&] { return b->refused() > 0; })) << "the device's event was not counted";
   EXPECT_FALSE(write(sound));
   EXPECT_EQ(other, from);
