@@ -45,7 +45,7 @@ TEST(Demo, OfReplicasThatAreNotAllConnectedSomeDieAndComeBack) {
 }
 
 TEST(Demo, AllButOneDieAtOnce) {
-  expect_sound(demo({"--steps", "300", "--kill", "0.1@30,2.0@30", "--params", "600000"}), 300, {"kill", "kill"});
+  expect_sound(demo({"--steps", "160", "--kill", "0.1@30,2.0@30", "--params", "600000"}), 160, {"kill", "kill"});
 }
 
 TEST(Demo, EverythingDiesAndStartsAgainFromWhatIsLeft) {
