@@ -1,10 +1,13 @@
 """What rejoin-run does with processes that end, or that can't be started."""
 
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -212,9 +215,43 @@ def test_a_job_that_is_finished_when_it_is_started_says_so(tmp_path):
     job.communicate(timeout=60)
 
 
+def test_a_job_that_ends_says_how_far_it_has_come(tmp_path):
+    more = """
+    def _status(self):
+        return {"finished": True, "committed": 20}
+"""
+    _, told = job_of(tmp_path, "exit 0", more=more).communicate(timeout=60)
+    assert told == "rejoin-run: finished: step 20 is committed\n"
+
+
+# What `rejoin status` is told is no address for each daemon of a job; nor are the names of another one's files.
+def test_the_page_is_named_and_what_variables_say_of_another_daemon_is_not_taken(tmp_path, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        monkeypatch.setenv("REJOIN_STATUS", f"127.0.0.1:{other.getsockname()[1]}")
+        for name in ("SOCKET", "ADDRESS_FILE"):
+            monkeypatch.setenv(f"REJOIN_{name}", str(tmp_path / "other"))
+        monkeypatch.setenv("REJOIN_COORDINATOR", "127.0.0.1:1")
+        job = started(tmp_path)
+        said = lines_until(job, "logs are in")
+        page = json.loads((tmp_path / "coordinator.json").read_text())["status"]
+        assert said == f"rejoin-run: the page is at http://{page}/; logs are in {tmp_path}\n"
+
+        def nodes() -> int:
+            with urllib.request.urlopen(f"http://{page}/status", timeout=10) as answer:
+                status = json.load(answer)
+            assert "node_role" not in status
+            return status["coordinator_role"]["nodes"]
+
+        until(lambda: nodes() == 1)
+        assert not (tmp_path / "other").exists()
+        job.terminate()
+        told = job.communicate(timeout=60)[1]
+    assert "is started again" not in told
+
+
 def test_a_second_one_in_the_same_directory_is_refused_and_leaves_the_first_ones_files(tmp_path):
     first = started(tmp_path)
-    lines_until(first, "the coordinator is at")
+    lines_until(first, "the page is at http://")
     before = (tmp_path / "coordinator.json").stat()
     second = started(tmp_path)
     _, told = second.communicate(timeout=60)

@@ -2,7 +2,9 @@
 
     rejoin-run --replicas 3 --batch 32 --steps 1000 -- python train.py
 
-What dies is started again, until the job is finished: kill -9 any of it.
+What dies is started again, until the job is finished: kill -9 any of it. The exit status is 0 when each replica has
+ended with 0, or has left after a signal; 1 when the job was given up or could not start; 2 for wrong arguments. A fresh
+directory is made in the temporary one, and nobody removes it.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -73,6 +75,16 @@ def _by_torchrun(ranks: int, command: list[str]) -> list[str]:
             "--nproc-per-node", str(ranks), worker, *command]  # fmt: skip
 
 
+# A job has several daemons: no two can have one socket or port, nor a role that one variable gives to all of them.
+def _of_daemons(environment: Mapping[str, str]) -> dict[str, str]:
+    variables = dict(environment)
+    for name in ("SOCKET", "COORDINATOR", "COORDINATOR_ROLE", "RELAY", "ADDRESS_FILE"):
+        variables.pop(f"REJOIN_{name}", None)
+    if not variables.get("REJOIN_STATUS", "").endswith(":0"):  # a port that is free
+        variables.pop("REJOIN_STATUS", None)
+    return variables
+
+
 @dataclass
 class _Process:
     name: str
@@ -114,6 +126,7 @@ class Job:
         self._kill_at = math.inf  # the replicas that have not left
         self._look_at = math.inf
         self._committed: int | None = None  # when it was first seen
+        self._was_finished = False  # before anything was trained
         self._told: set[str] = set()
         self._addresses = directory / "coordinator.json"
         self._key = directory / "job.key"
@@ -142,7 +155,7 @@ class Job:
     def _daemon(self, name: str, *flags: str) -> _Process:
         command = [path("rejoind"), "--job-key-file", str(self._key), "--name", name, *flags]
         command += ["--silence-ms", str(self._arguments.silence_ms)]
-        return self._start(_Process(name, command, dict(os.environ), self._directory / f"{name}.log"))
+        return self._start(_Process(name, command, _of_daemons(os.environ), self._directory / f"{name}.log"))
 
     def start(self) -> None:
         """Start everything."""
@@ -154,10 +167,10 @@ class Job:
             "--log-directory", str(self._directory / "log"), "--listen", "127.0.0.1:0",
             *["--constant-batch"] * given.constant_batch, *["--balance-batches"] * given.balance_batches,
         )  # fmt: skip
-        address = self._address(coordinator)
+        address, page = self._address(coordinator, "coordinator"), self._address(coordinator, "status")
         # Started again, it is to be found where it was.
         coordinator.command[coordinator.command.index("--listen") + 1] = address
-        self._say(f"the coordinator is at {address}; logs are in {self._directory}")
+        self._say(f"the page is at http://{page}/; logs are in {self._directory}")
         self._look_at_the_start()
         for replica in range(given.replicas):
             socket = self._directory / f"node{replica}.sock"
@@ -173,11 +186,11 @@ class Job:
             output = None if given.show else self._directory / f"replica{replica}.log"
             self._replicas.append(self._start(_Process(f"replica {replica}", command, environment, output)))
 
-    def _address(self, coordinator: _Process) -> str:
+    def _address(self, coordinator: _Process, kind: str) -> str:
         deadline = time.monotonic() + 30
         while time.monotonic() < deadline:
             with contextlib.suppress(FileNotFoundError, json.JSONDecodeError, KeyError):
-                return str(json.loads(self._addresses.read_text())["coordinator"])
+                return str(json.loads(self._addresses.read_text())[kind])
             assert coordinator.process is not None
             with contextlib.suppress(subprocess.TimeoutExpired):
                 coordinator.process.wait(0.02)
@@ -196,11 +209,17 @@ class Job:
     def _look_at_the_start(self) -> None:
         status = self._status()
         self._committed = status.get("committed")
-        if status.get("finished"):
+        self._was_finished = bool(status.get("finished"))
+        if self._was_finished:
             self._say(f"this job is finished: step {self._committed} is committed. Nothing is trained: give it more "
                       f"than --steps {self._arguments.steps}, or another --directory")  # fmt: skip
         else:
             self._look_at = time.monotonic() + _LOOKS_EVERY_SECONDS
+
+    def _look_at_the_end(self) -> None:
+        status = self._status()
+        if status.get("finished") and not self._was_finished:
+            self._say(f"finished: step {status['committed']} is committed")
 
     # Who starts a job looks at the terminal, and not into the logs, until it has begun.
     def _look_at_waits(self) -> None:
@@ -240,6 +259,7 @@ class Job:
                 for process in self._all:
                     if not self._look_after(process):
                         return 1
+            self._look_at_the_end()
             return 0
         finally:
             self._stop()
