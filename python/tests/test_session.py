@@ -77,6 +77,7 @@ def test_what_would_leave_the_session_is_refused(tmp_path, monkeypatch):
         ({"max_norm": -1.0}, "max_norm=-1.0: it is to be above 0"),
         ({"max_norm": float("nan")}, "max_norm=nan"),
         ({"metrics": ("loss", "loss")}, "one of them is there twice"),
+        ({"metrics": "mae"}, "give a list of names"),
         ({"loss_scale": 1000.0}, "a power of 2"),
         ({"gradients": torch.int32}, "gradients=torch.int32: .* a type of floating point"),
     ):

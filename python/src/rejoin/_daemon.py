@@ -31,7 +31,7 @@ def _until(condition: bool, name: str, process: subprocess.Popen[bytes] | None, 
     deadline = time.monotonic() + _STARTS_WITHIN_SECONDS
     while _is_there(name) != condition:
         if process is not None and process.poll() is not None:
-            raise Unavailable(f"rejoind has ended with status {process.returncode}: its log says why")
+            raise Unavailable(f"rejoind has ended with status {process.returncode}: the lines above say why")
         if time.monotonic() > deadline:
             raise Unavailable(f"{why} within {_STARTS_WITHIN_SECONDS:.0f} s")
         time.sleep(0.02)

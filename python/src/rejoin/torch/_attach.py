@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,7 @@ def check(
     ema: float | None,
     loss_scale: float | None,
     gradients: torch.dtype | None,
+    metrics: Sequence[str],
 ) -> None:
     """Refuse what no session can keep equal on all replicas."""
     if max_norm is not None and not max_norm > 0.0:
@@ -34,6 +35,8 @@ def check(
         raise InvalidArgument(f"ema={ema}: it is to be between 0 and 1, such as 0.999")
     if gradients is not None and not gradients.is_floating_point:
         raise InvalidArgument(f"gradients={gradients}: they are reduced in a type of floating point")
+    if isinstance(metrics, str):
+        raise InvalidArgument(f"metrics={metrics!r}: give a list of names, metrics=[{metrics!r}]")
     _optimizer.refuse_hooks(optimizer)
     if loss_scale is not None and (loss_scale < 1.0 or math.frexp(loss_scale)[0] != 0.5):
         raise InvalidArgument(f"loss_scale={loss_scale}: it is to be a power of 2, such as 65536")

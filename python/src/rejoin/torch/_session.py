@@ -44,7 +44,7 @@ class Session:
     """This process's part in the job.
 
     One thread calls everything here. What fails raises a `rejoin.RejoinError`; after `rejoin.Cancelled` the process is
-    to end, and to be started again.
+    to end, and to be started again. `replica`, `rank` and `device` say which part it is.
     """
 
     def __init__(self, device: torch.device | str = "cpu", **settings: Any) -> None:
@@ -53,7 +53,8 @@ class Session:
         What is not given comes from REJOIN_* variables; replica and rank also from a launcher's variables
         (`rejoin.place_from_environment`). Does not talk to the daemon yet. Where neither `socket` nor REJOIN_SOCKET
         says where that is, and REJOIN_COORDINATOR says where the coordinator is, the process of local rank 0 starts a
-        daemon, which ends with it.
+        daemon, which ends with it: at log level warn, and as replicaR-HOST, where REJOIN_LOG_LEVEL and REJOIN_NODE do
+        not say otherwise.
         """
         self.device = torch.device(device)
         if self.device.type == "cuda" and self.device.index is None:
@@ -136,6 +137,8 @@ class Session:
         `ema`: the session keeps a moving average of the weights, `average = ema * average + (1 - ema) * weight` after
         each update; see `averaged` and `state_dict`.
 
+        `bucket_bytes`: gradients are exchanged in buckets of about so many bytes, 25 MiB without it.
+
         A model that `torch.distributed.fsdp.fully_shard` has divided among the ranks of the replica is attached
         alike, on each of its ranks, with the optimizer made afterwards.
 
@@ -147,7 +150,7 @@ class Session:
                 "attach() comes once: several models go into one torch.nn.ModuleList, with one optimizer over them, "
                 "whose groups may have settings of their own"
             )
-        _attach.check(optimizer, max_norm, ema, loss_scale, gradients)
+        _attach.check(optimizer, max_norm, ema, loss_scale, gradients, metrics)
         self._rules = Rules(max_norm, lr, skip_nonfinite or loss_scale is not None, ema)
         self._ranks = Ranks(self.rank, self._leaving, self._native.check)
         with _optimizer.one_thread(self.device):
