@@ -1,6 +1,7 @@
 """The documentation holds together: every link and anchor leads somewhere, every picture is there and used, the README is short, and the glossary has every message."""
 import pathlib
 import re
+import subprocess
 import sys
 import xml.etree.ElementTree
 
@@ -91,6 +92,10 @@ for page in pages:
     for variable in sorted(set(re.findall(r"`REJOIN_([A-Z_]*[A-Z])\b", page.read_text(encoding="utf-8")))):
         if variable not in known.split() and page.name != "CONTRIBUTING.md":  # which has macros
             failures.append(f"{page.relative_to(root)}: REJOIN_{variable} is not among base/command_line.cc's variables")
+
+written = subprocess.run([sys.executable, root / "docs/python_reference.py"], capture_output=True, text=True)
+if written.stdout != (root / "docs/python.md").read_text(encoding="utf-8"):
+    failures.append(f"docs/python.md is not what docs/python_reference.py writes of the package{written.stderr}")
 
 for failure in failures:
     print(failure)

@@ -1,4 +1,9 @@
-"""What calls raise: one class for each code of the library, all of them a `RejoinError`."""
+"""What calls raise: one class for each code of the library, all of them a `RejoinError`.
+
+After `Cancelled` this replica is out of the job: let the process end, and start it again. After `InvalidArgument`
+starting it again unchanged does not help, and after `Mismatch` and `Refused` only where others have been changed; the
+text says what does.
+"""
 
 from __future__ import annotations
 
