@@ -5,6 +5,7 @@
 #   sbatch --array=0-3 slurm.sh train.py
 #
 # The coordinator runs where it stays, say on a service node: docs/pytorch.md, "On several machines".
+# A script of PyTorch ends with 1 for a wrong setting, too, and is started again; the daemon's log and its own say why.
 #SBATCH --nodes=1 --ntasks-per-node=1 --gpus-per-node=8
 #SBATCH --requeue --open-mode=append
 #SBATCH --signal=B:TERM@120
