@@ -55,8 +55,10 @@ void Paces::find_stragglers(Step step, const std::vector<Measured>& contributors
   for (std::size_t i = 0; i < contributors.size(); ++i) {
     const auto found = std::ranges::find(stragglers_, contributors[i].replica, &Straggler::replica);
     const bool was = found != stragglers_.end();
-    const auto slower = static_cast<std::uint64_t>(static_cast<double>(paces[i]) / static_cast<double>(median) * 1000);
-    if (slower < (was ? kNoMore : kStraggles)) {
+    const double pace = static_cast<double>(paces[i]), behind = pace - static_cast<double>(median);
+    const auto slower = static_cast<std::uint64_t>(pace / static_cast<double>(median) * 1000);
+    const double behind_us = behind * static_cast<double>(contributors[i].samples) / 1e6;
+    if (slower < (was ? kNoMore : kStraggles) || behind_us < (was ? kLeastUs / 2 : kLeastUs)) {
       if (was) stragglers_.erase(found);
     } else if (was) {
       found->slower = slower;

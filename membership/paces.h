@@ -33,6 +33,9 @@ class Paces {
   // A straggler takes so much longer for a sample than the median contributor, in thousandths; and is one until it
   // takes less than the second.
   static constexpr std::uint64_t kStraggles = 1250, kNoMore = 1125;
+  // It takes so many µs longer for all its samples, too; and at least half as many for as long as it is one. What is
+  // less may be the system's scheduler, and holds nobody up.
+  static constexpr double kLeastUs = 1000;
 
   struct Measured {
     ReplicaId replica;

@@ -174,6 +174,7 @@ Result<std::optional<StepView>> ProgressThread::wait_for_step(std::uint64_t afte
   if (auto why = ended()) return tl::unexpected(std::move(*why));
   if (finished_) return std::optional<StepView>{};
   taken_ = current_->step;
+  taken_at_ = clock_.now();
   intact_ = true;
   taken_with_ = contributors_;
   taken_contributes_ = current_->contributes;
@@ -205,6 +206,7 @@ Result<> ProgressThread::all_reduce(std::uint32_t bucket) {
     const std::lock_guard lock(mutex_);
     if (auto may = may_reduce(bucket); !may) return may;
     wanted_[bucket] = true;
+    wanted_at_ = clock_.now();
     wakes = ask();
   }
   if (wakes) signal_eventfd(wake_);
@@ -285,7 +287,7 @@ void ProgressThread::poll_streams() {
   for (const auto& what : reached) {
     if (!what.bucket) state_.end_update(Step(what.step), what.contributed);
     const std::lock_guard lock(mutex_);
-    if (what.bucket) wanted_[*what.bucket] = true, handed_over_[*what.bucket] = false;
+    if (what.bucket) wanted_[*what.bucket] = true, handed_over_[*what.bucket] = false, wanted_at_ = clock_.now();
     else --updates_;
     asked_ = true;
   }
@@ -308,16 +310,15 @@ void ProgressThread::run() {
     {
       const std::lock_guard lock(mutex_);
       if (stop_ || failure_) break;
-      if (std::exchange(occupation_changed_, false)) driver_->occupy(occupation_, clock_.now());
+      if (std::exchange(occupation_changed_, false)) driver_->occupy(occupation_, occupied_at_);
       if (interrupt_.raised() && !std::exchange(interrupt_seen_, true)) changed_.notify_all();
       // A joiner's outputs are for its next step when the update of the last one is done with them.
       if (asked_ && updates_ == 0) {
         asked_ = false;
-        const TimePoint asked_at = clock_.now();
         if (const auto scaled = std::exchange(scaled_, std::nullopt))
           driver_->scale_feedback(scaled->first, scaled->second);
-        driver_->want(wanted_, asked_at);
-        driver_->take(taken_, asked_at);
+        driver_->take(taken_, taken_at_);
+        driver_->want(wanted_, wanted_at_);
       }
     }
     const TimePoint now = clock_.now();

@@ -184,7 +184,10 @@ class ProgressThread {
   std::optional<Driver::Occupation> occupation_;  // what the trainer is busy with
   std::optional<StepView> current_;               // the step under way, if any
   std::uint64_t taken_ = 0;                       // the step that the trainer works on
-  bool taken_contributes_ = false;                // it works on that step as a contributor
+  // When the trainer has begun it, handed over the last bucket, and said what it is busy with: this thread may look
+  // much later.
+  TimePoint taken_at_{}, wanted_at_{}, occupied_at_{};
+  bool taken_contributes_ = false;  // it works on that step as a contributor
   bool registered_ = false, finished_ = false, over_ = false;
   bool intact_ = true;  // nobody who contributes with the trainer to its step was lost, or begins it in another epoch
   Epoch epoch_;         // the present one

@@ -32,6 +32,7 @@ Result<> ProgressThread::occupy(std::optional<Driver::Occupation> occupation) {
   const std::lock_guard lock(mutex_);
   occupation_ = std::move(occupation);
   occupation_changed_ = true;
+  occupied_at_ = clock_.now();
   if (auto why = ended()) return tl::unexpected(std::move(*why));
   signal_eventfd(wake_);
   return {};
