@@ -38,7 +38,8 @@ void examine_coordinator(const DoctorSettings& s, const CoordinatorFacts& one, b
   }
   // Others may do without it.
   say(another_answers ? Verdict::warn : Verdict::fail,
-      one.why.empty() ? fmt::format("no answer in {} ms", s.patience.count()) : one.why,
+      one.why.empty() ? fmt::format("no answer in {} ms", s.patience.count())
+                      : one.why.substr(0, one.why.find("; --connect takes")),
       "start the coordinator, give --connect its --listen address (not its --status), and let firewalls pass its port");
 }
 

@@ -14,6 +14,8 @@ namespace rejoin::daemon {
 
 namespace {
 constexpr const char* kOtherKey = "its job key differs from ours; give both the same --job-key-file";
+// What a caller does not know who has met none that knows a key.
+constexpr const char* kOtherPort = "; --connect takes its --listen address, not its --status";
 
 // A machine that loses its power, or the way between, ends no connection, and who says little would never find out.
 void end_without_acknowledgement(int socket, std::chrono::milliseconds limit) {
@@ -135,12 +137,14 @@ void Framed::open() {
 }
 
 void Framed::on_end(const asio::error_code& error) {
+  const bool calls = !open_ && !server_;
   if (!open_)
-    if (const auto why = keys_.control().why_refused(error, tls_->peer)) return refuse(why->kind, why->text);
-  if (error == asio::error::eof || error == asio::ssl::error::stream_truncated) return end("it closed the connection");
-  if (error.category() == asio::error::get_ssl_category())
+    if (const auto why = keys_.control().why_refused(error, tls_->peer))
+      return refuse(why->kind, why->text + (calls && why->kind == refusals::Why::protocol ? kOtherPort : ""));
+  const bool closed = error == asio::error::eof || error == asio::ssl::error::stream_truncated;
+  if (!closed && error.category() == asio::error::get_ssl_category())
     return end(fmt::format("what came was damaged, or from somebody else ({})", error.message()));
-  end(error.message());
+  end((closed ? "it closed the connection" : error.message()) + (calls ? kOtherPort : ""));
 }
 
 void Framed::read_length() {

@@ -184,8 +184,9 @@ std::string Upstream::without_a_word(const std::string& why) {
 void Upstream::lost(const std::string& why) {
   if (finished_) return std::exchange(finished_, nullptr)();
   if (attempt_) attempt_->end();
-  // One that shows the key, and goes without a word, does not want this node.
-  const bool refused = connection_ && (up_ ? !heard_ : connection_->refused());
+  // One that shows the key, and goes without a word, does not want this node. Where something else listens, its answer
+  // does not always come before its end.
+  const bool refused = connection_ && (up_ ? !heard_ : connection_->refused() || refused_);
   pause_ = refused ? std::min(std::max(2 * pause_, kRetry), kMostRetry) : kRetry;
   connection_.reset();
   if (std::exchange(up_, false)) events::record(events::Kind::coordinator_lost, {}, address_ + "\n" + why);

@@ -17,7 +17,6 @@
 #include "base/clock.h"
 #include "daemon/node_listener.h"
 #include "daemon/tests/meeting.h"
-#include "daemon/upstream.h"
 #include "membership/node.h"
 
 namespace rejoin::daemon {
@@ -329,37 +328,6 @@ TEST(NodeListener, ANodeThatIsGoneWithoutAWordIsFoundOut) {
   caller.framed->close();
   EXPECT_EQ(caller.listener.nodes(), 1u);
   EXPECT_TRUE(caller.until([&] { return caller.listener.nodes() == 0; }));
-}
-
-// A time less than this can't be, whatever the machine has to do.
-TEST(Upstream, ANodeOfAnotherVersionIsRefusedAndComesAgainEverLessOften) {
-  asio::io_context io{1};
-  const JobKeys keys{kKey};
-  NodeListener listener(io, keys, std::chrono::seconds(2),
-                        {.message = [](auto, const auto&) { FAIL() << "it is heard"; }, .lost = [](auto) {}});
-  ASSERT_TRUE(listener.listen("127.0.0.1:0"));
-  Upstream* node = nullptr;
-  proto::FromNode hello;
-  hello.mutable_hello()->set_protocol(membership::kProtocolVersion + 1);
-  Upstream upstream(io, listener.address(), keys, std::chrono::seconds(10),
-                    {.up = [&] { node->send(hello); },
-                     .message = [](const proto::ToNode&) {},
-                     .down = [] {},
-                     .over = [] { return false; },
-                     .rejected = [] {}});
-  node = &upstream;
-  const TimePoint begun = SteadyClock().now();
-  upstream.connect();
-  while (listener.rejected() < 6 && SteadyClock().now() - begun < std::chrono::seconds(30))
-    io.run_one_for(std::chrono::seconds(1));
-  EXPECT_EQ(listener.rejected(), 6u);
-  EXPECT_GE(SteadyClock().now() - begun, std::chrono::milliseconds(50 + 100 + 200 + 400 + 800));
-  while (upstream.why_lost().find("it refuses this node: ") == std::string::npos &&
-         SteadyClock().now() - begun < std::chrono::seconds(30))
-    io.run_one_for(std::chrono::seconds(1));
-  EXPECT_NE(upstream.why_lost().find("speaks protocol 17, and its coordinator or relay 15 to 16"), std::string::npos)
-      << upstream.why_lost();
-  EXPECT_TRUE(upstream.was_refused());
 }
 
 }  // namespace
