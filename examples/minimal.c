@@ -86,5 +86,6 @@ int main(int argc, char** argv) {
   rejoin_close(session);
   if (came != 0) return fprintf(stderr, "interrupted; this replica has left\n"), 128 + came;
   if (trained == REJOIN_CANCELLED) return 3; /* to be started again, to catch up */
+  if (trained == REJOIN_INVALID_ARGUMENT) return 2; /* which would not help */
   return trained == REJOIN_OK && left == REJOIN_OK ? 0 : 1;
 }

@@ -82,7 +82,8 @@ int main(int argc, char**) {
   for (const auto& result : {trained, left})
     if (!result) {
       std::fprintf(stderr, "%s\n", result.error().message.c_str());
-      return result.error().code == rejoin::ErrorCode::cancelled ? 3 : 1;  // 3: to be started again, to catch up
+      const auto code = result.error().code;  // 3: to be started again, to catch up; 2: that would not help
+      return code == rejoin::ErrorCode::cancelled ? 3 : code == rejoin::ErrorCode::invalid_argument ? 2 : 1;
     }
   return 0;
 }

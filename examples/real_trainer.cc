@@ -170,7 +170,8 @@ int main(int argc, char** argv) {
   for (const auto& result : {trained, left})
     if (!result) {
       std::fprintf(stderr, "%s\n", result.error().message.c_str());
-      return result.error().code == ErrorCode::cancelled ? 3 : 1;  // 3: to be started again
+      const ErrorCode code = result.error().code;  // 3: to be started again; 2: that would not help
+      return code == ErrorCode::cancelled ? 3 : code == ErrorCode::invalid_argument ? 2 : 1;
     }
   return 0;
 }

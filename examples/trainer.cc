@@ -29,7 +29,8 @@ struct Settings {
 
 int fail_with(const Error& error) {
   std::cerr << "trainer: " << error.message << "\n";
-  return error.code == ErrorCode::cancelled ? 3 : 1;  // 3: to be started again
+  // 3: to be started again; 2: that would not help
+  return error.code == ErrorCode::cancelled ? 3 : error.code == ErrorCode::invalid_argument ? 2 : 1;
 }
 
 // However it ends, nobody is to wait for this replica.

@@ -80,6 +80,17 @@ TEST(MinimalExamples, RefuseArguments) {
   }
 }
 
+// No supervisor is to start them again.
+TEST(DemoTrainer, AWrongSettingEndsItWithCodeTwo) {
+  const std::vector<std::pair<std::string, std::string>> wrong{
+      {"--coding", "3"}, {"--chunk-bytes", "100"}, {"--device", "gpu"}, {"--data-listen", "0.0.0.0"}};
+  for (const auto& [flag, value] : wrong) {
+    const auto refused =
+        run({binaries() + "/rejoin-demo-trainer", "--data", REJOIN_DATA, "--socket", "/nowhere/socket", flag, value});
+    EXPECT_EQ(refused.status, 2) << flag << " " << value << ": " << refused.output;
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Of, Examples,
                          testing::Values(Example{"rejoin-minimal", nullptr}, Example{"rejoin-minimal-c", nullptr},
                                          Example{"rejoin-demo-trainer", "host"},
