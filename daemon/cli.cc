@@ -2,6 +2,7 @@
 // explains incidents out of them.
 #include <asio.hpp>
 #include <csignal>
+#include <filesystem>
 #include <iostream>
 
 #include "base/bytes.h"
@@ -164,7 +165,7 @@ int main(int argc, char** argv) {
   top.add("--interval-ms", interval_ms, "between two looks").range(50, 3600000).show_default();
   top.add("--count", count, "looks; 0: until Ctrl-C").check(daemon::whole_number()).show_default();
   auto& audit = line.command("audit", "epochs and the ledger out of a coordinator's log: every sample once?");
-  audit.add("log", log, "…/decisions.log").required();
+  audit.add("log", log, "…/decisions.log, or its directory").required();
   std::uint64_t steps = 0;
   audit.add("--steps", steps, "the job's last step, which the log does not name; 0: not known")
       .check(daemon::whole_number())
@@ -201,6 +202,9 @@ int main(int argc, char** argv) {
   doctor.bind(examine);
   if (const auto exit = line.parse(argc, argv)) return *exit;
   if (examine.chosen()) return doctor.run();
+  std::error_code ignored;
+  for (std::string* path : {&log, &from})
+    if (std::filesystem::is_directory(*path, ignored)) *path += "/decisions.log";
   const auto number_of = [](const std::string& text) { return std::strtoull(text.c_str(), nullptr, 16); };
   auto done = status.chosen()    ? daemon::show_status(address, json)
               : top.chosen()     ? daemon::top(addresses, std::chrono::milliseconds(interval_ms), count)
@@ -211,7 +215,7 @@ int main(int argc, char** argv) {
                                  : daemon::show_trace(paths, output, number_of(job));
   if (!done) {
     std::cerr << "rejoin: " << done.error().message << "\n";
-    return 1;
+    return done.error().code == ErrorCode::invalid_argument ? 2 : 1;
   }
   if (!std::cout.flush()) {
     std::cerr << "rejoin: not all of this could be written: free space where the output goes\n";

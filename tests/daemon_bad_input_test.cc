@@ -254,6 +254,7 @@ TEST(Audit, OfALogThatHoldsTooLittleFails) {
     EXPECT_NE(ended.output.find(empty + " holds no decision"), std::string::npos) << ended.output;
   }
   EXPECT_EQ(audited({"--steps", "5", log}).status, 0);
+  EXPECT_EQ(audited({"--steps", "5", job.file("log")}).status, 0) << "what --log-directory names";
   const Ended shorter = audited({"--steps", "8", log});
   EXPECT_EQ(shorter.status, 1);
   EXPECT_NE(shorter.output.find("3 of the job's 8 steps are MISSING: the log ends with step 5"), std::string::npos)
