@@ -46,7 +46,10 @@ Result<nlohmann::json> fetch_status(const std::string& address) {
   const auto keep = [](int depth, auto, const auto&) { return depth <= kDeepest; };
   auto json = body.size() > kMostBytes ? nlohmann::json(nlohmann::json::value_t::discarded)
                                        : nlohmann::json::parse(body, keep, false);
-  if (json.is_discarded()) return fail(ErrorCode::corrupt, "what answers at {} is not a Rejoin daemon", address);
+  if (json.is_discarded())
+    return fail(ErrorCode::corrupt,
+                "what answers at {} is not a Rejoin daemon; give a daemon's --status address, not its --listen",
+                address);
   return json;
 }
 

@@ -53,8 +53,8 @@ Result<std::unique_ptr<StatusServer>> StatusServer::start(asio::io_context& io, 
   std::unique_ptr<StatusServer> server(new StatusServer(io, std::move(source), patience));
   auto address = listen_on(server->acceptor_, listen);
   if (!address)
-    return fail(address.error().code, "status on {}: {}; choose another --status address or port 0", listen,
-                address.error().message);
+    return fail(address.error().code, "status on {}: {}; choose another --status (REJOIN_STATUS) address or port 0",
+                listen, address.error().message);
   server->address_ = *address;
   if (auto started = server->start_http(); !started) return tl::unexpected(started.error());
   server->accept();

@@ -99,6 +99,12 @@ Result<> Job::start_coordinator(Coordinator& one) {
   return {};
 }
 
+std::string Job::pages() const {
+  std::string all;
+  for (const auto& one : coordinators_) all += fmt::format("{}http://{}/", all.empty() ? "" : ", ", one.status);
+  return all;
+}
+
 Result<> Job::start_daemon(std::uint32_t replica) {
   const std::string name = fmt::format("node{}", replica), address_file = fmt::format("{}/{}.json", directory_, name);
   std::filesystem::remove(address_file);

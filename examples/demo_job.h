@@ -48,6 +48,7 @@ class Job {
   Result<> start(const std::map<RankName, std::vector<std::string>>& more);
   std::string events_directory() const { return directory_ + "/events"; }
   std::map<std::string, std::string> log_paths() const;  // by the coordinator's name
+  std::string pages() const;                             // of all coordinators, when they have started
   // All coordinators there were, by PID: their events name them all alike.
   const std::map<int, std::string>& coordinators() const { return coordinator_of_; }
 

@@ -20,6 +20,7 @@ Result<> Run::go() {
   LiveView view(s_.job, s_.quiet);
   if (auto started = job_.start(trainers_arguments()); !started) return started;
   has_started_ = true;
+  if (!s_.quiet) std::printf("the page is at %s\n", job_.pages().c_str());
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(s_.limit_seconds);
   while (!job_.finished()) {
     if (auto on = unless_interrupted(); !on) return on;

@@ -243,7 +243,9 @@ TEST(Status, ADaemonThatIsStoppedIsSaidToBeSilent) {
   Job job;
   job.start(1, 0);
   const Ended wrong = run({kCli, "status", job.coordinator});  // where daemons connect
-  EXPECT_NE(wrong.output.find("is not a Rejoin daemon"), std::string::npos) << wrong.output;
+  EXPECT_NE(wrong.output.find("is not a Rejoin daemon; give a daemon's --status address, not its --listen"),
+            std::string::npos)
+      << wrong.output;
   ASSERT_EQ(::kill(job.processes.front()->pid(), SIGSTOP), 0);
   Process top({kCli, "top", job.coordinator_status, "--count", "1"}, job.file("top.out"));
   const Ended status = run({kCli, "status", job.coordinator_status});

@@ -234,6 +234,10 @@ TEST(Demo, AnInterruptEndsItAndLeavesNothing) {
     ASSERT_NE(at, std::string::npos) << said;
     const std::string directory = said.substr(at, said.find('\n', at) - at);
     ASSERT_TRUE(std::filesystem::exists(directory)) << directory;
+    const auto addresses = nlohmann::json::parse(read_file(directory + "/run/coordinator.json"));
+    EXPECT_NE(said.find("the page is at http://" + addresses.at("status").get<std::string>() + "/\n"),
+              std::string::npos)
+        << said;
     const pid_t coordinator = child_of(process.pid(), "--coordinator"),
                 trainer = child_of(process.pid(), "rejoin-demo-trainer");
     ASSERT_GT(coordinator, 0);
