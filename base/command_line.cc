@@ -172,11 +172,16 @@ class Settings : public CLI::ConfigBase {
       const bool named = !name.empty() && std::all_of(name.begin(), name.end(), [](unsigned char letter) {
         return std::isalnum(letter) != 0 || std::strchr("-_.+", letter) != nullptr;
       });
-      if (!named || std::count(line.begin(), line.end(), '"') % 2 != 0)
-        throw CLI::ConfigError(
-            fmt::format("{}: '{}' is not of the form name = value{}", place_of(name),
-                        printable(std::string_view(line).substr(begin), 200), named ? ": its quotes do not close" : ""),
-            CLI::ExitCodes::ConfigError);
+      // A flag may stand alone. CLI11 takes whatever stands before the first '=' for the name.
+      const std::size_t next = line.find_first_not_of(" \t\r", std::min(end, line.size()));
+      const bool assigns = next == std::string::npos || line[next] == '=' || line[next] == '#';
+      if (!named || !assigns || std::count(line.begin(), line.end(), '"') % 2 != 0)
+        throw CLI::ConfigError(fmt::format("{}: '{}' is not of the form name = value{}", place_of(name),
+                                           printable(std::string_view(line).substr(begin), 200),
+                                           !named     ? ""
+                                           : !assigns ? ": it has no '=' behind the name"
+                                                      : ": its quotes do not close"),
+                               CLI::ExitCodes::ConfigError);
       if (!section.insert(name).second)
         throw CLI::ConfigError(
             fmt::format("{}: '{}' is set once more in line {}: take one of them out", place_of(name), name, number),

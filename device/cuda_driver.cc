@@ -16,7 +16,8 @@ Result<> Driver::check(Status status, const char* what) const {
 Result<std::shared_ptr<const Driver>> load_driver(const std::string& name) {
   void* opened = ::dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL);  // for good: its threads run to the program's end
   if (opened == nullptr)
-    return fail(ErrorCode::unavailable, "no CUDA driver on this machine ({}): install NVIDIA's, or use host memory",
+    return fail(ErrorCode::unavailable,
+                "no CUDA driver on this machine ({}): install NVIDIA's, or use host memory where the program can",
                 ::dlerror());
   auto driver = std::make_shared<Driver>();
   std::string missing;

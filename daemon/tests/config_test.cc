@@ -211,6 +211,7 @@ TEST(Settings, AWrongLineOfAFileIsNamed) {
            {"replica = 4\n", "line 2: no setting is called 'replica'; the nearest is 'replicas'"},
            {"REPLICAS = 4\n", "line 2: no setting is called 'REPLICAS'; the nearest is 'replicas'"},
            {"version = 4\n", "line 2: no setting is called 'version'; --help names all"},
+           {"name = a\nreplicas 3\n", "line 3: 'replicas 3' is not of the form name = value: it has no '='"},
            {"=3\n", "line 2: '=3' is not of the form name = value"},
            {"name = \"a\nb\"\n", "line 2: 'name = \"a' is not of the form name = value: its quotes do"},
            {"name = a\nreplicas = 2\n\nname = b\n", "line 2: 'name' is set once more in line 5: take one of them out"},
