@@ -11,6 +11,7 @@
 #include <asio/executor_work_guard.hpp>
 #include <asio/io_context.hpp>
 #include <asio/post.hpp>
+#include <asio/steady_timer.hpp>
 #include <condition_variable>
 #include <mutex>
 #include <optional>
@@ -33,6 +34,9 @@ constexpr const char* kAuthenticate = "/etcdserverpb.Auth/Authenticate";
 // once. A connection that does not come about is given up after kConnect: its packets may have met a cut link, after
 // which the system would repeat them ever more seldom.
 constexpr int kFirstPauseMs = 50, kMostPauseMs = 100, kConnectMs = 1000, kResolveAgainMs = 1000;
+// All of gRPC's timers wait for an hour when the system's clock is set back by one. So a timer of our own ends each
+// try, and where there is no connection after twice the time in which gRPC would have tried again, a new channel does.
+constexpr std::chrono::milliseconds kOnItsOwn{2 * (kConnectMs + kMostPauseMs)};
 // Where most members are too late, each try has twice the time of the one before, up to so many times, and then twice
 // the time that an answer took: a store that is slow would be asked again and again otherwise, do everything, and be
 // heard never.
@@ -136,7 +140,7 @@ grpc::ChannelArguments channel_arguments() {
 class GrpcClient final : public EtcdClient {
  public:
   GrpcClient(asio::io_context& io, const EtcdOptions& options, std::shared_ptr<grpc::ChannelCredentials> credentials)
-      : io_(io), options_(options), credentials_(std::move(credentials)), stubs_(options.endpoints.size()) {}
+      : io_(io), options_(options), credentials_(std::move(credentials)), links_(options.endpoints.size()), late_(io) {}
 
   ~GrpcClient() override {
     alive_.reset();
@@ -175,7 +179,13 @@ class GrpcClient final : public EtcdClient {
     bool renewed = false;   // a token was asked for at this endpoint, since it did not like the one before
     std::string errors;     // of the endpoints before
   };
+  struct Link {
+    std::shared_ptr<grpc::Channel> channel;
+    std::unique_ptr<grpc::GenericStub> stub;  // null: to be made anew
+    TimePoint made{};
+  };
   struct Call {
+    bool late = false;
     grpc::ClientContext context;
     grpc::ByteBuffer request, answer;
   };
@@ -201,17 +211,15 @@ class GrpcClient final : public EtcdClient {
   }
 
   void start(const char* method, const std::string& bytes, Then then) {
-    auto& stub = stubs_[endpoint()];
-    if (!stub)
-      stub = std::make_unique<grpc::GenericStub>(
-          grpc::CreateCustomChannel(options_.endpoints[endpoint()], credentials_, channel_arguments()));
-    call_ = std::make_unique<Call>();
     asked_at_ = SteadyClock().now();
+    grpc::GenericStub& stub = connected();
+    call_ = std::make_unique<Call>();
     const grpc::Slice slice(bytes);
     call_->request = grpc::ByteBuffer(&slice, 1);
     // A password is to take its time: etcd's bcrypt needs 100 ms and more.
     const auto deadline = then == &GrpcClient::transacted ? deadline_ : std::max(kAuthenticateWithin, deadline_);
-    call_->context.set_deadline(
+    end_after(deadline);
+    call_->context.set_deadline(  // for etcd to know it
         ::gpr_time_add(::gpr_now(GPR_CLOCK_MONOTONIC), ::gpr_time_from_millis(deadline.count(), GPR_TIMESPAN)));
     if (!token_.empty() && then == &GrpcClient::transacted) call_->context.AddMetadata("token", token_);
     {
@@ -224,16 +232,43 @@ class GrpcClient final : public EtcdClient {
         if (alive.expired()) return;
         grpc::Slice answer;
         std::string text;
+        late_.cancel();
+        if (!status.ok()) disconnect_if_stuck();
         if (status.ok() && call_->answer.DumpToSingleSlice(&answer).ok())
           text.assign(reinterpret_cast<const char*>(answer.begin()), answer.size());
+        const bool late = call_->late && status.error_code() == grpc::StatusCode::CANCELLED;
         call_.reset();
-        (this->*then)(status, text);
+        (this->*then)(late ? grpc::Status(grpc::StatusCode::DEADLINE_EXCEEDED, "Deadline Exceeded") : status, text);
       });
       const std::lock_guard lock(under_way->mutex);
       --under_way->calls;
       under_way->ended.notify_all();
     };
-    stub->UnaryCall(&call_->context, method, {}, &call_->request, &call_->answer, std::move(ended));
+    stub.UnaryCall(&call_->context, method, {}, &call_->request, &call_->answer, std::move(ended));
+  }
+
+  grpc::GenericStub& connected() {
+    Link& link = links_[endpoint()];
+    if (!link.stub) {
+      link.channel = grpc::CreateCustomChannel(options_.endpoints[endpoint()], credentials_, channel_arguments());
+      link.stub = std::make_unique<grpc::GenericStub>(link.channel);
+      link.made = asked_at_;
+    }
+    return *link.stub;
+  }
+
+  void disconnect_if_stuck() {
+    Link& link = links_[endpoint()];
+    if (SteadyClock().now() - link.made > kOnItsOwn && link.channel->GetState(false) != GRPC_CHANNEL_READY) link = {};
+  }
+
+  void end_after(std::chrono::milliseconds deadline) {
+    late_.expires_after(deadline);
+    late_.async_wait([this, alive = std::weak_ptr<char>(alive_)](asio::error_code error) {
+      if (error || alive.expired() || !call_ || late_.expiry() > std::chrono::steady_clock::now()) return;
+      call_->late = true;
+      call_->context.TryCancel();
+    });
   }
 
   void authenticated(const grpc::Status& status, const std::string& bytes) {
@@ -297,7 +332,7 @@ class GrpcClient final : public EtcdClient {
       return failed(fmt::format("no answer within {} ms", deadline_.count()));
     }
     // gRPC would ask for a name that was not found again after ever longer pauses; a new channel does at once.
-    if (text.find("DNS resolution failed") != text.npos) stubs_[endpoint()].reset();
+    if (text.find("DNS resolution failed") != text.npos) links_[endpoint()] = {};
     failed(text.empty() ? fmt::format("error {}", static_cast<int>(status.error_code())) : text);
   }
 
@@ -333,8 +368,8 @@ class GrpcClient final : public EtcdClient {
   asio::io_context& io_;
   const EtcdOptions options_;
   const std::shared_ptr<grpc::ChannelCredentials> credentials_;
-  std::vector<std::unique_ptr<grpc::GenericStub>> stubs_;  // of each endpoint; null: to be made anew
-  std::size_t first_ = 0;                                  // the endpoint to be tried first
+  std::vector<Link> links_;  // of each endpoint
+  std::size_t first_ = 0;    // the endpoint to be tried first
   std::string answered_last_, token_;
   std::chrono::milliseconds deadline_ = options_.deadline;  // of the next try
   TimePoint asked_at_{};                                    // the last one
@@ -345,6 +380,7 @@ class GrpcClient final : public EtcdClient {
   // It ends in this thread: it holds the channel, and the last channel to go ends gRPC's threads, which must not be
   // done by one of them.
   std::unique_ptr<Call> call_;
+  asio::steady_timer late_;  // the call
   const std::shared_ptr<UnderWay> under_way_ = std::make_shared<UnderWay>();
   std::shared_ptr<char> alive_ = std::make_shared<char>();
 };

@@ -7,6 +7,7 @@
 #include <thread>
 
 #include "daemon/tests/etcd_support.h"
+#include "daemon/tests/wall_clock.h"
 
 namespace rejoin::daemon {
 namespace {
@@ -77,6 +78,26 @@ TEST_F(EtcdStoreFailures, AMemberThatIsStoppedCostsOneDeadline) {
   etcd->resume(first);
   // What it was asked first is done now, or not at all; once it is.
   EXPECT_EQ(a.read().entries, (Entries{{0, "x"}, {1, "y"}}));
+}
+
+// All of gRPC's timers stand still then: what ends a call, and what connects again.
+TEST_F(EtcdStoreFailures, AClockThatIsSetBackDelaysNothing) {
+  const std::size_t first = follower();
+  Client a(options(first)), alone({.endpoints = {etcd->endpoint(first)}, .prefix = prefix, .deadline = kDeadline});
+  const auto token = leads(a);
+  EXPECT_EQ(alone.read().outcome, Outcome::done);
+  const test::ClockSetBack back(std::chrono::hours(1));
+  etcd->stop(first);
+  EXPECT_EQ(a.append(token, 0, "x").outcome, Outcome::done);
+  EXPECT_LT(a.took, 4 * kDeadline) << "another member is there";
+  EXPECT_THAT(alone.read().error, HasSubstr("no answer within 250 ms"));
+  etcd->resume(first);
+  etcd->kill(first);
+  EXPECT_EQ(alone.read().outcome, Outcome::unknown);
+  EXPECT_EQ(alone.read().outcome, Outcome::unknown);
+  etcd->restart(first);
+  EXPECT_EQ(alone.insist({.kind = Kind::read}).entries, (Entries{{0, "x"}}));
+  etcd->wait_until_healthy();
 }
 
 TEST_F(EtcdStoreFailures, WhenTheLeaderOfEtcdDiesOrStopsItGoesOnWithAnother) {
