@@ -22,9 +22,10 @@ void ReplicatedCoordinator::learn_of_leader(std::uint64_t revision, const std::s
   if (const auto& keys = options_.keys;
       leader_.key() != 0 && !keys.empty() && std::ranges::find(keys, leader_.key()) == keys.end())
     return fail_with(
-        ErrorCode::mismatch,
-        fmt::format("{} at {} leads this job in the store with another job key: it is another job. Start with "
-                    "a --job of its own, or with that job's key",
+        ErrorCode::invalid_argument,
+        fmt::format("{} at {} was the last to lead this job in the store, with another job key. If it is this job "
+                    "with a new key, start once with --other-job-key-file OLD, or see 'A new job key' in "
+                    "docs/operations.md; if it is another job, start with a --job of its own",
                     leader_.name(), leader_.address()));
   leader_since_ = sign_at_ = now;
   if (leader_.term() != 0 && leader_.instance() != options_.instance)

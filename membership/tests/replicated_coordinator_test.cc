@@ -244,6 +244,9 @@ TEST(ReplicatedCoordinator, AJobWithAnotherKeyIsAnotherJob) {
     job.start();
     job.pass(kQuiet / 4);
     EXPECT_EQ(job.failed.has_value(), !own);
+    if (own) continue;
+    EXPECT_EQ(job.failed->code, ErrorCode::invalid_argument);
+    EXPECT_NE(job.failed->message.find("--other-job-key-file OLD"), std::string::npos) << job.failed->message;
   }
 }
 
