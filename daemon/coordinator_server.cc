@@ -86,9 +86,11 @@ void CoordinatorServer::carry_out(const membership::Actions& actions) {
   const TimePoint begun = now();
   if (auto written = log_.append(actions.append); !written) {
     const auto code = written.error().code;  // of the disk, or of the file, and then the error says what to do
-    const bool disk = code == ErrorCode::io || code == ErrorCode::exhausted;
-    end_of_deciding(written.error().message +
-                    (disk ? "; free space and start the coordinator again" : ". The coordinator ends"));
+    const char* remedy = ". The coordinator ends";
+    if (code == ErrorCode::exhausted) remedy = "; free space and start the coordinator again";
+    if (code == ErrorCode::io)
+      remedy = "; see to the disk (dmesg tells of it), copy the log directory, and start the coordinator again";
+    end_of_deciding(written.error().message + remedy);
   }
   if (!actions.append.empty()) {
     const TimePoint ended = now();

@@ -43,10 +43,12 @@ LogCopy::~LogCopy() {
   if (thread_.joinable()) thread_.join();
 }
 
-void LogCopy::begin_with(const proto::LogRecord& snapshot) { put({snapshot}, true); }
+void LogCopy::begin_with(const proto::LogRecord& snapshot) { put({snapshot}, How::begin); }
+
+void LogCopy::compact(const proto::LogRecord& snapshot) { put({snapshot}, How::compact); }
 
 void LogCopy::add(const std::vector<proto::LogRecord>& records) {
-  if (!records.empty()) put(records, false);
+  if (!records.empty()) put(records, How::append);
 }
 
 std::string LogCopy::given_up() const {
@@ -54,7 +56,7 @@ std::string LogCopy::given_up() const {
   return given_up_;
 }
 
-void LogCopy::put(std::vector<proto::LogRecord> records, bool anew) {
+void LogCopy::put(std::vector<proto::LogRecord> records, How how) {
   std::uint64_t bytes = 0;
   for (const auto& record : records) bytes += record.ByteSizeLong();
   {
@@ -64,7 +66,7 @@ void LogCopy::put(std::vector<proto::LogRecord> records, bool anew) {
     if (behind_ > kMostBehind)
       return give_up(
           fmt::format("its disk is {} behind, over the limit of {}", human_bytes(behind_), human_bytes(kMostBehind)));
-    waiting_.push_back({std::move(records), anew, bytes});
+    waiting_.push_back({std::move(records), how, bytes});
   }
   wake_.notify_one();
 }
@@ -86,13 +88,14 @@ void LogCopy::write() {
     if (waiting_.empty()) return;
     Item next = std::move(waiting_.front());
     waiting_.pop_front();
-    for (; !next.anew && !waiting_.empty() && !waiting_.front().anew; waiting_.pop_front()) {
+    const auto appends = [](const Item& item) { return item.how == How::append; };
+    for (; appends(next) && !waiting_.empty() && appends(waiting_.front()); waiting_.pop_front()) {
       auto& more = waiting_.front();
       next.bytes += more.bytes;
       std::move(more.records.begin(), more.records.end(), std::back_inserter(next.records));
     }
     lock.unlock();
-    const auto written = write(next.records, next.anew);
+    const auto written = write(next.records, next.how);
     lock.lock();
     behind_ -= next.bytes;
     if (!written && given_up_.empty()) give_up(written.error().message);
@@ -100,9 +103,13 @@ void LogCopy::write() {
 }
 
 // A log without a record has nothing that could stay beside it.
-Result<> LogCopy::write(const std::vector<proto::LogRecord>& records, bool anew) {
+Result<> LogCopy::write(const std::vector<proto::LogRecord>& records, How how) {
   const bool empty = std::exchange(empty_, false);
-  auto written = anew && !empty ? log_.compact(records.front()) : log_.append(records);
+  auto written = how != How::append && !empty ? log_.compact(records.front()) : log_.append(records);
+  if (!written && how == How::compact && !log_.failed()) {
+    spdlog::warn("the copy of the decisions is not compacted, and goes on growing: {}", written.error().message);
+    written = {};
+  }
   size_ = log_.size();
   return written;
 }

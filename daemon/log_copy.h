@@ -28,6 +28,8 @@ class LogCopy {
   std::uint64_t job() const { return job_; }
 
   void begin_with(const proto::LogRecord& snapshot);  // in place of all before it, which stays beside it
+  // All that is in it, in one record: takes its place where the disk lets it, which otherwise keeps what there is.
+  void compact(const proto::LogRecord& snapshot);
   void add(const std::vector<proto::LogRecord>& records);
   std::uint64_t size() const { return size_; }  // bytes of the file that is written to
   // Why it is given up; empty: it is not. The same is logged, once.
@@ -35,14 +37,15 @@ class LogCopy {
 
  private:
   explicit LogCopy(membership::Log log);
-  void put(std::vector<proto::LogRecord> records, bool anew);
+  enum class How : std::uint8_t { append, begin, compact };
+  void put(std::vector<proto::LogRecord> records, How how);
   void write();
-  Result<> write(const std::vector<proto::LogRecord>& records, bool anew);
+  Result<> write(const std::vector<proto::LogRecord>& records, How how);
   void give_up(const std::string& why);  // mutex_ is held
 
   struct Item {
     std::vector<proto::LogRecord> records;
-    bool anew = false;  // one snapshot, with which it begins again
+    How how = How::append;  // otherwise it is one snapshot
     std::uint64_t bytes = 0;
   };
   membership::Log log_;  // the thread's

@@ -104,18 +104,16 @@ void ReplicatedServer::remember(const membership::ReplicatedCoordinator::Actions
   if (std::exchange(writes_, latency.count) != latency.count) history_.on_append(latency.last);
 }
 
-// What was in it stays beside it. A snapshot is small beside a copy that is due; where it is not, the copy at least
-// doubles until the next one.
+// What was in it stays beside it. A snapshot is small beside a copy that is due; where it is not, or can't take the
+// copy's place, the copy at least doubles until the next one.
 void ReplicatedServer::compact_copy() {
-  const bool due = copy_->size() >= compact_at_;
-  if (!due || compacting_) {
-    compacting_ = due;  // its thread is at it
-    return;
-  }
+  const std::uint64_t size = copy_->size();
+  if (size < compact_at_) compacting_ = 0;
+  if (size < compact_at_ || size < 2 * compacting_) return;
   const auto snapshot = machine_->snapshot();
   if (!snapshot) return;  // at another time
-  copy_->begin_with(*snapshot);
-  compacting_ = true;
+  copy_->compact(*snapshot);
+  compacting_ = size;
   compact_at_ = std::max(options_.log_compact, 2 * std::uint64_t{snapshot->ByteSizeLong()});
 }
 

@@ -54,8 +54,8 @@ class ReplicatedServer {
   asio::steady_timer timer_;
   const Options options_;
   const std::unique_ptr<LogCopy> copy_;
-  std::uint64_t compact_at_ = options_.log_compact;  // bytes
-  bool compacting_ = false;
+  std::uint64_t compact_at_ = options_.log_compact;             // bytes
+  std::uint64_t compacting_ = 0;                                // its bytes when its thread was told to; 0: it is done
   std::unique_ptr<membership::ReplicatedCoordinator> machine_;  // once it listens
   NodeListener nodes_;
   JobHistory history_{options_.job.replicas};

@@ -208,6 +208,7 @@ Result<Log> Log::open(const std::string& directory, Disk disk) {
   log.path_ = directory + "/decisions.log";
   log.folder_ = Fd(::open(directory.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
   if (!log.folder_) return fail_errno(directory);
+  if (auto finished = log.finish_compaction(); !finished) return tl::unexpected(finished.error());
   do {  // until it is the one at its path: another coordinator may just have compacted it, and ended
     log.file_ = Fd(::open(log.path_.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600));
     if (!log.file_) return fail_errno(log.path_);
@@ -252,7 +253,8 @@ Result<> Log::write(const Fd& file, BytesView bytes, std::uint64_t at) const {
     const ssize_t wrote =
         disk_.write(file.get(), bytes.data() + done, bytes.size() - done, static_cast<off_t>(at + done));
     if (wrote < 0 && errno == EINTR) continue;
-    if (wrote < 0) return fail_errno(fmt::format("decision log {}", path_));
+    if (wrote == 0) errno = EIO;  // it would take nothing for ever
+    if (wrote <= 0) return fail_errno(fmt::format("decision log {}", path_));
     done += static_cast<std::size_t>(wrote);
   }
   return {};

@@ -14,7 +14,8 @@
 //
 // A log that has grown is compacted: a new file with a snapshot of what follows from all records takes its place and
 // its name, and the old one stays beside it as decisions.1.log, decisions.2.log … Recovery reads the first alone; the
-// audit reads all that are there.
+// audit reads all that are there. The old one has both names meanwhile; where the file system knows no hard links it is
+// renamed, and the name is nobody's for a moment: the new file is found as decisions.log.next then.
 #pragma once
 
 #include <algorithm>
@@ -88,7 +89,8 @@ class Log {
 
  private:
   Result<Fd> write_next(const proto::LogRecord& snapshot, std::uint64_t& end) const;
-  Result<> put_in_place() const;
+  Result<> put_in_place();
+  Result<> finish_compaction() const;
   Result<> check_size(const proto::LogRecord& record) const;
   Result<> check_new() const;
   std::string next_path() const { return path_ + ".next"; }

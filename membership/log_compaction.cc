@@ -77,16 +77,32 @@ Result<Fd> Log::write_next(const proto::LogRecord& snapshot, std::uint64_t& end)
 }
 
 // From the link on the old file has two names, until the new one takes over the first of them.
-Result<> Log::put_in_place() const {
+Result<> Log::put_in_place() {
   const auto numbers = archives_beside(path_);
   if (!numbers) return tl::unexpected(numbers.error());
   const auto newest = numbers->empty() ? std::nullopt : look_at(archive_of(path_, *numbers->rbegin()));
   const auto ours = look_at(path_);
   const bool linked = newest && ours && same_file(*newest, *ours);  // by a compaction that came no further
   const auto name = archive_of(path_, numbers->empty() ? 1 : *numbers->rbegin() + 1);
-  if (!linked && disk_.link(path_.c_str(), name.c_str()) != 0) return fail_errno(name);
-  if (disk_.sync(folder_.get()) != 0) return fail_errno(path_);
-  if (disk_.rename(next_path().c_str(), path_.c_str()) != 0) return fail_errno(next_path());
+  const bool no_links = !linked && disk_.link(path_.c_str(), name.c_str()) != 0;
+  if (no_links && errno != EPERM && errno != EOPNOTSUPP && errno != ENOSYS) return fail_errno(name);
+  if (no_links && disk_.rename(path_.c_str(), name.c_str()) != 0) return fail_errno(name);
+  Result<> placed;
+  if (disk_.sync(folder_.get()) != 0) placed = fail_errno(path_);
+  else if (disk_.rename(next_path().c_str(), path_.c_str()) != 0) placed = fail_errno(next_path());
+  if (!placed && no_links) failed_ = disk_.rename(name.c_str(), path_.c_str()) != 0;
+  return placed;
+}
+
+// Where a crash came between the two renames. Another coordinator that is just there has locked the new file.
+Result<> Log::finish_compaction() const {
+  struct stat status {};
+  if (::stat(path_.c_str(), &status) == 0 || errno != ENOENT) return {};
+  const Fd next(::open(next_path().c_str(), O_RDWR | O_CLOEXEC));
+  if (!next) return {};
+  if (::flock(next.get(), LOCK_EX | LOCK_NB) != 0)
+    return fail(ErrorCode::exhausted, "{} is in use by another coordinator", path_);
+  if (::rename(next_path().c_str(), path_.c_str()) != 0) return fail_errno(next_path());
   return {};
 }
 
@@ -97,7 +113,7 @@ Result<> Log::compact(const proto::LogRecord& snapshot) {
   auto next = write_next(snapshot, end);
   const auto placed = next ? put_in_place() : Result<>(tl::unexpected(next.error()));
   if (!placed) {
-    (void)::unlink(next_path().c_str());  // it would take the room that the old file may need
+    if (!failed_) (void)::unlink(next_path().c_str());  // it would take the room that the old file may need
     return placed;
   }
   give_room_back();  // as an archive it needs none

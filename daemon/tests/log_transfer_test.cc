@@ -180,6 +180,28 @@ TEST_F(Transfer, ACopyHasArchivesAsFarAsNothingIsMissing) {
   EXPECT_EQ(membership::records_of_job(records()), 42u);
 }
 
+// It was full, say: what is in it stays, and the copy goes on.
+TEST_F(Transfer, ACopyThatCanNotBeCompactedGoesOnAsItIs) {
+  membership::Coordinator machine({.replicas = 2, .ranks = 1, .batch = 4});
+  ASSERT_TRUE(machine.replay(job_record(7)));
+  auto snapshot = machine.snapshot();
+  snapshot.mutable_snapshot()->set_position(2);
+  for (const bool has_all : {true, false}) {
+    const std::string in = directory + (has_all ? "/all" : "/gap");
+    auto disk = membership::Disk::real();
+    disk.link = [](const char*, const char*) { return errno = ENOSPC, -1; };
+    {
+      const auto copy = LogCopy::open(in, disk);
+      (*copy)->add({job_record(7), incarnated(1)});
+      if (has_all) (*copy)->compact(snapshot);
+      else (*copy)->begin_with(snapshot);
+      (*copy)->add({incarnated(2)});
+    }
+    const auto copy = LogCopy::open(in);
+    EXPECT_EQ((*copy)->position(), has_all ? 3u : 2u) << "without what lies between, it can't go on";
+  }
+}
+
 // They are written as they are read, and not when all are there.
 TEST_F(Transfer, AnExportOfManyRecordsHasThemAll) {
   std::vector<proto::LogRecord> records{job_record(7)};

@@ -7,51 +7,10 @@
 #include <filesystem>
 #include <fstream>
 
-#include "membership/tests/log_file.h"
+#include "membership/tests/compacted_log.h"
 
 namespace rejoin::membership {
 namespace {
-
-struct CompactedLog : LogDirectory {
-  std::string archive(int number) const { return fmt::format("{}/decisions.{}.log", directory, number); }
-  static proto::LogRecord commit(std::uint64_t step) {
-    proto::LogRecord record;
-    record.mutable_committed()->set_step(step);
-    auto& member = *record.mutable_committed()->add_members();
-    member.add_batch()->set_begin(4 * (step - 1));
-    member.mutable_batch(0)->set_end(4 * step);
-    return record;
-  }
-  static proto::LogRecord snapshot_after(std::uint64_t step) {
-    proto::LogRecord record;
-    record.mutable_snapshot()->set_committed(step);
-    auto& ledger = *record.mutable_snapshot()->mutable_ledger();
-    ledger.set_next(4 * step);
-    ledger.set_from(step);
-    auto& trained = *ledger.add_trained();
-    trained.set_end(4 * step);
-    return record;
-  }
-  static void commit(Log& log, std::uint64_t from, std::uint64_t to) {
-    for (auto step = from; step <= to; ++step) ASSERT_TRUE(log.append({commit(step)}));
-  }
-  // The steps that all files together commit.
-  std::vector<std::uint64_t> steps() const {
-    std::vector<std::uint64_t> steps;
-    auto records = read_log(path);
-    EXPECT_TRUE(records) << records.error().message;
-    for (const auto& record : *records) {
-      EXPECT_TRUE(record.has_committed());
-      steps.push_back(record.committed().step());
-    }
-    return steps;
-  }
-  static std::vector<std::uint64_t> up_to(std::uint64_t last) {
-    std::vector<std::uint64_t> steps;
-    for (std::uint64_t step = 1; step <= last; ++step) steps.push_back(step);
-    return steps;
-  }
-};
 
 TEST_F(CompactedLog, BeginsWithTheSnapshotAndTheAuditReadsWhatWasBefore) {
   {
@@ -117,53 +76,6 @@ TEST_F(CompactedLog, CountsAndReadsWhatWasDecidedAlone) {
   const auto all = read_log(path);
   ASSERT_TRUE(all) << all.error().message;
   EXPECT_EQ(serialized(*all), serialized({commit(1), commit(2), commit(3), needs, commit(4)}));
-}
-
-// A process that ends before any call that compacting makes of the system, or whose disk fails from there on.
-TEST_F(CompactedLog, EndsAtAnyCallAndLosesNothing) {
-  int calls = 0;
-  for (int last = 0; last <= calls; ++last) {
-    SCOPED_TRACE(last);
-    std::filesystem::remove_all(directory);
-    bool armed = false;
-    calls = 0;
-    const auto real = Disk::real();
-    const auto works = [&] { return !armed || calls++ < last || (errno = EIO, false); };
-    const Disk disk{.write = [&](int fd, const void* bytes, std::size_t size,
-                                 off_t at) { return works() ? real.write(fd, bytes, size, at) : -1; },
-                    .sync = [&](int fd) { return works() ? real.sync(fd) : -1; },
-                    .link = [&](const char* from, const char* to) { return works() ? real.link(from, to) : -1; },
-                    .rename = [&](const char* from, const char* to) { return works() ? real.rename(from, to) : -1; }};
-    {
-      auto log = Log::open(directory, disk).value();
-      commit(log, 1, 10);
-      armed = true;
-      const bool compacted = log.compact(snapshot_after(10)).has_value();
-      EXPECT_EQ(compacted, calls <= last) << calls;
-      if (!compacted) {
-        EXPECT_FALSE(log.append({commit(11)})) << "as the disk fails";
-      }
-    }
-    {
-      auto log = Log::open(directory).value();
-      const auto& records = log.records();
-      ASSERT_FALSE(records.empty());
-      if (records[0].has_snapshot()) {
-        ASSERT_EQ(records.size(), 1u);
-        EXPECT_EQ(records[0].snapshot().committed(), 10u);
-      } else {
-        ASSERT_EQ(records.size(), 10u);
-      }
-      EXPECT_EQ(steps(), up_to(10));
-      commit(log, 11, 12);
-      EXPECT_EQ(steps(), up_to(12));
-      ASSERT_TRUE(log.compact(snapshot_after(12)));
-      commit(log, 13, 13);
-    }
-    EXPECT_EQ(Log::open(directory)->records().size(), 2u);
-    EXPECT_EQ(steps(), up_to(13));
-  }
-  EXPECT_EQ(calls, 8);
 }
 
 // What was not synced is lost with the power, and a name may reach the disk before what it names. So the new file is

@@ -127,6 +127,20 @@ TEST_F(LogFile, WritesThatTakeOnlyAPartAreGoneOnWith) {
   EXPECT_EQ(read_log(path)->size(), 10u);
 }
 
+TEST_F(LogFile, ADiskThatTakesNothingIsAnErrorAndNoEndlessLoop) {
+  auto disk = Disk::real();
+  bool takes = true;
+  disk.write = [&](int fd, const void* bytes, std::size_t size, off_t at) {
+    return takes ? ::pwrite(fd, bytes, size, at) : 0;
+  };
+  auto log = Log::open(directory, disk);
+  ASSERT_TRUE(log) << log.error().message;
+  takes = false;
+  const auto appended = log->append({commit(1)});
+  ASSERT_FALSE(appended);
+  EXPECT_NE(appended.error().message.find("Input/output error"), std::string::npos) << appended.error().message;
+}
+
 TEST_F(LogFile, AnErrorOfTheDiskAtAnyCallStopsTheDecidingAndLosesNothingAcknowledged) {
   for (const int error : {EIO, ENOSPC, EDQUOT})
     for (const bool at_sync : {false, true})
