@@ -134,6 +134,7 @@ nlohmann::json ReplicatedServer::status() const {
       json[of_leader] = nlohmann::json::array();
   if (!leads)
     for (const char* of_leader : {"wants_roll_back_to", "wants_log", "versions"}) json.erase(of_leader);
+  if (const auto word = machine_->unheeded_word(); !word.empty()) json["alarms"].push_back(word);
   const std::string given_up = copy_->given_up();
   if (!given_up.empty())
     json["alarms"].push_back(

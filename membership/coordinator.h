@@ -107,6 +107,8 @@ class Coordinator {
   std::vector<ReplicaOutage> outages(TimePoint now) const;
   // What is not as it should be although nothing waits for it, a sentence each.
   std::vector<std::string> alarms() const;
+  // An operator's word in this one's settings that would still change something if this one decided; empty: none.
+  std::string unused_word() const;
   // The job waits for an operator's word: the step that roll_back_to would have to allow.
   std::optional<Step> wants_roll_back() const { return wants_roll_back_; }
   bool wants_log() const { return outdated_ || !strangers().empty(); }  // its own is an older copy, or another job's

@@ -91,9 +91,10 @@ void Coordinator::settle_recovery() {
       const bool has = !m.catching_up || m.complete;
       if (!has && (!may_be_complete(m) || given_up)) continue;
       waits = true;
-      warn_once(fmt::format("the job waits for replica {}: it has not come back, and it {} the state of step {}{}",
-                            m.replica, has ? "has" : "may have", committed_,
-                            has ? "" : "; start the coordinator with --roll-back-to to go on without it"));
+      warn_once(fmt::format(
+          "the job waits for replica {}: it has not come back, and it {} the state of step {}{}", m.replica,
+          has ? "has" : "may have", committed_,
+          has ? "" : "; start the coordinator, or all of several, with --roll-back-to to go on without it"));
     }
     if (waits || now_ - back_at_ < config_.silence / 4) return;  // who has just come says next where it stands
   }

@@ -53,6 +53,14 @@ bool Coordinator::roll_back_was_used() const {
   return roll_back_to_ && last_roll_back_ && *last_roll_back_ >= *roll_back_to_;
 }
 
+std::string Coordinator::unused_word() const {
+  if (roll_back_to_ && *roll_back_to_ < committed_ && !roll_back_was_used())
+    return fmt::format("--roll-back-to {}", *roll_back_to_);
+  if (config_.drop && stopped_ && config_.drop->at == committed_)
+    return fmt::format("--drop-replica {}@{}", config_.drop->replica, config_.drop->at);
+  return {};
+}
+
 // With each record that says something of it, when it is decided or replayed.
 void Coordinator::note_never_members(const proto::LogRecord& record) {
   if (record.has_incarnated()) never_members_.insert(record.incarnated().incarnation());

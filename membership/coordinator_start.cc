@@ -218,7 +218,8 @@ std::vector<std::string> Coordinator::unfit(const std::vector<ReplicaId>& replic
 std::string Coordinator::rollback_needed(Step from) const {
   return fmt::format(
       "step {} is committed, and the most advanced state that has come is that of step {}: bring a later checkpoint, "
-      "or start the coordinator with --roll-back-to {} to give up {} steps; if the job was to end there, end it",
+      "or start the coordinator, or all of several, with --roll-back-to {} to give up {} steps; if the job was to end "
+      "there, end it",
       committed_, from, from, committed_.value - from.value);
 }
 

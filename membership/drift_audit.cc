@@ -260,10 +260,11 @@ std::optional<DriftAudit::Verdict> DriftAudit::struck_out(std::span<const Voter>
   return Verdict{
       Verdict::Kind::stop,
       {},
-      fmt::format("results differed {} times in a row, and nobody can tell which replica is wrong ({}). Look "
-                  "for bad memory or a bad link, end one replica, and start the coordinator again with "
-                  "--drop-replica REPLICA@{}",
-                  kStrikes, counted_.last, committed),
+      fmt::format(
+          "results differed {} times in a row, and nobody can tell which replica is wrong ({}). Look "
+          "for bad memory or a bad link, end one replica, and start the coordinator, or all of several, again with "
+          "--drop-replica REPLICA@{}",
+          kStrikes, counted_.last, committed),
       std::move(all)};
 }
 
@@ -304,8 +305,8 @@ DriftAudit::Verdict DriftAudit::judge_state() const {
   }
   return {Verdict::Kind::stop,
           {},
-          fmt::format("the replicas' states differ {}; nobody can tell which of them is right. Start the coordinator "
-                      "again with {} to go on without the one that is wrong",
+          fmt::format("the replicas' states differ {}; nobody can tell which of them is right. Start the coordinator, "
+                      "or all of several, again with {} to go on without the one that is wrong",
                       where, choices),
           std::move(among)};
 }

@@ -87,6 +87,8 @@ class ReplicatedCoordinator {
   };
   const std::optional<Failing>& failing() const { return failing_; }
   bool stalled() const { return stalled_; }
+  // Of a standby: an operator's word that it was started with, and that the leader need not have; empty: none.
+  std::string unheeded_word() const;
   const std::string& snapshot_failed() const { return snapshot_failed_; }  // why the last one is not in the store
   // All that the records lead to that have come out for the copy, with their number; nothing while more is decided than
   // is written, or not all is read.

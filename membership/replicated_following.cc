@@ -62,7 +62,7 @@ void ReplicatedCoordinator::on_read(const StoreRequest& request, const StoreAnsw
     return;
   }
   if (answer.more) return read(role_ == Role::reading || !has_read_, now);
-  has_read_ = true;
+  const bool first = !std::exchange(has_read_, true);
   if (!predecessor_) {
     const bool same_place = leader_.address() == options_.address && leader_.name() == options_.name;
     predecessor_ = same_place && leader_.instance() != options_.instance ? leader_.instance() : 0;
@@ -71,6 +71,17 @@ void ReplicatedCoordinator::on_read(const StoreRequest& request, const StoreAnsw
   // A claim without an answer was done after all.
   if (leader_.instance() == options_.instance && leader_.term() != 0 && !outranked()) return read_for_lead(now);
   try_claim(now, request.recent);
+  if (const auto word = unheeded_word(); first && !under_way_ && !word.empty()) note(true, "{}", word);
+}
+
+std::string ReplicatedCoordinator::unheeded_word() const {
+  const bool other_leads = role_ == Role::following && leader_.term() != 0 && leader_.instance() != options_.instance;
+  const std::string word = other_leads && has_read_ ? machine_->unused_word() : std::string();
+  if (word.empty()) return {};
+  return fmt::format(
+      "{} counts once this coordinator leads; {} at {} does, by its own settings: start that one with it, too, or take "
+      "it out here",
+      word, leader_.name(), leader_.address());
 }
 
 // What others have appended before this one's claim. Nothing can follow on that but what this one writes.

@@ -250,6 +250,35 @@ TEST(ReplicatedCoordinator, AJobWithAnotherKeyIsAnotherJob) {
   }
 }
 
+TEST(ReplicatedCoordinator, AStandbyWithAnOperatorsWordSaysThatTheLeaderDecides) {
+  const auto told = [](const std::function<void(JobConfig&)>& say, bool stopped) {
+    Alone job;
+    say(job.options.job);
+    job.let_other_lead();
+    job.write(2, [](proto::LogEntry& entry) { entry.add_records()->mutable_committed()->set_step(1); });
+    job.write(3, [&](proto::LogEntry& entry) {
+      if (stopped) entry.add_records()->mutable_stopped()->set_reason("they differ");
+      else entry.add_records()->mutable_incarnated()->set_incarnation(4);
+    });
+    job.start();
+    job.pass(kQuiet);
+    const std::string word = job.one->unheeded_word();
+    EXPECT_EQ(std::ranges::count(job.told, word), word.empty() ? 0 : 1);
+    for (std::uint64_t number : {0, 1}) job.node(number, true);
+    job.pass(kQuiet / 4);
+    EXPECT_TRUE(job.leads());
+    EXPECT_EQ(job.one->unheeded_word(), "");
+    return word.substr(0, word.find(';'));
+  };
+  const auto roll_back = [](std::uint64_t to) { return [to](JobConfig& job) { job.roll_back_to = Step(to); }; };
+  const auto drop = [](std::uint64_t at) { return [at](JobConfig& job) { job.drop = {ReplicaId(1), Step(at)}; }; };
+  EXPECT_EQ(told(roll_back(0), false), "--roll-back-to 0 counts once this coordinator leads");
+  EXPECT_EQ(told(roll_back(1), false), "") << "it would change nothing";
+  EXPECT_EQ(told(drop(1), true), "--drop-replica 1@1 counts once this coordinator leads");
+  EXPECT_EQ(told(drop(1), false), "") << "the job is not stopped";
+  EXPECT_EQ(told(drop(0), true), "") << "it is the word of another stop";
+}
+
 TEST(ReplicatedCoordinator, SaysOnceThatItClaimsWhileTheStoreDoesNotAnswer) {
   Alone job;
   job.let_other_lead();
