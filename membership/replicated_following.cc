@@ -36,6 +36,7 @@ void ReplicatedCoordinator::learn_of_leader(std::uint64_t revision, const std::s
 void ReplicatedCoordinator::on_read(const StoreRequest& request, const StoreAnswer& answer, TimePoint now) {
   if (role_ == Role::reading && !leads_still(answer)) return follow(answer, now);
   if (role_ == Role::following) learn_of_leader(answer.leader_revision, answer.leader, now);
+  if (actions_.failed) return;
   if (answer.alive_revision != alive_revision_ || !answer.entries.empty()) sign_at_ = now;
   alive_revision_ = answer.alive_revision;
   const bool there =
