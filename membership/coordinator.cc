@@ -35,9 +35,9 @@ Actions Coordinator::on_message(NodeId node, const proto::FromNode& message, Tim
       break;
     case proto::FromNode::kRankUp: on_rank_up(node, message.rank_up()); break;
     case proto::FromNode::kRankDown: on_rank_down(node, message.rank_down()); break;
-    case proto::FromNode::kReduced: on_reduced(message.reduced()); break;
+    case proto::FromNode::kReduced: on_reduced(node, message.reduced()); break;
     case proto::FromNode::kReplicaStatus: on_replica_status(node, message.replica_status()); break;
-    case proto::FromNode::kAccusation: on_accusation(message.accusation()); break;
+    case proto::FromNode::kAccusation: on_accusation(node, message.accusation()); break;
     case proto::FromNode::kDetails: audit_.on_details(message.details()); break;
     case proto::FromNode::kDrift: audit_.on_drift(message.drift()); break;
     case proto::FromNode::kAlive: on_alive(message.alive()); break;
@@ -144,18 +144,20 @@ void Coordinator::on_rank_down(NodeId node, const proto::RankDown& down) {
   if (!finished() && !recovering_until_ && !pause_detector_.just_paused(now_)) settle_absent();
 }
 
-void Coordinator::on_reduced(const proto::Reduced& reduced) {
+void Coordinator::on_reduced(NodeId node, const proto::Reduced& reduced) {
   MemberState* m = members_.find(ReplicaId(reduced.replica()));
   if (m == nullptr || m->incarnation.value != reduced.incarnation() || reduced.epoch() != epoch_.value ||
       reduced.step() != committed_.value + 1)
     return;  // stale
+  if (is_of_strangers(node, reduced.replica(), RankSet(reduced.ranks(), config_.ranks))) return;
   members_.add_reduced(*m, RankSet(reduced.ranks(), config_.ranks));
   m->computed.add(plausible(reduced.compute_us()));
   audit_.on_reduced(m->replica, reduced);
   try_commit();
 }
 
-void Coordinator::on_accusation(const proto::Accusation& accusation) {
+void Coordinator::on_accusation(NodeId node, const proto::Accusation& accusation) {
+  if (is_of_strangers(node, accusation.replica(), RankSet(accusation.rank()))) return;
   const bool current = accusation.epoch() == epoch_.value &&
                        members_.find(ReplicaId(accusation.replica())) != nullptr &&
                        members_.find(ReplicaId(accusation.suspect())) != nullptr;

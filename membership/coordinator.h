@@ -81,7 +81,7 @@ class Coordinator {
 
   Actions on_message(NodeId node, const proto::FromNode& message, TimePoint now);
   Actions on_node_lost(NodeId node, TimePoint now);
-  Actions on_tick(TimePoint now);  // at least every silence / 8
+  Actions on_tick(TimePoint now);                    // at least every silence / 8
 
   std::uint64_t job() const { return job_; }  // its id; 0: of a log from before there was one
   bool started() const { return epoch_ != Epoch{}; }
@@ -140,9 +140,9 @@ class Coordinator {
   void welcome_back(NodeId node, const proto::RankUp& up, const ReplicaState& replica);
   void on_rank_down(NodeId node, const proto::RankDown& down);
   void lose_node(NodeId node, TimePoint since);
-  void on_reduced(const proto::Reduced& reduced);
+  void on_reduced(NodeId node, const proto::Reduced& reduced);
   void on_replica_status(NodeId node, const proto::ReplicaStatus& status);
-  void on_accusation(const proto::Accusation& accusation);
+  void on_accusation(NodeId node, const proto::Accusation& accusation);
 
   // coordinator_balance.cc
   bool all_may_balance();
@@ -231,6 +231,7 @@ class Coordinator {
   static bool of_one_position(const ReplicaState& replica);
   std::uint64_t keep_brought(const Samples& trained);
   std::vector<std::string> strangers() const;
+  bool is_of_strangers(NodeId node, std::uint32_t replica, const RankSet& ranks) const;
   std::optional<Step> newest(const std::vector<ReplicaId>& replicas) const;
   bool send_back_mixed(const std::vector<ReplicaId>& replicas, std::optional<Step> newest);
   std::string rollback_needed(Step from) const;

@@ -68,7 +68,7 @@ void Coordinator::register_again(NodeId node, const proto::RankUp& up) {
   welcome_back(node, up, replica);
   if (!was_fully_registered && fully_registered(replica)) on_fully_registered(id);
   if (versions_of(replica.ranks[up.rank()]).spoken.version() < protocol_.version()) lower_protocol();
-  on_reduced(reduced_of(up));  // stale, unless it is of this epoch and step
+  on_reduced(node, reduced_of(up));  // stale, unless it is of this epoch and step
   try_start();
 }
 
@@ -100,10 +100,8 @@ void Coordinator::send_finished(NodeId node, const proto::RankUp& up) {
 Screened Coordinator::screen_log(NodeId node, const proto::RankUp& up) {
   if (up.incarnation() == 0 || up.job() == 0 || job_ == 0) return Screened::goes_on;
   if (up.job() != job_) {
-    // Here another job runs, or that other coordinator has decided nothing: it may be sent away.
-    const bool runs =
-        std::any_of(members_.begin(), members_.end(), [&](const MemberState& m) { return contributes_here(m); });
-    if (runs || up.heard_epoch() == 0) {
+    // That other coordinator has decided nothing: it may be sent away.
+    if (up.heard_epoch() == 0) {
       const auto reason = fmt::format(
           "it belongs to job {:016x}, and this coordinator's is {:016x} (has its daemon another job's --connect?)",
           up.job(), job_);
@@ -111,10 +109,13 @@ Screened Coordinator::screen_log(NodeId node, const proto::RankUp& up) {
       evict(node, ReplicaId(up.replica()), Incarnation(up.incarnation()), reason, up.job());
       return Screened::handled;
     }
+    const bool runs =
+        std::any_of(members_.begin(), members_.end(), [&](const MemberState& m) { return contributes_here(m); });
     auto what = fmt::format(
         "replica {} rank {}: it belongs to job {:016x}, which has committed step {}; this log is of job {:016x}, which "
-        "has committed step {}: start the coordinator with that job's --log-directory, or end that process",
-        up.replica(), up.rank(), up.job(), up.heard_committed(), job_, committed_);
+        "has committed step {}: {}, or end that process",
+        up.replica(), up.rank(), up.job(), up.heard_committed(), job_, committed_,
+        runs ? "give its daemon that job's --connect" : "start the coordinator with that job's --log-directory");
     warn("{}", what);
     strangers_[RankPlace::of(up)] = {node, up.instance(), std::move(what)};
     return Screened::handled;

@@ -34,9 +34,9 @@ std::string text_of(const Samples& samples) {
 void Coordinator::try_start() {
   if (pause_detector_.just_paused(now_)) return;  // those who are waited for may have come: the next ticks read on
   wants_roll_back_.reset();
-  if (has_contributors() || finished() || (recovering_until_ && !members_.empty())) return;
   std::erase_if(strangers_,
                 [&](const auto& one) { return one.second.lost_at && now_ - *one.second.lost_at > start_patience(); });
+  if (has_contributors() || finished() || (recovering_until_ && !members_.empty())) return;
   if (!strangers().empty()) return incomplete_since_.reset();
   const auto ready = ready_to_start();
   if (ready.empty()) return;
@@ -63,6 +63,18 @@ std::vector<std::string> Coordinator::strangers() const {
     if (found == replicas_.end() || !found->second.ranks[place.rank.value].registered) all.push_back(stranger.what);
   }
   return all;
+}
+
+// Each job counts its epochs and incarnations from 1: what they report must not be taken for what this job's ranks do.
+bool Coordinator::is_of_strangers(NodeId node, std::uint32_t replica, const RankSet& ranks) const {
+  return std::ranges::any_of(strangers_, [&](const auto& one) {
+    const auto& [place, stranger] = one;
+    if (stranger.node != node || place.replica.value != replica || !ranks.contains(place.rank.value)) return false;
+    const auto found = replicas_.find(place.replica);
+    if (found == replicas_.end()) return true;
+    const RankState& here = found->second.ranks[place.rank.value];
+    return !(here.registered && here.node == node);
+  });
 }
 
 // All that are configured; of a job that had started before also fewer, when the others have not come for long.
