@@ -9,6 +9,10 @@
 
 namespace rejoin::daemon {
 
+namespace {
+constexpr auto kOfAnotherJob = "is of another job than this node: is its --job or --store another's, or the address?";
+}  // namespace
+
 Coordinators::Coordinators(asio::io_context& io, const std::string& addresses, const std::string& name,
                            const JobKeys& keys, std::chrono::milliseconds silence,
                            std::function<void(proto::LeaderView&)> hosts, Upstream::Handlers handlers)
@@ -74,21 +78,30 @@ void Coordinators::carry_out(const Step& step, const proto::ToNode* message) {
 nlohmann::json Coordinators::status(bool connected) const {
   if (all_.size() == 1) {
     auto one = all_.front()->status(connected);
-    if (!connected && all_.front()->up()) one["reason"] = "it does not lead, and no other one is known here";
+    if (!connected && all_.front()->up())
+      one["reason"] =
+          tracker_.is_of_another_job(0) ? kOfAnotherJob : "it does not lead, and no other one is known here";
     return one;
   }
   nlohmann::json all = nlohmann::json::array();
   std::string addresses;
-  for (const auto& one : all_) {
-    all.push_back(one->status(one->up()));
-    addresses += (addresses.empty() ? "" : ",") + one->address();
+  std::string other;  // address
+  for (std::size_t i = 0; i < all_.size(); ++i) {
+    const auto& one = *all_[i];
+    auto& its = all.emplace_back(one.status(one.up()));
+    addresses += (addresses.empty() ? "" : ",") + one.address();
+    if (!tracker_.is_of_another_job(i)) continue;
+    other = one.address();
+    its["reason"] = kOfAnotherJob;
   }
   const auto refuses = std::ranges::find_if(all_, [](const auto& one) { return !one->refusal().empty(); });
   const auto alone = tracker_.decides_alone();
-  const std::string none = refuses != all_.end() ? fmt::format("{}: {}", (*refuses)->address(), (*refuses)->refusal())
-                           : alone ? fmt::format("{} decides alone (--store file): --connect takes its address only",
-                                                 all_[*alone]->address())
-                                   : "none of them says that it leads";
+  const std::string none =
+      refuses != all_.end() ? fmt::format("{}: {}", (*refuses)->address(), (*refuses)->refusal())
+      : !other.empty() ? fmt::format("none of them says that it leads this node's job; {} {}", other, kOfAnotherJob)
+      : alone
+          ? fmt::format("{} decides alone (--store file): --connect takes its address only", all_[*alone]->address())
+          : "none of them says that it leads";
   const std::string leader = leader_ ? all_[*leader_]->address() : "";
   return {{"address", leader_ ? leader : addresses},
           {"connected", connected},

@@ -57,6 +57,10 @@ Actions Coordinator::on_message(NodeId node, const proto::FromNode& message, Tim
   return take();
 }
 
+void Coordinator::on_sign_of_life(NodeId node, TimePoint now) {
+  if (auto found = nodes_.find(node); found != nodes_.end()) found->second.heard = now;
+}
+
 // Its ranks may still run: they have `silence` to come back through another connection, or longer while others do.
 Actions Coordinator::on_node_lost(NodeId node, TimePoint now) {
   now_ = now;

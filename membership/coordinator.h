@@ -81,6 +81,7 @@ class Coordinator {
 
   Actions on_message(NodeId node, const proto::FromNode& message, TimePoint now);
   Actions on_node_lost(NodeId node, TimePoint now);
+  void on_sign_of_life(NodeId node, TimePoint now);  // that is no message for this
   Actions on_tick(TimePoint now);                    // at least every silence / 8
 
   std::uint64_t job() const { return job_; }  // its id; 0: of a log from before there was one

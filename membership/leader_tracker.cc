@@ -8,6 +8,7 @@
 #include "base/deadlines.h"
 #include "membership/greeting.h"
 #include "membership/node.h"
+#include "membership/process.h"
 
 namespace rejoin::membership {
 
@@ -42,9 +43,10 @@ LeaderTracker::Actions LeaderTracker::on_disconnected(std::size_t coordinator, T
   auto& gone = coordinators_[coordinator];
   gone = {.spoken = gone.spoken};
   if (leader_ != coordinator) return actions;
-  leader_.reset();
-  leaderless_since_ = now;
-  actions.down = true;
+  lose_leader(actions);
+  // Where two connections lead to one coordinator, or a store was set back, another one has said so before.
+  for (std::size_t i = 0; i < coordinators_.size(); ++i)
+    if (coordinators_[i].says) weigh(i, true, actions);
   report(actions, false);
   return actions;
 }
@@ -57,7 +59,6 @@ LeaderTracker::Actions LeaderTracker::on_message(std::size_t from, const proto::
   if (message.has_leads()) on_leads(from, message.leads(), actions);
   else actions.pass = leader_ == from;
   if (message.has_welcome()) on_welcome(coordinators_[from], message.welcome());
-  if (!leader_ && actions.down) leaderless_since_ = now;
   report(actions, false);
   return actions;
 }
@@ -69,31 +70,81 @@ void LeaderTracker::on_welcome(Coordinator& from, const proto::NodeWelcome& welc
 }
 
 void LeaderTracker::on_leads(std::size_t from, const proto::Leads& leads, Actions& actions) {
-  const bool first = !std::exchange(coordinators_[from].one_of_several, true);
-  if (!coordinators_[from].welcomed) coordinators_[from].spoken = Spoken();
-  const bool newer = leads.term() > term_;
-  term_ = std::max(term_, leads.term());
-  const bool lead = leads.leads() && leads.term() == term_;
-  if (leader_ && (leader_ == from ? !lead : newer)) {  // it leads no more, whatever it says
-    leader_.reset();
-    actions.down = true;
-  }
-  if (lead) led_term_ = term_;
-  if (lead && (leader_ != from || (newer && !first))) {
+  Coordinator& one = coordinators_[from];
+  const auto before = std::exchange(one.says, leads);
+  if (!one.welcomed) one.spoken = Spoken();
+  // There is no other leader to wait for.
+  if (coordinators_.size() == 1 && !of_ranks_) keep_to(leads.job(), actions);
+  weigh(from, !before, actions);
+  if (leader_ == from) stalled_ = leads.stalled();
+  if (!(before && before->leads() && before->job() == leads.job())) tell_of_another_job(from, actions);
+  if (!before || (!is_of_another_job(from) && leads.term() < term_)) send_view(from, actions);
+}
+
+void LeaderTracker::tell_of_another_job(std::size_t coordinator, Actions& actions) const {
+  const auto& says = coordinators_[coordinator].says;
+  if (!is_of_another_job(coordinator) || !says->leads()) return;
+  actions.notes.push_back({fmt::format("the coordinator at {} leads job {:016x}, and this node keeps to job {:016x}: "
+                                       "it is not followed. Is its --job or --store another job's, or its address?",
+                                       says->address(), says->job(), job_),
+                           true});
+}
+
+bool LeaderTracker::is_of_another_job(std::size_t coordinator) const {
+  const auto& says = coordinators_[coordinator].says;
+  return says && of_another_job(job_, says->job());
+}
+
+// What a coordinator has said last. `first`: the ranks here have not been introduced to it under another term.
+void LeaderTracker::weigh(std::size_t from, bool first, Actions& actions) {
+  const proto::Leads& leads = *coordinators_[from].says;
+  // Until this node knows its job, a standby's term may be another one's.
+  const bool counts = !is_of_another_job(from) && (job_ != 0 || leads.job() == 0 || leads.leads());
+  const bool newer = counts && leads.term() > term_;
+  if (counts) term_ = std::max(term_, leads.term());
+  const bool lead = counts && leads.leads() && leads.term() == term_;
+  if (leader_ && (leader_ == from ? !lead : newer)) lose_leader(actions);  // it leads no more, whatever it says
+  if (!lead) return;
+  led_term_ = term_;
+  // Of several connections on which one term is led, the one that was first is as good as another.
+  if (leader_ == from ? newer && !first : !leader_ || silent_) {
     actions.down |= leader_.has_value();
     actions.up = true;
     leader_ = from;
+    stalled_ = leads.stalled();
     silent_ = false;
     leaderless_reported_ = false;
     actions.notes.push_back({fmt::format("the coordinator at {} leads in term {}", leads.address(), term_)});
   }
-  if (leader_ == from) stalled_ = leads.stalled();
-  if (first || leads.term() < term_) send_view(from, actions);
+  if (leader_ == from && !of_ranks_) keep_to(leads.job(), actions);
+}
+
+void LeaderTracker::lose_leader(Actions& actions) {
+  leader_.reset();
+  leaderless_since_ = now_;
+  actions.down |= !std::exchange(actions.up, false);
+}
+
+// What was heard of terms before is of another job.
+void LeaderTracker::keep_to(std::uint64_t job, Actions& actions) {
+  if (job == 0 || job == job_) return;
+  if (std::exchange(job_, job) != 0) term_ = led_term_ = 0;
+  if (leader_ && is_of_another_job(*leader_)) lose_leader(actions);
+  for (std::size_t i = 0; i < coordinators_.size(); ++i)
+    if (coordinators_[i].says) weigh(i, true, actions);
+  for (std::size_t i = 0; i < coordinators_.size(); ++i) tell_of_another_job(i, actions);
+}
+
+// Nobody here has a part in it, and it may be over.
+void LeaderTracker::give_job_up(Actions& actions) {
+  if (leader_ || of_ranks_ || now_ - leaderless_since_ <= 2 * silence_) return;
+  for (std::size_t i = 0; i < coordinators_.size() && !leader_; ++i)
+    if (is_of_another_job(i) && coordinators_[i].says->leads()) keep_to(coordinators_[i].says->job(), actions);
 }
 
 std::optional<std::size_t> LeaderTracker::decides_alone() const {
   for (std::size_t i = 0; coordinators_.size() > 1 && i < coordinators_.size(); ++i)
-    if (coordinators_[i].connected && coordinators_[i].welcomed && !coordinators_[i].one_of_several &&
+    if (coordinators_[i].connected && coordinators_[i].welcomed && !coordinators_[i].says &&
         now_ - coordinators_[i].since > silence_ / 4)
       return i;
   return std::nullopt;
@@ -108,21 +159,26 @@ void LeaderTracker::send_view(std::size_t to, Actions& actions) {
 // What this node hears of the leader, to all that ask; at once where it has changed. The ranks behind it may be many:
 // they are looked at when it is `due`.
 void LeaderTracker::report(Actions& actions, bool due) {
-  const auto wants_views = [](const Coordinator& one) { return one.connected && one.one_of_several; };
+  const auto wants_views = [](const Coordinator& one) { return one.connected && one.says; };
   if (std::none_of(coordinators_.begin(), coordinators_.end(), wants_views)) return;
-  const bool lost = !hears_leader();
-  const bool stalled = leader_ && stalled_ && !silent_;
-  if (!due && std::tuple(term_, led_term_, lost, stalled, lowest_spoken()) ==
-                  std::tuple(view_.term(), view_.led_term(), view_.lost(), view_.stalled(), view_.coordinators()))
+  const auto stalled = [this] { return leader_ && stalled_ && !silent_; };
+  if (!due &&
+      std::tuple(job_, term_, led_term_, !hears_leader(), stalled(), lowest_spoken()) ==
+          std::tuple(view_.job(), view_.term(), view_.led_term(), view_.lost(), view_.stalled(), view_.coordinators()))
     return;
-  if (view_.lost() && !lost) hears_since_ = now_;
+  const bool was_lost = view_.lost();
   view_.Clear();
+  view_.set_job(job_);
+  hosts_(view_);
+  of_ranks_ = view_.job() != 0;
+  keep_to(view_.job(), actions);
+  view_.set_job(job_);
   view_.set_term(term_);
   view_.set_led_term(led_term_);
-  view_.set_lost(lost);
-  view_.set_stalled(stalled);
+  view_.set_lost(!hears_leader());
+  view_.set_stalled(stalled());
   view_.set_coordinators(lowest_spoken());
-  hosts_(view_);
+  if (was_lost && !view_.lost()) hears_since_ = now_;
   std::erase_if(actions.send, [](const auto& one) { return one.second.has_leader_view(); });
   for (std::size_t i = 0; i < coordinators_.size(); ++i)
     if (wants_views(coordinators_[i])) send_view(i, actions);
@@ -142,7 +198,7 @@ LeaderTracker::Actions LeaderTracker::on_tick(TimePoint now) {
   if (const Duration pause = pause_detector_.on_tick(now); pause > Duration{})
     for (auto& one : coordinators_) forgive(one.heard, pause, now);
   if (pause_detector_.settling(now)) return actions;
-  silent_ = leader_ && coordinators_[*leader_].one_of_several &&
+  silent_ = leader_ && coordinators_[*leader_].says &&
             now - coordinators_[*leader_].heard > deadlines::kTakeover.of(silence_);
   for (std::size_t i = 0; i < coordinators_.size(); ++i)
     if (leader_ != i && coordinators_[i].connected && now - coordinators_[i].heard > silence_)
@@ -150,6 +206,7 @@ LeaderTracker::Actions LeaderTracker::on_tick(TimePoint now) {
   const bool due = now - reported_ >= silence_ / 8;
   if (due) reported_ = now;
   report(actions, due);
+  give_job_up(actions);
   if (leaderless_since_ == TimePoint{}) leaderless_since_ = now;
   if (!leader_ && coordinators_.size() > 1 && now - leaderless_since_ > silence_ &&
       !std::exchange(leaderless_reported_, true))

@@ -2,6 +2,10 @@
 // the highest term that says so. What comes from the others is not for its ranks. It tells each of them what it hears
 // of the leader (LeaderView), so that they take over where that one is lost. Pure: connections are numbers.
 //
+// Terms are compared within one job. One of another job, to which an address or a setting that is wrong leads, is not
+// followed: a node keeps to the job of its ranks that have heard a plan, and without such to that of the leader that it
+// has heard first, until nobody has led that job for two silences and somebody leads another one.
+//
 // A node that knows one coordinator alone takes it for the leader until it says that it is not.
 #pragma once
 
@@ -26,7 +30,8 @@ class LeaderTracker {
     std::vector<std::size_t> close;  // connections on which nothing comes: to be made anew
     std::vector<Note> notes;
   };
-  // `hosts` writes down the ranks behind this node.
+  // `hosts` writes down the ranks behind this node, and the job of those that have heard a plan, and not the last one,
+  // or 0; of several jobs the one that the view names already.
   LeaderTracker(std::string name, Duration silence, std::size_t coordinators,
                 std::function<void(proto::LeaderView&)> hosts);
 
@@ -41,17 +46,23 @@ class LeaderTracker {
   bool hears_leader() const { return leader_ && !stalled_ && !silent_; }
   TimePoint hears_since() const { return hears_since_; }  // where it does
   std::uint64_t term() const { return term_; }
+  bool is_of_another_job(std::size_t coordinator) const;  // than this node
 
  private:
   struct Coordinator {
     bool connected = false;
-    bool one_of_several = false;  // it has said whether it leads
     TimePoint since{}, heard{};
     bool welcomed = false;
-    std::optional<Spoken> spoken{};  // since it has said anything
+    std::optional<Spoken> spoken{};      // since it has said anything
+    std::optional<proto::Leads> says{};  // whether it leads: last. It is one of several
   };
   static void on_welcome(Coordinator& from, const proto::NodeWelcome& welcome);
   void on_leads(std::size_t from, const proto::Leads& leads, Actions& actions);
+  void weigh(std::size_t from, bool first, Actions& actions);
+  void lose_leader(Actions& actions);
+  void keep_to(std::uint64_t job, Actions& actions);
+  void give_job_up(Actions& actions);
+  void tell_of_another_job(std::size_t coordinator, Actions& actions) const;
   void report(Actions& actions, bool due);
   void send_view(std::size_t to, Actions& actions);
   std::uint32_t lowest_spoken() const;
@@ -62,6 +73,8 @@ class LeaderTracker {
   PauseDetector pause_detector_;
   std::vector<Coordinator> coordinators_;
   std::optional<std::size_t> leader_;
+  std::uint64_t job_ = 0;                  // that it keeps to; 0: not known
+  bool of_ranks_ = false;                  // … since ranks here have heard a plan of it
   std::uint64_t term_ = 0, led_term_ = 0;  // the highest heard of; the last leader's
   bool stalled_ = false;                   // the leader, as it says
   bool silent_ = false;                    // … as this node finds

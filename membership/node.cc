@@ -118,7 +118,14 @@ Node::Actions Node::on_coordinator_message(const proto::ToNode& message, TimePoi
 
 void Node::write_hosts(proto::LeaderView& view) const {
   std::map<std::uint32_t, RankSet> hosted;
-  for (const auto& [connection, rank] : ranks_) hosted[rank.up.replica()].add(RankSet(rank.up.rank()));
+  std::uint64_t job = 0;
+  for (const auto& [connection, rank] : ranks_) {
+    hosted[rank.up.replica()].add(RankSet(rank.up.rank()));
+    const bool of_plan = plan_.epoch() > 0 && plan_.job() == rank.up.job();
+    const bool takes_part = of_plan ? !plan_.finished() : rank.up.heard_epoch() > 0;
+    if (rank.up.incarnation() != 0 && takes_part && (job == 0 || job != view.job())) job = rank.up.job();
+  }
+  view.set_job(job);
   membership::write_hosts(hosted, view);
 }
 

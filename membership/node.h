@@ -82,7 +82,7 @@ class Node {
   bool coordinator_up() const { return coordinator_up_; }
   TimePoint coordinator_heard() const { return coordinator_heard_; }
   const std::map<RankConnection, RankInfo>& ranks() const { return ranks_; }
-  void write_hosts(proto::LeaderView& view) const;  // the ranks here
+  void write_hosts(proto::LeaderView& view) const;  // the ranks here, and their job (leader_tracker.h)
   const proto::Plan& plan() const { return plan_; }
   const PeerTable& peers() const { return peers_; }
 

@@ -113,19 +113,30 @@ Relay::Actions Relay::on_coordinator_message(const proto::ToNode& message, TimeP
   return take();
 }
 
-void Relay::write_hosts(proto::LeaderView& view) const {
+void Relay::write_hosts(proto::LeaderView& view) {
   std::map<std::uint32_t, RankSet> hosted;
-  for (const auto& [node, state] : nodes_)
-    for (const auto& [place, instance] : state.places) hosted[place.first].add(RankSet(place.second));
+  std::uint64_t job = 0;
+  for (auto& [node, state] : nodes_)
+    for (auto& [key, place] : state.places) {
+      hosted[key.first].add(RankSet(key.second));
+      const auto rank = ranks_.find(key);
+      if (plan_.first > 0 && rank != ranks_.end() && rank->second.instance == place.instance &&
+          rank->second.incarnation != 0 && rank->second.job == plan_job_)
+        place.job = plan_job_;
+      if (finished_ && place.job == plan_job_) place.job = 0;
+      if (place.job != 0 && (job == 0 || job != view.job())) job = place.job;
+    }
+  view.set_job(job);
   membership::write_hosts(hosted, view);
 }
 
 void Relay::note_places(NodeState& of, const proto::FromNode& message) {
   if (message.has_hello()) of.places.clear();
-  if (const auto& up = message.rank_up(); message.has_rank_up()) of.places[{up.replica(), up.rank()}] = up.instance();
+  if (const auto& up = message.rank_up(); message.has_rank_up())
+    of.places[{up.replica(), up.rank()}] = {up.instance(), up.heard_epoch() > 0 ? up.job() : 0};
   if (const auto& down = message.rank_down(); message.has_rank_down())
     if (auto found = of.places.find({down.replica(), down.rank()});
-        found != of.places.end() && found->second == down.instance())
+        found != of.places.end() && found->second.instance == down.instance())
       of.places.erase(found);
 }
 
@@ -152,6 +163,7 @@ void Relay::on_plan(const proto::ToNode& message) {
   const bool fresh = now != plan_ || finished_ != message.plan().finished();
   if (fresh) accused_.clear(), of_themselves_.clear();
   plan_ = now;
+  plan_job_ = message.plan().job();
   finished_ = message.plan().finished();
   std::vector<NodeId> concerned;
   for (auto& [node, state] : nodes_)
@@ -243,7 +255,8 @@ Relay::Actions Relay::on_node_lost(NodeId node, TimePoint now) {
     left.insert({key.first, rank.incarnation});
     rank.lost_at = now;
     for (const auto& [other, state] : nodes_)
-      if (const auto place = state.places.find(key); place != state.places.end() && place->second == rank.instance)
+      if (const auto place = state.places.find(key);
+          place != state.places.end() && place->second.instance == rank.instance)
         asked.insert(other);
   };
   for (auto& [key, claim] : claims_) lose(key.first, claim);
@@ -251,9 +264,9 @@ Relay::Actions Relay::on_node_lost(NodeId node, TimePoint now) {
   for (auto& [key, group] : groups_) group.statuses.erase(node);
   for (const auto& key : left) report_status(key);  // the others' may have waited for those alone
   if (!gone.empty())
-    for (const auto& [key, instance] : gone.mapped().places)
+    for (const auto& [key, place] : gone.mapped().places)
       if (const auto rank = ranks_.find(key);
-          rank != ranks_.end() && rank->second.connected && rank->second.instance == instance)
+          rank != ranks_.end() && rank->second.connected && rank->second.instance == place.instance)
         asked.insert(rank->second.node);
   if (!asked.empty()) ask_to_introduce({asked.begin(), asked.end()});
   return take();

@@ -57,7 +57,7 @@ class Relay {
   bool finished() const { return finished_; }  // the job, by the last plan heard
   std::size_t nodes() const { return nodes_.size(); }
   std::size_t ranks() const { return ranks_.size(); }
-  void write_hosts(proto::LeaderView& view) const;  // the ranks behind it
+  void write_hosts(proto::LeaderView& view);  // the ranks behind it, and their job (leader_tracker.h)
 
  private:
   static constexpr std::uint64_t kNoLimit =
@@ -71,7 +71,11 @@ class Relay {
     bool introduced = false;  // to the coordinator that is connected now
     std::uint64_t asked = 0;  // the number of the last Introduce to it
     // Of its ranks, whether or not there is a coordinator: by replica and rank, the instance that was heard last.
-    std::map<std::pair<std::uint32_t, std::uint32_t>, std::uint64_t> places;
+    struct Place {
+      std::uint64_t instance = 0;
+      std::uint64_t job = 0;  // of which it has heard a plan
+    };
+    std::map<std::pair<std::uint32_t, std::uint32_t>, Place> places;
   };
   struct RankState {
     NodeId node;
@@ -133,6 +137,7 @@ class Relay {
   std::map<std::pair<RankKey, std::uint64_t>, RankState> claims_;  // by instance
   std::map<GroupKey, Group> groups_;
   std::pair<std::uint64_t, std::uint64_t> plan_{};  // the last one's epoch and commit
+  std::uint64_t plan_job_ = 0;
   bool finished_ = false;
   std::optional<TimePoint> alone_since_;  // without a coordinator
   bool alone_reported_ = false;

@@ -54,18 +54,16 @@ ReplicatedCoordinator::Actions ReplicatedCoordinator::on_message(NodeId node, co
   // Behind a cut that is over comes what was said in its time.
   if (from.heard != TimePoint{} && now - from.heard > options_.job.silence / 4)
     from.settled = now + options_.job.silence / 8;
-  from.heard = heard_at_ = now;
+  from.heard = now;
+  if (!is_of_another_job(from)) heard_at_ = now;
   if (message.has_hello()) {
     from.hello = message;
     tell_who_leads({node});
   }
   if (message.has_leader_view()) {
-    from.view = message.leader_view();
-    if (!from.view->stalled()) from.stalled_since = {};
-    else if (from.stalled_since == TimePoint{}) from.stalled_since = now;
-    if (from.view->term() < kMostTerms) heard_term_ = std::max(heard_term_, from.view->term());
+    on_view(from, message.leader_view());
     if (role_ == Role::leading) {
-      suspects_itself_ |= from.view->term() > leader_.term();
+      machine_->on_sign_of_life(node, now);
       if (of_coordinators_.version() < kProtocolVersion) look_at_versions();  // otherwise the next tick is soon enough
       write_next(now);
     } else {
@@ -77,6 +75,34 @@ ReplicatedCoordinator::Actions ReplicatedCoordinator::on_message(NodeId node, co
     write_next(now);
   }
   return take();
+}
+
+void ReplicatedCoordinator::on_view(NodeView& from, const proto::LeaderView& view) {
+  const std::string before = of_another_job();
+  from.view = view;
+  if (auto line = of_another_job(); !line.empty() && before.empty()) note(true, "{}", line);
+  const bool counts = !is_of_another_job(from);
+  if (!counts || !view.stalled()) from.stalled_since = {};
+  else if (from.stalled_since == TimePoint{}) from.stalled_since = now_;
+  if (!counts) return;
+  if (view.term() < kMostTerms) heard_term_ = std::max(heard_term_, view.term());
+  suspects_itself_ |= role_ == Role::leading && view.term() > leader_.term();
+}
+
+// Until this job is known, a node that knows its own may be anybody's.
+bool ReplicatedCoordinator::is_of_another_job(const NodeView& of) const {
+  return of.view && of.view->job() != 0 && of.view->job() != job_;
+}
+
+std::string ReplicatedCoordinator::of_another_job() const {
+  for (const auto& [node, of] : nodes_)
+    if (job_ != 0 && of.hello && is_of_another_job(of))
+      return fmt::format(
+          "node {} at {} keeps to job {:016x}, and what is in this coordinator's store is job {:016x}: it is not led "
+          "from here. Is the --job or --store of this coordinator another job's, or has that node another job's "
+          "--connect, or trainers of a job that is given up?",
+          of.hello->hello().node(), of.hello->hello().address(), of.view->job(), job_);
+  return "";
 }
 
 ReplicatedCoordinator::Actions ReplicatedCoordinator::on_node_lost(NodeId node, TimePoint now) {
@@ -115,6 +141,7 @@ void ReplicatedCoordinator::tell_who_leads(const std::vector<NodeId>& nodes) {
   leads.set_address(leader_.address());
   leads.set_leads(role_ == Role::leading);
   leads.set_stalled(stalled_);
+  if (position_ > 0) leads.set_job(job_);
 }
 
 ReplicatedCoordinator::Actions ReplicatedCoordinator::on_tick(TimePoint now) {
@@ -150,7 +177,7 @@ ReplicatedCoordinator::Actions ReplicatedCoordinator::on_tick(TimePoint now) {
 void ReplicatedCoordinator::look_at_versions() {
   std::optional<std::uint32_t> lowest;
   for (const auto& [node, of] : nodes_)
-    if (of.view)
+    if (of.view && !is_of_another_job(of))
       lowest = std::min(lowest.value_or(kProtocolVersion), std::max(of.view->coordinators(), kSilentProtocol));
   if (lowest) of_coordinators_ = Spoken(*lowest);
   machine_->set_protocol_of_coordinators(of_coordinators_);

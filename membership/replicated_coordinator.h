@@ -22,6 +22,7 @@
 //              that led to it, that it leads: by the records that go with it, or by renewing the claim. So one that was
 //              stopped, and goes on when others have taken over, says nothing but Leads, Heartbeat and Waits.
 //   one        One request is under way at a time. What is decided meanwhile goes into the next one together.
+//   job        What a node says that keeps to another job counts for nothing here: its terms are of another store.
 //   again      A request without an answer is repeated as it is. A leader finds its own entry in the log, or its own
 //              claim in the lead, where an earlier try has been done.
 //   stalled    A leader that has waited for the store for `kTakeover` says so, which counts as lost, and judges nobody
@@ -106,6 +107,7 @@ class ReplicatedCoordinator {
   };
   const Latency& latency() const { return latency_; }
   std::uint64_t takeovers() const { return takeovers_; }  // by this process
+  std::string of_another_job() const;  // a node that keeps to one, and what to look at; empty: there is none
 
  private:
   enum class Role : std::uint8_t {
@@ -120,12 +122,14 @@ class ReplicatedCoordinator {
     TimePoint heard{}, settled{};  // last; from when on it is no longer what had been waiting on its way
     TimePoint stalled_since{};     // it says that the leader can't write
   };
+  void on_view(NodeView& from, const proto::LeaderView& view);
   void submit(StoreRequest request, TimePoint now);
   void submit_again(TimePoint now);
   void read(bool recent, TimePoint now);
   void on_read(const StoreRequest& request, const StoreAnswer& answer, TimePoint now);
   void on_compacted(const StoreRequest& request, const StoreAnswer& answer, TimePoint now);
   bool set_back(const StoreRequest& request, const StoreAnswer& answer, TimePoint now);
+  bool is_of_another_job(const NodeView& of) const;
   bool leads_still(const StoreAnswer& answer) const {
     return answer.leader_revision == token_ && answer.leader == leader_bytes_;
   }
@@ -178,6 +182,7 @@ class ReplicatedCoordinator {
   proto::Leader leader_;
   std::string leader_bytes_;
   std::uint64_t leader_revision_ = 0, alive_revision_ = 0;
+  std::uint64_t job_ = 0;                     // of the log that is in the store, as it was last known
   std::uint64_t heard_term_ = 0;              // the highest that a node has named
   std::optional<std::uint64_t> predecessor_;  // the instance that led when this process came, in its name and place
   TimePoint heard_at_{};                      // any node

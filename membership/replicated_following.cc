@@ -161,6 +161,7 @@ bool ReplicatedCoordinator::take_in(const proto::LogRecord& record) {
               fmt::format("record {} of the store's log: {}", position_, replayed.error().message));
     return false;
   }
+  job_ = machine_->job();
   if (options_.copied_job != 0 && machine_->job() != 0 && machine_->job() != options_.copied_job) {
     fail_with(
         ErrorCode::mismatch,
@@ -185,7 +186,7 @@ ReplicatedCoordinator::Lost ReplicatedCoordinator::who_lost_the_leader(TimePoint
   Lost lost;
   std::map<ReplicaId, RankSet> counted;
   for (const auto& [node, of] : nodes_) {
-    if (!of.view || now - of.heard > silence || now < of.settled) continue;
+    if (!of.view || is_of_another_job(of) || now - of.heard > silence || now < of.settled) continue;
     const bool current = of.view->led_term() >= leader_.term();
     const bool can_write = !of.view->stalled() || answered_ > of.stalled_since;
     lost.somebody_hears |= (!of.view->lost() || of.view->stalled()) && current;

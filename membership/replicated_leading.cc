@@ -153,8 +153,13 @@ void ReplicatedCoordinator::on_written(TimePoint now) {
   confirmed_at_ = sign_at_ = now;
   latency_.add(now - begun_at_);
   if (appending_ > 0) last_entry_ = position_;
+  const bool begins = position_ == 0 && appending_ > 0;
   position_ += appending_;
   appending_ = 0;
+  if (begins) {  // the job: another one could have become of it until now
+    job_ = machine_->job();
+    tell_who_leads(all_nodes());
+  }
   release(std::exchange(confirming_, 0));
   look_at_stall(now);
   if (!outranked()) return;

@@ -19,7 +19,8 @@ proto::FromNode as_an_older_one(proto::FromNode message) {
   if (message.has_hello()) message.mutable_hello()->clear_newest(), message.mutable_hello()->clear_release();
   if (message.has_rank_up())
     message.mutable_rank_up()->clear_daemon_release(), message.mutable_rank_up()->clear_location();
-  if (message.has_leader_view()) message.mutable_leader_view()->clear_coordinators();
+  if (message.has_leader_view())
+    message.mutable_leader_view()->clear_coordinators(), message.mutable_leader_view()->clear_job();
   if (message.has_replica_status())
     message.mutable_replica_status()->clear_round_trips(), message.mutable_replica_status()->clear_rates();
   return message;

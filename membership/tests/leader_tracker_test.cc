@@ -1,7 +1,10 @@
 // Whom a node with several addresses follows.
 #include "membership/leader_tracker.h"
 
+#include <fmt/format.h>
 #include <gtest/gtest.h>
+
+#include <map>
 
 namespace rejoin::membership {
 namespace {
@@ -50,6 +53,165 @@ TEST_F(OfTwo, WhoSaysThatItDoesNotLeadIsOneOfSeveral) {
   pass(2s);
   EXPECT_FALSE(tracker.decides_alone());
   EXPECT_TRUE(warned) << "nobody leads";
+}
+
+// A node that is connected with three coordinators, and what it was told: u up, d down.
+struct OfSeveral : testing::Test {
+  std::uint64_t job_of_ranks = 0;  // that have heard a plan
+  LeaderTracker tracker{"node", 1s, 3, [this](proto::LeaderView& view) { view.set_job(job_of_ranks); }};
+  TimePoint now{10s};
+  std::string story;
+  std::vector<std::string> warnings;
+  std::map<std::size_t, proto::LeaderView> views;  // by coordinator, the last
+
+  OfSeveral() {
+    for (std::size_t i = 0; i < 3; ++i) keep(tracker.on_connected(i, now));
+  }
+  void keep(const LeaderTracker::Actions& actions) {
+    if (actions.down) story += 'd';
+    if (actions.up) story += 'u';
+    for (const auto& note : actions.notes)
+      if (note.warning) warnings.push_back(note.text);
+    for (const auto& [to, message] : actions.send)
+      if (message.has_leader_view()) views[to] = message.leader_view();
+  }
+  void say(std::size_t from, std::uint64_t term, std::uint64_t job, bool leads = true) {
+    proto::ToNode message;
+    auto& its = *message.mutable_leads();
+    its.set_term(term);
+    its.set_leads(leads);
+    its.set_job(job);
+    its.set_address(fmt::format("c{}:1", from));
+    keep(tracker.on_message(from, message, now));
+  }
+  void pass(Duration time) {
+    for (const TimePoint until = now + time; now < until;) {
+      now += 50ms;
+      for (std::size_t from = 0; from < 3; ++from) keep(tracker.on_message(from, {}, now));
+      keep(tracker.on_tick(now));
+    }
+  }
+};
+
+TEST_F(OfSeveral, OfTwoThatLeadDifferentJobsTheOneOfTheFirstIsFollowedWhateverTheTerms) {
+  say(0, 4, 7);
+  say(1, 4, 7, false);
+  for (std::uint64_t term = 4; term < 10; ++term) say(2, term, 9);
+  say(0, 4, 7);
+  pass(5s);
+  EXPECT_EQ(story, "u");
+  EXPECT_EQ(tracker.leader(), 0u);
+  EXPECT_EQ(tracker.term(), 4u);
+  EXPECT_TRUE(tracker.is_of_another_job(2));
+  EXPECT_EQ(views.at(2).job(), 7u);
+  EXPECT_EQ(views.at(2).term(), 4u) << "and not that of the other job";
+  ASSERT_EQ(warnings.size(), 1u);
+  EXPECT_NE(warnings[0].find("the coordinator at c2:1 leads job 0000000000000009, and this node keeps to job "
+                             "0000000000000007: it is not followed. Is its --job or --store"),
+            std::string::npos)
+      << warnings[0];
+  say(1, 5, 7);  // it takes over
+  EXPECT_EQ(story, "udu");
+  EXPECT_EQ(tracker.leader(), 1u);
+}
+
+TEST_F(OfSeveral, TheJobOfItsRanksIsFollowedAlsoWhereAnotherOneWasHeardFirst) {
+  say(2, 250, 9);
+  EXPECT_EQ(tracker.leader(), 2u);
+  say(0, 4, 7);
+  say(1, 4, 7, false);
+  EXPECT_EQ(story, "u");
+  job_of_ranks = 7;  // they have come back to this daemon
+  pass(200ms);
+  EXPECT_EQ(story, "udu");
+  EXPECT_EQ(tracker.leader(), 0u);
+  EXPECT_EQ(views.at(0).term(), 4u);
+  EXPECT_EQ(views.at(0).led_term(), 4u);
+  EXPECT_FALSE(views.at(0).lost());
+  keep(tracker.on_disconnected(0, now));
+  pass(60s);
+  EXPECT_EQ(story, "udud") << "for as long as they are there nobody else is followed";
+  EXPECT_TRUE(views.at(1).lost());
+  say(1, 5, 7);
+  EXPECT_EQ(tracker.leader(), 1u);
+}
+
+TEST_F(OfSeveral, WithoutRanksAJobThatNobodyLeadsAnyMoreIsGivenUpForOneThatIsLed) {
+  say(0, 40, 7);
+  say(1, 2, 9);
+  say(2, 2, 9, false);
+  keep(tracker.on_disconnected(0, now));
+  pass(1s);
+  EXPECT_EQ(story, "ud") << "another one may be about to take over";
+  pass(2s);
+  EXPECT_EQ(story, "udu");
+  EXPECT_EQ(tracker.leader(), 1u);
+  pass(200ms);
+  EXPECT_EQ(views.at(2).job(), 9u);
+  EXPECT_EQ(views.at(2).term(), 2u);
+}
+
+TEST_F(OfSeveral, OneOfTheReleaseBeforeTellsNoJobAndIsFollowedByItsTerm) {
+  job_of_ranks = 7;
+  say(0, 4, 0);
+  pass(200ms);
+  say(1, 5, 7);
+  EXPECT_EQ(tracker.leader(), 1u);
+  say(2, 6, 0);
+  EXPECT_EQ(tracker.leader(), 2u);
+  say(1, 6, 7, false);
+  EXPECT_EQ(story, "ududu");
+}
+
+// The term of a standby counts once it is known that it is of this job.
+TEST_F(OfSeveral, WhatAStandbyOfAnotherJobHasHeardCountsForNothing) {
+  say(2, 250, 9, false);
+  say(1, 5, 7, false);
+  say(0, 4, 7);
+  EXPECT_FALSE(tracker.leader()) << "another one has taken over";
+  say(0, 5, 7, false);
+  say(1, 5, 7);
+  EXPECT_EQ(tracker.leader(), 1u);
+  EXPECT_EQ(tracker.term(), 5u);
+}
+
+TEST_F(OfSeveral, TwoConnectionsWithOneCoordinatorAreOneLeader) {
+  for (int i = 0; i < 20; ++i) {
+    say(0, 1, 7);
+    say(1, 1, 7);
+  }
+  pass(5s);
+  EXPECT_EQ(story, "u");
+  EXPECT_TRUE(warnings.empty());
+  keep(tracker.on_disconnected(0, now));
+  EXPECT_EQ(story, "udu") << "the other one goes on";
+  EXPECT_EQ(tracker.leader(), 1u);
+}
+
+TEST(LeaderTracker, AtOneAddressEachJobIsFollowedThatNoRanksAreAgainst) {
+  std::uint64_t job_of_ranks = 0;
+  LeaderTracker tracker("node", 1s, 1, [&](proto::LeaderView& view) { view.set_job(job_of_ranks); });
+  TimePoint now{10s};
+  proto::ToNode message;
+  const auto say = [&](std::uint64_t term, std::uint64_t job) {
+    message.mutable_leads()->set_term(term);
+    message.mutable_leads()->set_leads(true);
+    message.mutable_leads()->set_job(job);
+    return tracker.on_message(0, message, now);
+  };
+  EXPECT_TRUE(tracker.on_connected(0, now).up);
+  EXPECT_FALSE(say(9, 7).up);
+  EXPECT_EQ(tracker.leader(), 0u);
+  EXPECT_TRUE(tracker.on_disconnected(0, now).down);
+  EXPECT_TRUE(tracker.on_connected(0, now).up);
+  EXPECT_FALSE(say(1, 8).down);
+  EXPECT_EQ(tracker.leader(), 0u) << "the next job";
+  EXPECT_EQ(tracker.term(), 1u);
+  job_of_ranks = 8;
+  now += 1s;
+  (void)tracker.on_tick(now);
+  EXPECT_TRUE(say(12, 7).down);
+  EXPECT_FALSE(tracker.leader());
 }
 
 }  // namespace

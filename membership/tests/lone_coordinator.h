@@ -51,6 +51,8 @@ struct Alone {
   std::map<std::uint64_t, std::string> log;
   std::vector<StoreRequest> asked;
   std::vector<std::string> told;
+  std::vector<proto::Leads> said;
+  std::vector<NodeId> closed;
   std::optional<Error> failed;
   bool answers = true;
   std::optional<Asked> answers_not;     // requests of this kind alone
@@ -109,6 +111,9 @@ struct Alone {
     for (bool more = true; more;) {
       more = actions.request.has_value();
       for (const auto& note : actions.notes) told.push_back(note.text);
+      for (const auto& [nodes, message] : actions.send)
+        if (message.has_leads()) said.push_back(message.leads());
+      for (const auto node : actions.close) closed.push_back(node);
       if (actions.failed) failed = actions.failed;
       if (!more) return;
       asked.push_back(*actions.request);

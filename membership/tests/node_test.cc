@@ -54,6 +54,40 @@ struct Machine {
   }
 };
 
+// Who has heard a plan keeps to its job, and a daemon that is new hears of that from the rank.
+TEST(Node, TellsTheJobThatItsRanksHaveHeardAPlanOf) {
+  Machine of;
+  const auto job = [&](std::uint64_t before) {
+    proto::LeaderView view;
+    view.set_job(before);
+    of.node.write_hosts(view);
+    return view.job();
+  };
+  EXPECT_EQ(job(7), 0u) << "nobody is there";
+  of.up(1, 0);
+  EXPECT_EQ(job(7), 0u) << "it is registered, and nothing is decided";
+  of.plan(7, 1);
+  EXPECT_EQ(job(0), 7u);
+  proto::ToNode finished;
+  finished.mutable_plan()->set_epoch(1);
+  finished.mutable_plan()->set_job(7);
+  finished.mutable_plan()->set_finished(true);
+  of.keep(of.node.on_coordinator_message(finished, of.now));
+  EXPECT_EQ(job(7), 0u) << "there is nothing more to hear";
+  of.plan(7, 1);
+  proto::FromNode message;
+  auto& its = *message.mutable_rank_up();
+  its.set_replica(1);
+  its.set_incarnation(3);
+  its.set_job(8);
+  its.set_heard_epoch(2);
+  of.keep(of.node.on_rank_message(RankConnection(2), message, of.now));
+  EXPECT_EQ(job(7), 7u);
+  EXPECT_EQ(job(8), 8u);
+  of.keep(of.node.on_rank_gone(RankConnection(1), "it ended", Node::Gone::ended));
+  EXPECT_EQ(job(7), 8u);
+}
+
 // A coordinator or relay with a shorter silence would find it silent again and again.
 TEST(Node, SendsHeartbeatsByTheShorterSilenceAndSaysThatTheyDiffer) {
   proto::ToNode welcome;

@@ -90,6 +90,37 @@ TEST(Relay, DaemonsStayAndIntroduceThemselvesToTheNextCoordinator) {
   EXPECT_EQ(view.hosts_size(), 0);
 }
 
+TEST(Relay, TellsTheJobThatItsRanksHaveHeardAPlanOfAlsoWithoutACoordinator) {
+  Behind relay;
+  const auto job = [&] {
+    proto::LeaderView view;
+    relay.relay.write_hosts(view);
+    return view.job();
+  };
+  relay.up(1, 100);
+  proto::ToNode message;
+  message.mutable_registered()->set_instance(100);
+  message.mutable_registered()->set_incarnation(5);
+  message.mutable_registered()->set_job(7);
+  relay.send(message);
+  EXPECT_EQ(job(), 0u);
+  message.mutable_plan()->set_epoch(1);
+  message.mutable_plan()->set_job(7);
+  relay.send(message);
+  EXPECT_EQ(job(), 7u);
+  relay.keep(relay.relay.on_coordinator_down(relay.now));
+  EXPECT_EQ(job(), 7u);
+  relay.keep(relay.relay.on_node_lost(NodeId(1), relay.now));
+  EXPECT_EQ(job(), 0u);
+  proto::FromNode back;  // to a relay that was started again
+  back.mutable_rank_up()->set_instance(100);
+  back.mutable_rank_up()->set_incarnation(5);
+  back.mutable_rank_up()->set_job(7);
+  back.mutable_rank_up()->set_heard_epoch(1);
+  relay.keep(relay.relay.on_node_message(NodeId(2), back, relay.now));
+  EXPECT_EQ(job(), 7u);
+}
+
 TEST(Relay, ASecondProcessForAPlaceCostsTheFirstNothingUntilTheCoordinatorSaysSo) {
   for (const bool taken : {false, true}) {
     Behind relay;

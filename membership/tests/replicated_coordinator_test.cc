@@ -113,6 +113,76 @@ TEST(ReplicatedCoordinator, AHigherTermThanTheStoreKnowsIsOutdone) {
   EXPECT_EQ(job.one->leader().term(), 8u);
 }
 
+// Another coordinator's store has nothing to do with this one's terms.
+TEST(ReplicatedCoordinator, WhatNodesOfAnotherJobSayMovesNobody) {
+  for (const bool other_leads : {false, true}) {
+    Alone job;
+    if (other_leads) job.let_other_lead();
+    job.start();
+    job.pass(kQuiet);
+    const std::uint64_t term = job.one->leader().term();
+    for (std::uint64_t number : {0, 1}) {
+      auto& view = job.views[number];
+      view.set_job(6);
+      view.set_term(250);
+      view.set_led_term(250);
+      view.set_lost(number == 0);
+      view.add_hosts()->set_replica(static_cast<std::uint32_t>(number));
+      RankSet(0).to(view.mutable_hosts(0)->mutable_ranks());
+    }
+    const auto claims = job.count(Asked::claim);
+    for (int i = 0; i < 40; ++i) {
+      job.alive = ++job.revision;
+      job.pass(kQuiet / 8);
+    }
+    EXPECT_EQ(job.leads(), !other_leads);
+    EXPECT_EQ(job.one->leader().term(), term);
+    EXPECT_EQ(job.count(Asked::claim), claims);
+    const std::string said = "node n at  keeps to job 0000000000000006, and what is in this coordinator's store is job";
+    EXPECT_TRUE(job.one->of_another_job().starts_with(said)) << job.one->of_another_job();
+    EXPECT_EQ(std::ranges::count_if(job.told, [&](const auto& line) { return line.starts_with(said); }), 1);
+    for (std::uint64_t number : {0, 1}) job.views[number].set_job(5);
+    job.pass(kQuiet / 8);
+    EXPECT_EQ(job.one->of_another_job(), "");
+  }
+}
+
+// … of the job's first leader, whose first entry another one may prevent.
+TEST(ReplicatedCoordinator, ItTellsTheJobThatIsInTheStoreAndNoneBefore) {
+  Alone job;
+  job.answers_not = Asked::append;
+  job.start();
+  job.node(0, true);
+  job.views[0].set_term(0);
+  job.pass(kQuiet / 4);
+  ASSERT_TRUE(job.leads());
+  ASSERT_FALSE(job.said.empty());
+  for (const auto& leads : job.said) EXPECT_EQ(leads.job(), 0u);
+  job.answers_not.reset();
+  job.pass(kQuiet / 4);
+  EXPECT_TRUE(job.said.back().leads());
+  EXPECT_EQ(job.said.back().job(), 5u);
+}
+
+// As on the second of two connections with one node, whose heartbeats come over the first.
+TEST(ReplicatedCoordinator, AViewIsASignOfLife) {
+  Alone job;
+  job.start();
+  job.pass(kQuiet / 8);
+  ASSERT_TRUE(job.leads());
+  proto::FromNode hello, view;
+  hello.mutable_hello()->set_node("n");
+  view.mutable_leader_view()->set_term(1);
+  job.carry_out(job.one->on_message(NodeId(1), hello, job.now));
+  for (int i = 0; i < 48; ++i) {
+    job.pass(kQuiet / 16);
+    job.carry_out(job.one->on_message(NodeId(1), view, job.now));
+  }
+  EXPECT_TRUE(job.closed.empty());
+  job.pass(2 * kQuiet);
+  EXPECT_EQ(job.closed.size(), 1u) << "and without one it is silent";
+}
+
 TEST(ReplicatedCoordinator, AnAnswerThatIsLostChangesNothing) {
   for (const Asked lost : {Asked::read, Asked::claim, Asked::append, Asked::renew}) {
     Alone job;
