@@ -1,7 +1,5 @@
 // Records out and in.
-#include <fcntl.h>
 #include <sys/stat.h>
-#include <sys/uio.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -17,10 +15,9 @@ namespace rejoin::transport::shm {
 
 namespace {
 
-constexpr std::uint64_t kInline = 8 * KiB;         // smaller writes travel in the ring: cheaper than a system call
-constexpr std::uint32_t kSocketEvery = 256;        // polls between two looks at the sockets while busy
-constexpr std::size_t kRecordsPerTurn = 32;        // of one endpoint in a poll()
-constexpr std::uint64_t kBytesPerCall = 16 * MiB;  // of one process_vm call
+constexpr std::uint64_t kInline = 8 * KiB;   // smaller writes travel in the ring: cheaper than a system call
+constexpr std::uint32_t kSocketEvery = 256;  // polls between two looks at the sockets while busy
+constexpr std::size_t kRecordsPerTurn = 32;  // of one endpoint in a poll()
 // A poll() ends when it has moved this much: whoever is told of the bytes then finds them in the cache.
 constexpr std::uint64_t kBytesPerPoll = 256 * KiB;
 constexpr std::size_t kPeerFiles = 512;  // of one peer, mapped at a time
@@ -166,7 +163,7 @@ Result<BytesView> ShmEngine::view(EndpointId id, const ViewableRegion& where, st
                 where.length);
   const RemoteAddress remote{where.address + offset, where.file, where.inode, where.file_offset + offset};
   if (const BytesView mapped = in_place(**endpoint, remote, room.size()); !mapped.empty()) return mapped;
-  if (auto copied = copy_out(**endpoint, remote, room); !copied) return tl::unexpected(copied.error());
+  if (auto copied = (*endpoint)->process.read(remote.address, room); !copied) return tl::unexpected(copied.error());
   return room;
 }
 
@@ -227,7 +224,7 @@ BytesView ShmEngine::peer_file(Endpoint& endpoint, const RemoteAddress& remote) 
     return files.front().bytes.span();
   }
   PeerFile made{.inode = remote.inode, .bytes = {}};
-  const Fd fd(::open(fmt::format("/proc/{}/fd/{}", endpoint.pid, remote.file).c_str(), O_RDONLY | O_CLOEXEC));
+  const Fd fd = endpoint.process.open_file(static_cast<int>(remote.file));
   struct stat status {};
   // Its number may stand for another file by now; and what can shrink would make us fault.
   if (fd && ::fstat(fd.get(), &status) == 0 && status.st_ino == remote.inode)
@@ -251,7 +248,7 @@ Result<std::optional<Digested>> ShmEngine::fetch(Endpoint& endpoint, const wire:
   const RemoteAddress remote{header.address, header.file, header.inode, header.file_offset};
   const BytesView mapped = in_place(endpoint, remote, header.length);
   if (mapped.empty())
-    return copy_out(endpoint, remote, {target, header.length}).map([] { return std::optional<Digested>(); });
+    return endpoint.process.read(remote.address, {target, header.length}).map([] { return std::optional<Digested>(); });
   if ((header.copy_flags & wire::kDigested) != 0)
     return Digested{{target, mapped.size()}, digest_and_copy(target, mapped)};
   if ((header.copy_flags & wire::kStreamed) != 0) streamed_copy(target, mapped);
@@ -263,17 +260,6 @@ Result<std::optional<Digested>> ShmEngine::fetch(Endpoint& endpoint, const wire:
 BytesView ShmEngine::in_place(Endpoint& endpoint, const RemoteAddress& remote, std::uint64_t length) {
   const BytesView mapped = remote.file < 0 ? BytesView{} : peer_file(endpoint, remote);
   return in_range(remote.offset, length, mapped.size()) ? mapped.subspan(remote.offset, length) : BytesView{};
-}
-
-Result<> ShmEngine::copy_out(const Endpoint& endpoint, const RemoteAddress& remote, std::span<std::byte> target) {
-  for (std::uint64_t done = 0; done < target.size();) {
-    const std::uint64_t step = std::min(target.size() - done, kBytesPerCall);
-    const iovec near{target.data() + done, step}, far{reinterpret_cast<void*>(remote.address + done), step};
-    const ssize_t moved = ::process_vm_readv(endpoint.pid, &near, 1, &far, 1, 0);
-    if (moved <= 0) return unreadable(endpoint.pid);
-    done += static_cast<std::uint64_t>(moved);
-  }
-  return {};
 }
 
 void ShmEngine::on_write(Endpoint& endpoint, const wire::Header& header, BytesView body) {

@@ -4,7 +4,6 @@
 #include <sys/epoll.h>
 #include <sys/prctl.h>
 #include <sys/socket.h>
-#include <sys/stat.h>
 #include <sys/timerfd.h>
 #include <sys/uio.h>
 #include <unistd.h>
@@ -107,7 +106,7 @@ Result<EndpointId> ShmEngine::connect(const Address& peer, BytesView hello) {
     return tl::unexpected(sent.error());
   Endpoint& endpoint = adopt(std::move(*socket), Stage::greeting);
   calls_.add(endpoint.id, clock_.now());
-  endpoint.pid = credentials->pid;
+  endpoint.process = PeerProcess(credentials->pid);
   endpoint.channel = std::move(*channel);
   endpoint.out = RingWriter(&rings->to_server);
   endpoint.in = RingReader(&rings->to_client);
@@ -125,7 +124,7 @@ void ShmEngine::accept_all() {
       continue;
     }
     Endpoint& endpoint = adopt(std::move(socket), Stage::accepting);
-    endpoint.pid = credentials->pid;
+    endpoint.process = PeerProcess(credentials->pid);
     strangers_.add(endpoint.id, clock_.now(), endpoint.socket.get());
     if (strangers_.scarce()) return;
   }
@@ -168,25 +167,15 @@ void ShmEngine::on_socket(Endpoint& endpoint) {
   fail_endpoint(endpoint, ErrorCode::corrupt, "it greeted twice");
 }
 
-tl::unexpected<Error> unreadable(pid_t process) {
-  return fail_errno(
-      fmt::format("reading the memory of process {} (both must run as one user in one PID namespace, with "
-                  "process_vm_readv allowed by seccomp, and the sysctl kernel.yama.ptrace_scope at 0 or 1; or use "
-                  "transport tcp)",
-                  process));
-}
-
 // Whether we may open the peer's files, if all of its memory is in such; or else read its memory, tried on a word whose
 // value is known.
-Result<> ShmEngine::probe(const Endpoint& endpoint, const wire::Greeting& greeting) const {
-  struct stat status {};
-  if (greeting.private_memory == 0 &&
-      ::stat(fmt::format("/proc/{}/fd/{}", endpoint.pid, greeting.probe_file).c_str(), &status) == 0)
-    return {};
+Result<> ShmEngine::probe(Endpoint& endpoint, const wire::Greeting& greeting) {
+  if (greeting.private_memory == 0 && endpoint.process.shows_file(greeting.probe_file)) return {};
   std::uint64_t seen = 0;
-  const iovec local{&seen, sizeof seen}, remote{reinterpret_cast<void*>(greeting.probe_address), sizeof seen};
-  if (::process_vm_readv(endpoint.pid, &local, 1, &remote, 1, 0) != sizeof seen) return unreadable(endpoint.pid);
-  if (seen != wire::kMagic) return fail(ErrorCode::corrupt, "process {} is of another Rejoin version", endpoint.pid);
+  const auto into = std::as_writable_bytes(std::span(&seen, 1));
+  if (auto read = endpoint.process.read(greeting.probe_address, into); !read) return read;
+  if (seen != wire::kMagic)
+    return fail(ErrorCode::corrupt, "process {} is of another Rejoin version", endpoint.process.id());
   return {};
 }
 
@@ -195,7 +184,7 @@ Result<> ShmEngine::probe(const Endpoint& endpoint, const wire::Greeting& greeti
 Result<> ShmEngine::check_readable() const {
   std::uint64_t seen = 0;
   const iovec local{&seen, sizeof seen}, own{const_cast<std::uint64_t*>(&probe_), sizeof seen};
-  if (::process_vm_readv(::getpid(), &local, 1, &own, 1, 0) != sizeof seen) return unreadable(::getpid());
+  if (::process_vm_readv(::gettid(), &local, 1, &own, 1, 0) != sizeof seen) return unreadable(::getpid());
   return {};
 }
 
@@ -238,7 +227,7 @@ void ShmEngine::finish_as_client(Endpoint& endpoint, BytesView bytes, std::vecto
 // It is the peer's: nobody waits for it, and to write into anything but an eventfd could end this process.
 Result<> ShmEngine::set_doorbell(Endpoint& endpoint, Fd doorbell) const {
   std::array<char, 64> what{};
-  const auto link = fmt::format("/proc/self/fd/{}", doorbell.get());
+  const auto link = fmt::format("/proc/thread-self/fd/{}", doorbell.get());
   if (::readlink(link.c_str(), what.data(), what.size() - 1) < 0) return fail_errno(link);
   if (std::string_view(what.data()) != "anon_inode:[eventfd]")
     return fail(ErrorCode::corrupt, "what it offers as a doorbell is '{}'", what.data());
@@ -330,7 +319,7 @@ void ShmEngine::fail_endpoint(Endpoint& endpoint, ErrorCode code, std::string wh
   const Error error{code, fmt::format("the peer is gone: {}", endpoint.failure)};
   fail_operations(endpoint, error);
   if (unseen) {
-    strangers_.refuse(endpoint.id, code, fmt::format("process {}", endpoint.pid), endpoint.failure);
+    strangers_.refuse(endpoint.id, code, fmt::format("process {}", endpoint.process.id()), endpoint.failure);
     endpoints_.erase(endpoint.id.value);
     return;
   }

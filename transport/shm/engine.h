@@ -4,7 +4,8 @@
 // writes into another's memory. Who lets its memory be read and takes it back says so (Ring::recalls): what was read
 // meanwhile does not count.
 //
-// engine.cc: set-up, connecting, closing, sleeping. datapath.cc: records out and in.
+// engine.cc: set-up, connecting, closing, sleeping. datapath.cc: records out and in. peer_process.h: reading
+// at the peer.
 #pragma once
 
 #include <unistd.h>
@@ -21,6 +22,7 @@
 #include "transport/event_queue.h"
 #include "transport/regions.h"
 #include "transport/shm/factory.h"
+#include "transport/shm/peer_process.h"
 #include "transport/shm/ring.h"
 #include "transport/shm/wire.h"
 #include "transport/strangers.h"
@@ -29,8 +31,6 @@
 namespace rejoin::transport::shm {
 
 constexpr std::uint64_t kListener = 0, kDoorbell = 1, kRoom = 2;  // epoll tags; endpoint ids are larger
-
-tl::unexpected<Error> unreadable(pid_t process);  // its memory, as errno says
 
 class ShmEngine final : public Engine {
  public:
@@ -82,7 +82,7 @@ class ShmEngine final : public Engine {
     std::string failure;
     Fd socket;    // tells when the peer's process ends
     Fd doorbell;  // the peer's
-    pid_t pid = 0;
+    PeerProcess process;
     Mapping channel;
     std::deque<PeerFile> files;  // of the peer, that are mapped; the last one used is the first
     RingWriter out;
@@ -108,7 +108,7 @@ class ShmEngine final : public Engine {
   void finish_as_client(Endpoint& endpoint, BytesView bytes, std::vector<Fd> fds);
   void let_peers_read();
   wire::Greeting greeting_of_ours() const;
-  Result<> probe(const Endpoint& endpoint, const wire::Greeting& greeting) const;
+  static Result<> probe(Endpoint& endpoint, const wire::Greeting& greeting);
   Result<> check_readable() const;
   Result<> set_doorbell(Endpoint& endpoint, Fd doorbell) const;
   void open(Endpoint& endpoint);
@@ -137,7 +137,6 @@ class ShmEngine final : public Engine {
     std::uint64_t inode = 0, offset = 0;
   };
   BytesView in_place(Endpoint& endpoint, const RemoteAddress& remote, std::uint64_t length);
-  static Result<> copy_out(const Endpoint& endpoint, const RemoteAddress& remote, std::span<std::byte> target);
   BytesView peer_file(Endpoint& endpoint, const RemoteAddress& remote);
 
   Fd epoll_, listener_, doorbell_;
