@@ -240,8 +240,8 @@ void open(const std::string& directory, const std::string& who, const std::strin
   if (directory == "off") return;
   static std::atomic<bool> said = false;
   if (const auto opened = try_open(directory, who, program); !opened && !said.exchange(true))
-    spdlog::warn("no flight recording of this process in {}: {}", directory.empty() ? default_directory() : directory,
-                 opened.error().message);
+    logger().warn("no flight recording of this process in {}: {}", directory.empty() ? default_directory() : directory,
+                  opened.error().message);
 }
 
 bool is_open() { return current.load(std::memory_order_relaxed) != nullptr; }

@@ -7,11 +7,13 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <climits>
 #include <iterator>
 #include <memory>
 #include <mutex>
 #include <string>
+#include <vector>
 
 #include "base/fd.h"
 
@@ -74,10 +76,30 @@ class StandardError : public spdlog::sinks::base_sink<std::mutex> {
 std::shared_ptr<spdlog::sinks::sink> standard_error() { return std::make_shared<StandardError>(); }
 
 void init_logging(const std::string& who, const std::string& level) {
-  auto logger = std::make_shared<spdlog::logger>(who, standard_error());
-  logger->set_pattern("%H:%M:%S.%e %-5l [%n] %v");
-  logger->set_level(spdlog::level::from_str(level));
-  spdlog::set_default_logger(std::move(logger));
+  auto its = std::make_shared<spdlog::logger>(who, standard_error());
+  its->set_pattern("%H:%M:%S.%e %-5l [%n] %v");
+  its->set_level(spdlog::level::from_str(level));
+  spdlog::set_default_logger(std::move(its));
+}
+
+namespace {
+
+std::atomic<spdlog::logger*> present_logger = nullptr;
+
+}  // namespace
+
+spdlog::logger& logger() {
+  auto* const its = present_logger.load(std::memory_order_acquire);
+  return its != nullptr ? *its : *spdlog::default_logger_raw();
+}
+
+void set_logger(std::shared_ptr<spdlog::logger> its) {
+  static std::mutex one_at_a_time;
+  // Never given back: while the process ends, threads may still have something to say.
+  static auto& kept = *new std::vector<std::shared_ptr<spdlog::logger>>;
+  const std::lock_guard lock(one_at_a_time);
+  present_logger.store(its.get(), std::memory_order_release);
+  kept.push_back(std::move(its));
 }
 
 }  // namespace rejoin

@@ -182,7 +182,7 @@ void Joiner::settle(const Arrival& arrival) {
   const std::uint32_t slice = arrival.sent.slice();
   const auto status = view_.slice(slice);
   if (!arrival.intact) {
-    spdlog::warn("slice {} from replica {} is damaged; it is fetched again", slice, arrival.source);
+    logger().warn("slice {} from replica {} is damaged; it is fetched again", slice, arrival.source);
     sent_wrong(slice, arrival.source);
     return fetch_again(slice);
   }
@@ -265,7 +265,7 @@ void Joiner::work(TimePoint now, bool busy) {
     const bool before = waited_for(known);
     if (known.missing_since && sources_.contains(source) && now - known.connected_at > silence_) heard(known);
     if (before && known.missing_since && now - *known.missing_since > deadlines::kUnreachableSource.of(silence_)) {
-      spdlog::warn("the state is not compared with replica {}'s: it can't be reached", source);
+      logger().warn("the state is not compared with replica {}'s: it can't be reached", source);
       now_ = now;
       recheck_verified();
     }

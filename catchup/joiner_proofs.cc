@@ -153,8 +153,8 @@ void Joiner::settle_slice(std::uint32_t slice, std::uint64_t version, std::uint6
   doubt(slice);
   Suspect& suspect = suspects_[slice];
   if (theirs.size() < sources_.size() && ++suspect.times < kSuspected) return;
-  spdlog::warn("slice {} differs from replica {}'s at version {}; it is fetched again", slice, theirs.begin()->first,
-               version);
+  logger().warn("slice {} differs from replica {}'s at version {}; it is fetched again", slice, theirs.begin()->first,
+                version);
   sent_wrong(slice, std::nullopt);
   fetch_again(slice);
 }
@@ -178,9 +178,9 @@ void Joiner::report_drift(std::uint32_t slice, std::uint64_t version,
     if (i < what.first_part) drift.offset += manifest.length(manifest.parts()[i], 0);
     drift.total += manifest.length(manifest.parts()[i], 0);
   }
-  spdlog::error("the sources of this state differ at version {} in tensor '{}', elements {} to {}{}", version,
-                drift.tensor, drift.first, drift.first + drift.count,
-                *left_out > 0 ? fmt::format(" (and {} times more since it was logged last)", *left_out) : "");
+  logger().error("the sources of this state differ at version {} in tensor '{}', elements {} to {}{}", version,
+                 drift.tensor, drift.first, drift.first + drift.count,
+                 *left_out > 0 ? fmt::format(" (and {} times more since it was logged last)", *left_out) : "");
   drifts_.push_back(std::move(drift));
 }
 

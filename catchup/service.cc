@@ -132,7 +132,7 @@ void Service::catch_up(RankKey key, const std::set<SourceAddress>& sources, Step
   LocalRank& rank = found->second;
   rank.committed = committed;
   if (auto started = start_joining(rank, now); !started)
-    spdlog::error("replica {} can't catch up yet: {}", key.replica, started.error());
+    logger().error("replica {} can't catch up yet: {}", key.replica, started.error());
   std::vector<SourceAddress> gone;
   for (const auto& [source, endpoint] : rank.sources)
     if (!(fetching_.at(endpoint).fellow ? chain.fellows : sources).contains(source)) gone.push_back(source);
@@ -260,7 +260,7 @@ void Service::poll_again(TimePoint now) {
     const auto& [key, rank] = *failing++;
     if (!rank.view->failure()) continue;
     // Nothing that it says of its memory is to be believed.
-    spdlog::error("replica {} rank {} is not served any more: {}", key.replica, key.rank, *rank.view->failure());
+    logger().error("replica {} rank {} is not served any more: {}", key.replica, key.rank, *rank.view->failure());
     failed_.push_back(key);
     remove_rank(RankKey(key));
   }

@@ -67,8 +67,9 @@ void Service::on_accepted(const transport::Event& event) {
   if (refusal != nullptr) {
     refusals::count(why);
     if (const auto left_out = refusals_.may_say(clock_.now()))
-      spdlog::warn("a connection to catch up{} was refused: {} ({} others were since the last such line)",
-                   known ? fmt::format(" from replica {} rank {}", hello.replica, hello.rank) : "", refusal, *left_out);
+      logger().warn("a connection to catch up{} was refused: {} ({} others were since the last such line)",
+                    known ? fmt::format(" from replica {} rank {}", hello.replica, hello.rank) : "", refusal,
+                    *left_out);
     return engine_.close(event.endpoint);
   }
   // It comes again, if it knows something newer than we do; otherwise it hears of the newer soon.
@@ -104,8 +105,8 @@ void Service::tell_of_loss(const SourceAddress& source, const std::string& why) 
   if (losses_.size() >= most && !losses_.contains(source)) losses_.clear();
   const auto left_out = losses_.try_emplace(source, kSameLineAgain).first->second.may_say(clock_.now());
   if (!left_out) return;
-  spdlog::info("catch-up source replica {} is out: {}{}", source.replica, why,
-               *left_out > 0 ? fmt::format(" (and {} times more since it was logged last)", *left_out) : "");
+  logger().info("catch-up source replica {} is out: {}{}", source.replica, why,
+                *left_out > 0 ? fmt::format(" (and {} times more since it was logged last)", *left_out) : "");
 }
 
 }  // namespace rejoin::catchup

@@ -129,7 +129,7 @@ void MemoryServer::run() {
     if (wanted) {
       auto made = prepare();
       if (!made && !std::exchange(logged, true))
-        spdlog::error("no other daemon can be served this GPU's memory: {}", made.error().message);
+        logger().error("no other daemon can be served this GPU's memory: {}", made.error().message);
       const std::lock_guard lock(mutex_);
       if (made) next_.push_back(std::move(*made));
       wanted = made && next_.size() < kPrepared;
@@ -142,7 +142,7 @@ void MemoryServer::run() {
       } else if (!*message) {
         break;
       } else if (goes_on = answer(*served, (*message)->bytes); !goes_on) {
-        spdlog::error("a process that is served GPU memory: {}", goes_on.error().message);
+        logger().error("a process that is served GPU memory: {}", goes_on.error().message);
       }
     }
     if (!goes_on) end(std::move(served));

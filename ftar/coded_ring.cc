@@ -108,8 +108,8 @@ bool Communicator::codes_to(Peer* peer, const Bucket& bucket) {
   // By one type, whatever the bucket's: a link is slow or it is not.
   const bool slow = rate && is_slow(*rate, coding_rate_, DataType::float32, Width::eight);
   if (slow != std::exchange(peer->slow, slow))
-    spdlog::info("the link to replica {} takes {:.0f} MB/s: what goes over it is {} coded", peer->member.replica,
-                 *rate * 1e-6, slow ? "now" : "no longer");
+    logger().info("the link to replica {} takes {:.0f} MB/s: what goes over it is {} coded", peer->member.replica,
+                  *rate * 1e-6, slow ? "now" : "no longer");
   return slow;
 }
 
@@ -126,7 +126,7 @@ void Communicator::adapt_coding(Bucket& bucket) {
   const std::string why = coding.loss->of > 0 ? fmt::format(": coding lost {:.2g} % of it",
                                                             100 * std::sqrt(coding.loss->lost / coding.loss->of))
                                               : "";
-  spdlog::info("over slow links bucket {} is {} from here on{}", bucket.index, now, why);
+  logger().info("over slow links bucket {} is {} from here on{}", bucket.index, now, why);
 }
 
 void Communicator::scale_feedback(Step step, float factor) {

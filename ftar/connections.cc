@@ -95,7 +95,7 @@ void Communicator::on_accepted(const transport::Event& event) {
     ++strangers_;
     refusals::count(refusals::Why::job);
     if (std::has_single_bit(strangers_))  // they may come for ever
-      spdlog::warn(
+      logger().warn(
           "a data connection of another job, or of another transport, was refused: {} so far; give all replicas the "
           "same --transport",
           strangers_);
@@ -106,7 +106,7 @@ void Communicator::on_accepted(const transport::Event& event) {
   if (hello.rank != group_.rank || wanted != self_) {
     refusals::count(refusals::Why::absent);
     if (std::has_single_bit(++misdirected_))
-      spdlog::warn(
+      logger().warn(
           "a connection of replica {} rank {} that was meant for instance {} of replica {} came to instance {} of "
           "replica {} rank {}, and was refused: {} so far",
           member.replica, hello.rank, wanted.incarnation, wanted.replica, self_.incarnation, self_.replica, group_.rank,
@@ -115,8 +115,8 @@ void Communicator::on_accepted(const transport::Event& event) {
   }
   if (hello.plan != plan_hash()) {
     refusals::count(refusals::Why::declaration);
-    spdlog::error("replica {} has another bucket plan or other chunk settings; both must be the same on all replicas",
-                  member.replica);
+    logger().error("replica {} has another bucket plan or other chunk settings; both must be the same on all replicas",
+                   member.replica);
     return engine_.close(event.endpoint);
   }
   if (auto* before = peer_of(member)) {

@@ -132,7 +132,7 @@ void Communicator::on_completed(const transport::Event& event) {
   peer->rate.on_completed(now_);
   if (!event.error) last_progress_ = now_;  // over a slow link it goes on, too
   if (event.error && event.error->code == ErrorCode::refused)
-    spdlog::error("replica {} refused a chunk: {}", peer->member.replica, event.error->message);
+    logger().error("replica {} refused a chunk: {}", peer->member.replica, event.error->message);
   if ((event.value >> 16) != epoch_.value || !clean_) return try_flush();
   if (event.error) return;  // its endpoint's end is reported by itself
   Bucket& bucket = buckets_[(event.value >> 2) & 0x3fff];

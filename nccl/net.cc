@@ -210,7 +210,7 @@ void Device::on_event(const Event& event) {
     Hello hello;
     BytesView bytes = event.message;
     if (!take(bytes, hello) || hello.magic != kMagic) {
-      spdlog::warn("a connection was refused: its peer is not this plugin in this version");
+      logger().warn("a connection was refused: its peer is not this plugin in this version");
       return engine_->close(event.endpoint);
     }
     if (hello.listener == loop_id_ && loop_ != transport::EndpointId{}) return;  // our own

@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "base/fail.h"
+#include "base/log.h"
 #include "nccl/net.h"
 #include "transport/factory.h"
 
@@ -36,23 +37,22 @@ struct Context {  // of a communicator
 class Plugin {
  public:
   Plugin() { (void)spdlog::default_logger(); }  // so that spdlog's own globals outlive this one
-  ~Plugin() {                                   // the library goes: its sink must not be called again
-    if (before_) spdlog::set_default_logger(before_);
-  }
+  ~Plugin() { set_logger(nullptr); }            // the library goes: its sink must not be called again
 
   Result init(abi::Logger logger) {
     std::scoped_lock lock(mutex_);
-    if (!before_ && logger != nullptr) {
-      before_ = spdlog::default_logger();
-      spdlog::set_default_logger(std::make_shared<spdlog::logger>("rejoin", std::make_shared<NcclSink>(logger)));
+    if (!logs_ && logger != nullptr) {
+      logs_ = true;
+      set_logger(std::make_shared<spdlog::logger>("rejoin", std::make_shared<NcclSink>(logger)));
     }
     if (!devices_.empty()) return abi::kSuccess;
     settings_ = settings_from_environment();
     auto found = find_devices(settings_);
     if (!found) return complain(found.error());
     for (auto& info : *found) {
-      spdlog::info("device {}: {}, {} Mb/s{}{}", devices_.size(), info.name, info.speed_mbps,
-                   info.dma_buf ? ", GPU memory by dma-buf" : "", info.cuda ? ", GPU memory by nvidia-peermem" : "");
+      rejoin::logger().info("device {}: {}, {} Mb/s{}{}", devices_.size(), info.name, info.speed_mbps,
+                            info.dma_buf ? ", GPU memory by dma-buf" : "",
+                            info.cuda ? ", GPU memory by nvidia-peermem" : "");
       devices_.push_back(std::make_unique<DeviceInfo>(std::move(info)));
     }
     return abi::kSuccess;
@@ -98,7 +98,7 @@ class Plugin {
     auto joined = join_devices(all, {parts->devices, parts->devices + parts->count});
     if (!joined) return complain(joined.error());
     *device = static_cast<int>(devices_.size());
-    spdlog::info("device {}: {} as rails", *device, joined->name);
+    logger().info("device {}: {} as rails", *device, joined->name);
     devices_.push_back(std::make_unique<DeviceInfo>(std::move(*joined)));
     return abi::kSuccess;
   }
@@ -127,7 +127,7 @@ class Plugin {
   }
 
   Result complain(const Error& error) {
-    spdlog::warn("{}", error.message);
+    logger().warn("{}", error.message);
     switch (error.code) {
       case ErrorCode::invalid_argument:
       case ErrorCode::mismatch: return abi::kInvalidUsage;
@@ -148,7 +148,7 @@ class Plugin {
 
   const SteadyClock clock_{};
   std::mutex mutex_;
-  std::shared_ptr<spdlog::logger> before_;
+  bool logs_ = false;  // through NCCL's logger
   Settings settings_;
   std::vector<std::unique_ptr<DeviceInfo>> devices_;  // NCCL holds on to their strings
   std::map<std::pair<int, int>, std::weak_ptr<Device>> engines_;

@@ -7,7 +7,7 @@
 #include "checkpoint.pb.h"
 #include "rejoin/checkpoint_limits.h"
 #include "rejoin/checkpoint_transfer.h"
-#include "rejoin/log_default.h"
+#include "rejoin/prepare_process.h"
 #include "rejoin/secret_address.h"
 #include "transport/factory.h"
 #include "transport/idle.h"
@@ -28,7 +28,7 @@ class Fetch final : public CheckpointFetch {
   static Result<std::unique_ptr<CheckpointFetch>> open(const std::string& transport, const std::string& address,
                                                        std::uint64_t step, Duration limit,
                                                        std::function<bool()> cancelled) {
-    log_to_stderr_by_default();
+    prepare_process();
     auto server = SecretAddress::parse(kCheckpointScheme, kNoCheckpointServer, address);
     if (!server) return tl::unexpected(server.error());
     if (const auto own = SecretAddress::family_of(transport); own != server->family)

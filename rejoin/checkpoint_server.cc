@@ -14,7 +14,7 @@
 #include "checkpoint.pb.h"
 #include "rejoin/checkpoint_limits.h"
 #include "rejoin/checkpoint_transfer.h"
-#include "rejoin/log_default.h"
+#include "rejoin/prepare_process.h"
 #include "rejoin/secret_address.h"
 #include "transport/idle.h"
 
@@ -43,7 +43,7 @@ struct Published {
 class Server final : public CheckpointServer {
  public:
   static Result<std::unique_ptr<CheckpointServer>> open(const CheckpointServerConfig& config) {
-    log_to_stderr_by_default();
+    prepare_process();
     auto listener = SecretListener::open(config);
     if (!listener) return tl::unexpected(listener.error());
     listener->own.secret[1] = (listener->own.secret[1] & ~kProvesMask) | kProves;

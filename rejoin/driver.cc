@@ -199,7 +199,7 @@ void Driver::poll_ring(TimePoint now) {
         break;
       case ftar::Outcome::Kind::peer_lost: {
         links_changed = true;
-        spdlog::debug("lost replica {}: {}", outcome.member.replica, outcome.error->message);
+        logger().debug("lost replica {}: {}", outcome.member.replica, outcome.error->message);
         events::record(events::Kind::peer_lost,
                        {.replica = outcome.member.replica.value, .a = outcome.member.incarnation.value},
                        outcome.error->message);
@@ -280,7 +280,7 @@ void Driver::on_control_message(const proto::ToNode& message, TimePoint now) {
       return;
     }
     case proto::ToNode::kWaits:
-      if (!current_ || message.waits().stands()) spdlog::warn("the job waits for {}", message.waits().why());
+      if (!current_ || message.waits().stands()) logger().warn("the job waits for {}", message.waits().why());
       return;
     case proto::ToNode::kHeartbeat:
     case proto::ToNode::kInquiry:  // the daemon's, as are the next
@@ -301,11 +301,11 @@ void Driver::on_plan(const proto::Plan& plan, TimePoint now) {
   if (meaning == Meaning::evicted) return put_out("a step was committed without it", now);
   if (meaning == Meaning::nothing) return;
   if (meaning == Meaning::over || meaning == Meaning::cut_short) {
-    over_ = meaning == Meaning::over;
-    if (over_)
-      spdlog::warn("the job was finished with step {} before this replica had a part in it: its state is not the job's",
-                   plan.committed());
-    else spdlog::warn("the job is finished with step {}: its coordinator has that as --steps now", plan.committed());
+    if (over_ = meaning == Meaning::over; over_)
+      logger().warn(
+          "the job was finished with step {} before this replica had a part in it: its state is not the job's",
+          plan.committed());
+    else logger().warn("the job is finished with step {}: its coordinator has that as --steps now", plan.committed());
     finished_ = true;
     current_.reset();
     ++revision_;
@@ -318,7 +318,8 @@ void Driver::on_plan(const proto::Plan& plan, TimePoint now) {
     committed_at_ = now;
   }
   disturbed_ = meaning == Meaning::new_epoch;
-  if (!plan.stopped().empty()) spdlog::error("the job has stopped after step {}: {}", plan.committed(), plan.stopped());
+  if (const auto& why = plan.stopped(); !why.empty())
+    logger().error("the job has stopped after step {}: {}", plan.committed(), why);
   ring_->digest_results(plan.has_audit());
   if (machine_.epoch_changed() && machine_.has_contributors()) enter_epoch();
   if (meaning == Meaning::committed || meaning == Meaning::finished) {

@@ -28,7 +28,7 @@ bool Driver::not_reached(const ftar::Member& member, const std::string& why) {
   one->second.set_incarnation(member.incarnation.value);
   one->second.set_rank(config_.rank);
   one->second.set_why(why);
-  if (!machine_.member()) spdlog::warn("replica {} is not reached: {}", member.replica, why);
+  if (!machine_.member()) logger().warn("replica {} is not reached: {}", member.replica, why);
   report_links();
   return false;
 }
@@ -278,8 +278,8 @@ void Driver::look_for_stalls(TimePoint now) {
                       .replica = wait.on ? wait.on->replica.value : config_.replica.value,
                       .a = static_cast<std::uint64_t>(milliseconds(wait.since))},
                      wait.what);
-      spdlog::warn("step {} waits for replica {} rank {}: {} ({:.0f} ms)", machine_.step(),
-                   wait.on ? wait.on->replica : config_.replica, config_.rank, wait.what, milliseconds(wait.since));
+      logger().warn("step {} waits for replica {} rank {}: {} ({:.0f} ms)", machine_.step(),
+                    wait.on ? wait.on->replica : config_.replica, config_.rank, wait.what, milliseconds(wait.since));
     }
     const Duration patience = wait.on_trainers ? patience_with_compute() : silence_;
     if (!wait.on || wait.since <= std::min(kStallWorthTelling, silence_ / 4)) continue;

@@ -42,7 +42,7 @@ void KernelLauncher::run() {
     }
     // The reducer gives the error to whoever gives it work.
     if (auto launched = reducer_->launch_if_wanted(); !launched && !std::exchange(failed, true))
-      spdlog::error("the kernel that adds: {}", launched.error().message);
+      logger().error("the kernel that adds: {}", launched.error().message);
   }
 }
 

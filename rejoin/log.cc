@@ -7,7 +7,7 @@
 #include <mutex>
 
 #include "base/log.h"
-#include "rejoin/log_default.h"
+#include "rejoin/prepare_process.h"
 
 namespace rejoin {
 
@@ -37,11 +37,9 @@ class Redirect final : public spdlog::sinks::base_sink<std::mutex> {
 const std::shared_ptr<Redirect>& redirect() {
   static const auto& sink = *new auto([] {
     auto made = std::make_shared<Redirect>();
-    auto logger = std::make_shared<spdlog::logger>("rejoin", made);
-    logger->set_level(spdlog::default_logger_raw()->level());
-    // For as long as the process: while it ends, threads of sessions that live may still have something to say.
-    static const auto& kept = *new std::shared_ptr<spdlog::logger>(std::move(logger));
-    spdlog::set_default_logger(kept);
+    auto its = std::make_shared<spdlog::logger>("rejoin", made);
+    if (const auto* programs = spdlog::default_logger_raw()) its->set_level(programs->level());
+    set_logger(std::move(its));
     return made;
   }());
   return sink;
@@ -53,14 +51,22 @@ static_assert(static_cast<int>(LogLevel::warn) == spdlog::level::warn &&
 }  // namespace
 
 void log_to_stderr_by_default() {
-  if (spdlog::default_logger_raw()->name().empty()) (void)redirect();
+  [[maybe_unused]] static const bool once = [] {
+    const auto programs = spdlog::default_logger();
+    if (programs && !programs->name().empty()) set_logger(programs);
+    else (void)redirect();
+    return true;
+  }();
 }
 
-void set_log(LogSink sink) { redirect()->set(std::move(sink)); }
+void set_log(LogSink sink) {
+  log_to_stderr_by_default();  // which is settled with that
+  redirect()->set(std::move(sink));
+}
 
 void set_log_level(LogLevel level) {
-  spdlog::default_logger_raw()->set_level(level == LogLevel::off ? spdlog::level::off
-                                                                 : static_cast<spdlog::level::level_enum>(level));
+  log_to_stderr_by_default();
+  logger().set_level(level == LogLevel::off ? spdlog::level::off : static_cast<spdlog::level::level_enum>(level));
 }
 
 }  // namespace rejoin

@@ -13,7 +13,7 @@
 #include "base/start_thread.h"
 #include "collectives/call.h"
 #include "rejoin/group_device.h"
-#include "rejoin/log_default.h"
+#include "rejoin/prepare_process.h"
 #include "rejoin/secret_address.h"
 #include "transport/idle.h"
 
@@ -99,7 +99,7 @@ class Operation final : public Work {
 class Threaded final : public ProcessGroup {
  public:
   static Result<std::unique_ptr<ProcessGroup>> open(const ProcessGroupConfig& config, const std::string& device_name) {
-    log_to_stderr_by_default();
+    prepare_process();
     std::unique_ptr<GroupDevice> device;
     auto named = device::open_device(device_name);
     if (!named) return tl::unexpected(named.error());

@@ -270,7 +270,7 @@ Result<ProgressThread::Decision> ProgressThread::wait_for_commit(std::uint64_t s
 // ---- the progress thread
 
 void ProgressThread::fail(Error error) {
-  spdlog::error("{}", error.message);
+  logger().error("{}", error.message);
   events::record(events::Kind::failed, {}, error.message);
   {
     const std::lock_guard lock(mutex_);

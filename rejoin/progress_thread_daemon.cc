@@ -68,8 +68,8 @@ Result<Fd> ProgressThread::reach_daemon(TimePoint deadline) {
                           "no Rejoin daemon at {}: {}; start rejoind on this node with --socket {}", config_.socket,
                           socket.error().message, config_.socket);
     if (!logged)
-      spdlog::warn("no Rejoin daemon at {} yet ({}); it is waited for (--patience-ms {})", config_.socket,
-                   socket.error().message, config_.patience.count());
+      logger().warn("no Rejoin daemon at {} yet ({}); it is waited for (--patience-ms {})", config_.socket,
+                    socket.error().message, config_.patience.count());
     if (auto may = wait_a_little({}); !may) return tl::unexpected(may.error());
   }
 }
@@ -95,7 +95,7 @@ Result<> ProgressThread::introduce() {
                           registered.error().code == ErrorCode::exhausted;  // descriptors are under way, or it is busy
     if (!may_pass || clock_.now() >= deadline) return registered;
     if (!logged)
-      spdlog::warn("{}, and has not taken this rank yet; the next one is waited for", registered.error().message);
+      logger().warn("{}, and has not taken this rank yet; the next one is waited for", registered.error().message);
     if (auto may = wait_a_little({}); !may) return may;
   }
 }
@@ -230,14 +230,14 @@ Result<> ProgressThread::register_again(TimePoint now) {
   auto socket = connect_unix(config_.socket);
   if (!socket) return tl::unexpected(socket.error());
   if (auto right = check_user(*socket); !right) {  // it has taken the name; the daemon may come yet
-    if (strange_daemon_.may_say(now)) spdlog::warn("{}", right.error().message);
+    if (strange_daemon_.may_say(now)) logger().warn("{}", right.error().message);
     return right;
   }
   if (auto greeted = greet(*socket); !greeted) return greeted;
   daemon_ = std::move(*socket);
   unsent_.clear();  // the registration says it; what comes after it waits for the welcome
   daemon_seen_ = now;
-  spdlog::info("registered again with the daemon at {}", config_.socket);
+  logger().info("registered again with the daemon at {}", config_.socket);
   events::record(events::Kind::daemon_back);
   driver_->on_daemon_back();
   return {};
@@ -251,13 +251,13 @@ void ProgressThread::send_all(TimePoint now) {
 
 void ProgressThread::lose_daemon(const std::string& why) {
   const Duration pause = driver_->recent_pause(clock_.now());
-  if (driver_->finished()) spdlog::debug("the daemon has ended, and so has the job");
+  if (driver_->finished()) logger().debug("the daemon has ended, and so has the job");
   else if (pause > (dropped_.empty() ? silence_ : Duration{}))
-    spdlog::warn(
+    logger().warn(
         "this process was silent for {:.1f} s, so the daemon put it out ({}); it registers again, and goes on "
         "unless the job has gone on without it",
         seconds(pause), dropped_.empty() ? why : dropped_);
-  else spdlog::warn("the daemon is gone ({}); looking for it again", dropped_.empty() ? why : dropped_);
+  else logger().warn("the daemon is gone ({}); looking for it again", dropped_.empty() ? why : dropped_);
   events::record(events::Kind::daemon_lost, {}, dropped_.empty() ? why : dropped_);
   dropped_.clear();
   farewell_sent_ = false;
@@ -287,7 +287,7 @@ bool ProgressThread::poll_daemon(TimePoint now) {
     daemon_seen_ = now;
     proto::ToTrainer message;
     if (!message.ParseFromArray((*received)->bytes.data(), static_cast<int>((*received)->bytes.size()))) {
-      spdlog::warn("the daemon sent bytes that are no message; ignored");
+      logger().warn("the daemon sent bytes that are no message; ignored");
       continue;
     }
     if (message.kind_case() == proto::ToTrainer::kRefusal) return end({ErrorCode::refused, message.refusal()});

@@ -59,8 +59,8 @@ Result<> ProgressThread::wait_for_registration() {
   std::unique_lock lock(mutex_);
   const auto answered = [&] { return registered_ || ended(); };
   if (!changed_.wait_for(lock, kNoAnswerWorthTelling, answered)) {
-    spdlog::warn("replica {} rank {} waits for the coordinator, which has not answered its registration with {} yet",
-                 config_.replica, config_.rank, config_.socket);
+    logger().warn("replica {} rank {} waits for the coordinator, which has not answered its registration with {} yet",
+                  config_.replica, config_.rank, config_.socket);
     wait(lock, answered);
   }
   if (auto why = ended()) return tl::unexpected(std::move(*why));
@@ -103,7 +103,7 @@ bool ProgressThread::send_farewell(const std::string& why) {
   message.mutable_leave()->set_why(why);
   const std::string bytes = message.SerializeAsString();
   const auto sent = send_with_fds(daemon_, as_bytes(bytes), {});
-  if (!sent) spdlog::debug("the daemon could not be told that this session ends: {}", sent.error().message);
+  if (!sent) logger().debug("the daemon could not be told that this session ends: {}", sent.error().message);
   return sent.has_value();
 }
 

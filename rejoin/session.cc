@@ -7,7 +7,7 @@
 #include "base/events.h"
 #include "base/fail.h"
 #include "base/flight.h"
-#include "rejoin/log_default.h"
+#include "rejoin/prepare_process.h"
 #include "rejoin/progress_thread.h"
 #include "rejoin/step.h"
 #include "rejoin/training_state.h"
@@ -382,6 +382,7 @@ class SessionImpl final : public Session {
 }  // namespace
 
 Result<std::unique_ptr<Session>> Session::open(const SessionConfig& config) {
+  prepare_process();
   if (auto right = config.check(); !right) return tl::unexpected(right.error());
   auto device = device::open_device(config.device);
   if (!device) return tl::unexpected(device.error());
@@ -390,7 +391,6 @@ Result<std::unique_ptr<Session>> Session::open(const SessionConfig& config) {
                 config.flip_bit_at, config.device);
   auto interrupted = make_eventfd();
   if (!interrupted) return tl::unexpected(interrupted.error());
-  log_to_stderr_by_default();
   const std::string who = fmt::format("r{}.{}", config.replica, config.rank);
   if (auto opened = events::open(config.events, who); !opened) return tl::unexpected(opened.error());
   flight::open(config.flight, who, "trainer");

@@ -50,7 +50,7 @@ StreamOrder::~StreamOrder() {
   for (std::size_t b = 0; b < handed_over_.size(); ++b)
     while (acquire(flags(b).past) < handed_over_[b]) {
       if (clock.now() > deadline) {
-        spdlog::warn(
+        logger().warn(
             "a CUDA stream is held up by something else before it has gone on from bucket {}: the {} that it "
             "looks at are never freed",
             b, human_bytes(memory_.bytes.size()));

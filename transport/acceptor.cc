@@ -15,7 +15,7 @@ Fd Acceptor::next(const Fd& epoll, const Fd& listener, TimePoint now) {
   Fd socket(::accept4(listener.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
   if (socket || !without_descriptors(errno)) return socket;
   if (without_descriptors_.may_say(now))
-    spdlog::warn("no data connection can be accepted: {}; raise the limit with 'ulimit -n'", std::strerror(errno));
+    logger().warn("no data connection can be accepted: {}; raise the limit with 'ulimit -n'", std::strerror(errno));
   listen(epoll, listener, false);
   again_ = now + kWithoutDescriptors;
   return {};

@@ -79,7 +79,7 @@ void Regions::count(Refusal refusal) {
   ++refused_;
   refusals::count(refusal == Refusal::bad_key ? refusals::Why::memory_key : refusals::Why::memory_access);
   if (refusal == Refusal::bad_key || !std::has_single_bit(++wrong_)) return;
-  spdlog::warn("an operation of a peer's was refused here ({} so far): seen from there, {}", wrong_, error->message);
+  logger().warn("an operation of a peer's was refused here ({} so far): seen from there, {}", wrong_, error->message);
 }
 
 Result<std::byte*> Regions::local(const LocalRange& range, std::uint64_t length) {

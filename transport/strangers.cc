@@ -43,7 +43,8 @@ void Strangers::refuse(EndpointId id, ErrorCode code, const std::string& from, c
 void Strangers::turn_away(refusals::Why why, const std::string& from, const std::string& what) {
   refusals::count(why);
   if (!std::has_single_bit(++refused_)) return;
-  spdlog::warn("a data connection{}{} was refused: {} ({} so far)", from.empty() ? "" : " from ", from, what, refused_);
+  logger().warn("a data connection{}{} was refused: {} ({} so far)", from.empty() ? "" : " from ", from, what,
+                refused_);
 }
 
 }  // namespace rejoin::transport

@@ -179,8 +179,8 @@ void IbverbsEngine::on_accepted(const Event& event) {
                      theirs.queue_pairs <= wire::kMaxQueuePairs && theirs.unordered <= wire::kMaxQueuePairs;
   if (!sound) {
     refusals::count(refusals::Why::protocol);
-    spdlog::warn("rail {}: a connection was refused: it sent something other than a verbs greeting of this version",
-                 name_);
+    logger().warn("rail {}: a connection was refused: it sent something other than a verbs greeting of this version",
+                  name_);
     return control_->close(event.endpoint);
   }
   auto made = std::make_unique<Endpoint>();
@@ -195,7 +195,7 @@ void IbverbsEngine::on_accepted(const Event& event) {
   if (result) result = make_queue_pairs(endpoint, unordered > 0 ? 1 : theirs.queue_pairs, unordered);
   if (result) result = connect_queue_pairs(endpoint, taken(theirs, unordered), false);
   if (!result) {
-    spdlog::warn("rail {}: a connection was refused: {}", name_, result.error());
+    logger().warn("rail {}: a connection was refused: {}", name_, result.error());
     destroy_queue_pairs(endpoint);
     return control_->close(event.endpoint);
   }
@@ -234,7 +234,7 @@ void IbverbsEngine::on_manager(const ConnectionManager::Event& event) {
     if (auto meant = by_token_.find(event.token); meant != by_token_.end()) id = meant->second;
   Endpoint* endpoint = find(id);
   if (endpoint == nullptr || endpoint->stage == Stage::failed) {
-    if (event.kind == Kind::failed) spdlog::warn("rail {}: {}", name_, event.why);
+    if (event.kind == Kind::failed) logger().warn("rail {}: {}", name_, event.why);
     return manager_->refuse(event);
   }
   if (event.kind == Kind::failed) return fail_endpoint(*endpoint, ErrorCode::unavailable, event.why);

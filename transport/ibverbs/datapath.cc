@@ -279,7 +279,7 @@ void IbverbsEngine::flush() {
       if (queue_pair->starved()) touch(*endpoint);
   }
   if (!device_ || unposted_.size() < options_.receive_buffers / 8) return;
-  if (auto filled = fill_receives(); !filled) spdlog::error("{}", filled.error());
+  if (auto filled = fill_receives(); !filled) logger().error("{}", filled.error());
 }
 
 // ---- completions

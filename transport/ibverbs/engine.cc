@@ -46,7 +46,7 @@ Result<> IbverbsEngine::open_device() {
   device_ = std::move(*device);
   if (options_.out_of_order) {
     const auto why_not = why_not_out_of_order(device_->context());
-    if (!why_not.empty()) spdlog::info("rail {}: data is placed in order: {}", name_, why_not);
+    if (!why_not.empty()) logger().info("rail {}: data is placed in order: {}", name_, why_not);
     out_of_order_ = why_not.empty();
   }
   channel_ = CompletionChannel(verbs().create_comp_channel(device_->context()));
@@ -109,7 +109,7 @@ Result<> IbverbsEngine::ready() {
     lose_device();
     return opened;
   }
-  spdlog::info("rail {}: the device is there again", name_);
+  logger().info("rail {}: the device is there again", name_);
   return {};
 }
 
@@ -212,7 +212,7 @@ void IbverbsEngine::look_at_device() {
     if (lost || type == IBV_EVENT_PORT_ERR) {
       fail_all(why);
     } else if (one != nullptr) {
-      spdlog::warn("{}", why);
+      logger().warn("{}", why);
       fail_endpoint(*one, ErrorCode::unavailable, why);
     }
   }
@@ -220,7 +220,7 @@ void IbverbsEngine::look_at_device() {
 }
 
 void IbverbsEngine::fail_all(const std::string& why) {
-  spdlog::warn("{}", why);
+  logger().warn("{}", why);
   for (auto& [id, endpoint] : endpoints_) fail_endpoint(*endpoint, ErrorCode::unavailable, why);
 }
 

@@ -74,8 +74,8 @@ Result<RegionId> StagedEngine::register_region(std::span<std::byte> memory, Memo
     why += "; " + registered.error().message;
   }
   if (!std::exchange(noted_staging_, true))
-    spdlog::warn("memory of {} is staged through {} of pinned host memory: {}", device_->name(),
-                 human_bytes(2 * options_.slots * options_.slot_bytes), why);
+    logger().warn("memory of {} is staged through {} of pinned host memory: {}", device_->name(),
+                  human_bytes(2 * options_.slots * options_.slot_bytes), why);
   return keep(memory, access, std::nullopt);
 }
 
@@ -222,7 +222,7 @@ void StagedEngine::on_event(const Event& event) {
     wire::Greeting greeting;
     BytesView bytes = event.message;
     if (!take(bytes, greeting) || greeting.magic != wire::kMagic) {
-      spdlog::warn("a connection was refused: it is no staged one of this version; both ends must stage, or neither");
+      logger().warn("a connection was refused: it is no staged one of this version; both ends must stage, or neither");
       return below_->close(event.endpoint);
     }
     endpoints_[event.endpoint.value] =

@@ -293,7 +293,7 @@ void StripedEngine::avoid(Endpoint& endpoint, const Link& link, const Piece& pie
   const Operation& operation = endpoint.operations.at(piece.operation);
   if (endpoint.blind.size() >= kMaxKeys) endpoint.blind.clear();  // learned again
   if (endpoint.blind.insert({link.rail, operation.local.region.value, operation.remote.region.key}).second)
-    spdlog::warn("rail {} is not used between two regions any more: {}", link.rail, error.message);
+    logger().warn("rail {} is not used between two regions any more: {}", link.rail, error.message);
   if (operation.on_each_rail) return finish_piece(endpoint, piece.operation, {});  // it has never written there
   if (choose_link(endpoint, operation, piece.index, 0).reachable) endpoint.pending.push_front(piece);
   else finish_piece(endpoint, piece.operation, error);

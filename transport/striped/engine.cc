@@ -89,7 +89,7 @@ Result<RegionId> StripedEngine::register_on_rails(std::span<std::byte> memory, A
   if (std::none_of(on_rails.begin(), on_rails.end(), [](const auto& region) { return region.has_value(); }))
     return tl::unexpected(*error);
   if (error)
-    spdlog::warn("a rail can't register {} of memory and is not used for it: {}", human_bytes(memory.size()), *error);
+    logger().warn("a rail can't register {} of memory and is not used for it: {}", human_bytes(memory.size()), *error);
   const RegionId id = regions_.add(memory, access);
   rail_regions_[id.value] = std::move(on_rails);
   return id;

@@ -55,7 +55,7 @@ void StripedEngine::on_accepted(std::uint32_t rail, const Event& event) {
   BytesView bytes = event.message;
   const auto refuse = [&](std::string_view why) {
     refusals::count(refusals::Why::protocol);
-    spdlog::warn("a connection on rail {} was refused: {}", rail, why);
+    logger().warn("a connection on rail {} was refused: {}", rail, why);
     rails_[rail]->close(event.endpoint);
   };
   if (!take(bytes, greeting) || greeting.magic != wire::kMagic)
@@ -86,7 +86,7 @@ void StripedEngine::on_accepted(std::uint32_t rail, const Event& event) {
 
 void StripedEngine::on_link_open(Endpoint& endpoint, Link& link) {
   link.open = true;
-  if (link.generation > 0) spdlog::info("rail {} to the peer is up again", link.rail);
+  if (link.generation > 0) logger().info("rail {} to the peer is up again", link.rail);
   // The peer takes each message once, whichever rail brings it first.
   if (endpoint.primary == kNoRail || (is_for_bulk(endpoint.primary) && !is_for_bulk(link.rail))) {
     endpoint.primary = link.rail;
@@ -244,8 +244,8 @@ void StripedEngine::check_rails(Endpoint& endpoint) {
   for (std::uint32_t rail = 0; rail < endpoint.rails.size(); ++rail)
     if (const auto why = std::exchange(endpoint.rails[rail].down, {}); !why.empty())
       if (const auto before = endpoint.rails[rail].reports.may_say(now_))
-        spdlog::warn("rail {} to a peer is down ({}); the others carry on{}", rail, why,
-                     *before > 0 ? fmt::format(". It was down {} times since this was last logged", *before) : "");
+        logger().warn("rail {} to a peer is down ({}); the others carry on{}", rail, why,
+                      *before > 0 ? fmt::format(". It was down {} times since this was last logged", *before) : "");
   if (endpoint.initiator)
     for (std::uint32_t rail = 0; rail < endpoint.rails.size(); ++rail)
       if (endpoint.rails[rail].link == nullptr && endpoint.rails[rail].retry_at <= now_)

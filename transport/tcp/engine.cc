@@ -58,8 +58,8 @@ Result<> TcpEngine::start() {
   by_kernel_ = options_.encrypt && there;
   static std::once_flag said;
   std::call_once(said, [&] {
-    if (there) spdlog::info("tcp+aes: the kernel encrypts, towards peers of ktls=1");
-    else spdlog::warn("tcp+aes: ktls=1 has no effect, this process encrypts: {}", there.error().message);
+    if (there) logger().info("tcp+aes: the kernel encrypts, towards peers of ktls=1");
+    else logger().warn("tcp+aes: ktls=1 has no effect, this process encrypts: {}", there.error().message);
   });
   return {};
 }
@@ -235,7 +235,7 @@ void TcpEngine::fail_endpoint(Endpoint& endpoint, ErrorCode code, std::string wh
 
 void TcpEngine::fail_damaged(Endpoint& endpoint) {
   constexpr const char* kWhy = "what came was damaged, or from somebody else";
-  if (damaged_.may_say(clock_.now())) spdlog::warn("an encrypted data connection is closed: {}", kWhy);
+  if (damaged_.may_say(clock_.now())) logger().warn("an encrypted data connection is closed: {}", kWhy);
   fail_endpoint(endpoint, ErrorCode::corrupt, kWhy);
 }
 
