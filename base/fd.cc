@@ -18,6 +18,14 @@
 
 namespace rejoin {
 
+Fd::Fd(int fd) : fd_(fd) {
+  if (fd < 0 || fd > STDERR_FILENO) return;
+  fd_ = ::fcntl(fd, F_DUPFD_CLOEXEC, STDERR_FILENO + 1);
+  const int error = errno;
+  ::close(fd);
+  errno = error;
+}
+
 Fd& Fd::operator=(Fd&& other) noexcept {
   if (this != &other) {
     reset();
@@ -31,6 +39,12 @@ void Fd::reset() {
   fd_ = -1;
 }
 
+// Without O_CLOEXEC, as standard descriptors are.
+void open_standard_descriptors() {
+  for (int fd = 0; fd <= STDERR_FILENO; ++fd)
+    if (::fcntl(fd, F_GETFD) < 0 && ::open("/dev/null", O_RDWR) > STDERR_FILENO) return;
+}
+
 Result<Fd> duplicate(int fd) {
   Fd copy(::fcntl(fd, F_DUPFD_CLOEXEC, 0));
   if (!copy) return fail_errno(fmt::format("another descriptor of {}", fd));
@@ -42,15 +56,15 @@ bool without_descriptors(int error) {
 }
 
 Result<Fd> make_eventfd() {
-  const int fd = ::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-  if (fd < 0) return fail_errno("eventfd");
-  return Fd(fd);
+  Fd fd(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+  if (!fd) return fail_errno("eventfd");
+  return fd;
 }
 
 Result<Fd> make_pidfd(int pid) {
-  const long fd = ::syscall(SYS_pidfd_open, pid, 0);
-  if (fd < 0) return fail_errno(fmt::format("pidfd_open({})", pid));
-  return Fd(static_cast<int>(fd));
+  Fd fd(static_cast<int>(::syscall(SYS_pidfd_open, pid, 0)));
+  if (!fd) return fail_errno(fmt::format("pidfd_open({})", pid));
+  return fd;
 }
 
 void signal_eventfd(const Fd& fd) {

@@ -1,4 +1,5 @@
 // Owners of what the kernel gives out: descriptors and mappings.
+// See "Standard descriptors" in docs/design-notes.md.
 #pragma once
 
 #include <chrono>
@@ -16,7 +17,9 @@ namespace rejoin {
 class Fd {
  public:
   Fd() = default;
-  explicit Fd(int fd) : fd_(fd) {}
+  // Takes over `fd`, or, in the place of a standard descriptor, another one of the same. None (with errno) where there
+  // is none.
+  explicit Fd(int fd);
   Fd(Fd&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
   Fd& operator=(Fd&& other) noexcept;
   ~Fd() { reset(); }
@@ -29,6 +32,9 @@ class Fd {
   int fd_ = -1;
 };
 
+// Opens /dev/null in the place of each standard descriptor that is closed: whatever is opened next would be taken for
+// it. Any thread.
+void open_standard_descriptors();
 Result<Fd> duplicate(int fd);  // another descriptor of the same, closed on exec
 Result<Fd> make_eventfd();
 Result<Fd> make_pidfd(int pid);

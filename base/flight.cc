@@ -99,7 +99,7 @@ struct Left {
 // Of processes that have ended, the newest first.
 std::vector<Left> left_in(const Fd& folder) {
   std::vector<Left> found;
-  const std::unique_ptr<DIR, int (*)(DIR*)> all(::fdopendir(::fcntl(folder.get(), F_DUPFD_CLOEXEC, 0)), ::closedir);
+  const std::unique_ptr<DIR, int (*)(DIR*)> all(::fdopendir(::fcntl(folder.get(), F_DUPFD_CLOEXEC, 3)), ::closedir);
   if (!all) return found;
   while (const dirent* entry = ::readdir(all.get())) {
     const std::string name = entry->d_name;

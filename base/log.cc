@@ -48,7 +48,7 @@ class StandardError : public spdlog::sinks::base_sink<std::mutex> {
       seen_ = now;
       own_ = {};
       if (S_ISFIFO(now.st_mode) || S_ISCHR(now.st_mode))
-        own_ = Fd(::open("/proc/self/fd/2", O_WRONLY | O_NONBLOCK | O_NOCTTY | O_CLOEXEC));
+        own_ = Fd(::open("/proc/thread-self/fd/2", O_WRONLY | O_NONBLOCK | O_NOCTTY | O_CLOEXEC));
     }
     return own_ ? own_.get() : STDERR_FILENO;
   }
@@ -76,6 +76,7 @@ class StandardError : public spdlog::sinks::base_sink<std::mutex> {
 std::shared_ptr<spdlog::sinks::sink> standard_error() { return std::make_shared<StandardError>(); }
 
 void init_logging(const std::string& who, const std::string& level) {
+  open_standard_descriptors();
   auto its = std::make_shared<spdlog::logger>(who, standard_error());
   its->set_pattern("%H:%M:%S.%e %-5l [%n] %v");
   its->set_level(spdlog::level::from_str(level));

@@ -10,6 +10,7 @@
 #include "base/command_line.h"
 #include "base/deadlines.h"
 #include "base/fail.h"
+#include "base/fd.h"
 #include "base/result.h"
 #include "daemon/doctor_command.h"
 #include "daemon/explain.h"
@@ -150,6 +151,7 @@ ValueCheck job_number() {
 
 int main(int argc, char** argv) {
   using namespace rejoin;
+  open_standard_descriptors();
   ::signal(SIGXFSZ, SIG_IGN);  // a file that may not grow is an error like a full disk
   CommandLine line("Looks at a Rejoin job.");
   std::string address, log, job, output = "trace.json";

@@ -257,6 +257,7 @@ void raise_descriptor_limit() {
 
 int main(int argc, char** argv) {
   using namespace rejoin;
+  open_standard_descriptors();
   ::signal(SIGXFSZ, SIG_IGN);  // a file that may not grow is an error like a full disk
   ::signal(SIGPIPE, SIG_IGN);  // whoever read the log may have gone
   daemon::Config config;

@@ -1,12 +1,17 @@
 // What each open() of the library does first, for the process that it is in.
 #pragma once
 
+#include "base/fd.h"
+
 namespace rejoin {
 
 // Lines go to standard error, unless the program has set another sink, or a default logger of spdlog's with a name:
 // spdlog's own, without one, is the program's.
 void log_to_stderr_by_default();
 
-inline void prepare_process() { log_to_stderr_by_default(); }
+inline void prepare_process() {
+  open_standard_descriptors();
+  log_to_stderr_by_default();
+}
 
 }  // namespace rejoin

@@ -33,6 +33,21 @@ TEST(Minimal, TwoReplicasLearnAndEndWithTheSameBits) {
   EXPECT_NE(audit.output.find("4800 trained once, 0 lost, 0 repeated"), std::string::npos) << audit.output;
 }
 
+// What it opens next would be taken for them: its log's lines would go into its recording.
+TEST(Daemon, WithoutStandardDescriptorsItWritesIntoNothingElse) {
+  Scratch scratch;
+  const std::string addresses = scratch.path + "/addresses", recordings = scratch.path + "/recordings";
+  Process daemon({"/bin/sh", "-c", R"(exec "$@" <&- >&- 2>&-)", "sh", kDaemon, "--job-key-file", scratch.key(),
+                  "--coordinator", "--log-directory", scratch.path + "/log", "--status", "127.0.0.1:0",
+                  "--address-file", addresses, "--flight-dir", recordings},
+                 scratch.path + "/out");
+  ASSERT_TRUE(eventually([&] { return std::filesystem::exists(addresses); }));
+  for (const int fd : {1, 2})  // 0 is taken by gRPC before main()
+    EXPECT_EQ(std::filesystem::read_symlink(fmt::format("/proc/{}/fd/{}", daemon.pid(), fd)), "/dev/null");
+  for (const auto& recording : std::filesystem::directory_iterator(recordings))
+    EXPECT_EQ(read_file(recording.path()).substr(0, 8), "RJFLIGHT");
+}
+
 // Of a trainer that knows nothing of events, by a variable alone.
 TEST(Minimal, ItsStepsAreInTheTraceBesideTheDaemons) {
   Job job;

@@ -163,6 +163,30 @@ TEST_F(Trained, AChildThatDestroysOrInterruptsASessionOfItsParentsChangesNothing
   second->interrupt();
 }
 
+// A supervisor may start a program with them closed, or the program closes them, and prints nevertheless.
+TEST_F(Trained, WhatIsPrintedWithoutStandardDescriptorsIsNotInTheState) {
+  start(1);
+  for (const bool closed_at_first : {true, false}) {
+    const pid_t child = ::fork();
+    if (child == 0) {
+      const auto close_all = [] { ::close(0), ::close(1), ::close(2); };
+      if (closed_at_first) close_all();
+      auto opened = Session::open(config(0));
+      if (!closed_at_first) close_all();
+      auto session = std::move(*opened);
+      const TensorId all = *session->add({.name = "all", .count = 1000, .moments = 2});
+      if (!session->bucket({all}) || !session->allocate() || !session->join()) ::_exit(2);
+      const auto before = session->state_digest();
+      for (int i = 0; i < 100; ++i)
+        for (const int fd : {0, 1, 2}) (void)!::write(fd, "a step is done\n", 15);
+      ::_exit(before && session->state_digest().value() == *before ? 0 : 1);
+    }
+    int status = -1;
+    ASSERT_EQ(::waitpid(child, &status, 0), child);
+    EXPECT_EQ(status, 0) << closed_at_first;
+  }
+}
+
 // ---- what replicas must declare alike
 
 TEST_F(Trained, WhoComesWithAnotherFingerprintIsRefusedWithBoth) {
