@@ -28,4 +28,7 @@ Result<> start_thread(std::thread& thread, Run run) {
   }
 }
 
+// In a child of fork(), where it is not, so that it can neither be joined nor detached.
+inline void leave_to_parent(std::thread& thread) { (void)new std::thread(std::move(thread)); }
+
 }  // namespace rejoin

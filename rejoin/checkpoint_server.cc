@@ -1,3 +1,5 @@
+#include <unistd.h>
+
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
@@ -57,6 +59,7 @@ class Server final : public CheckpointServer {
   }
 
   ~Server() override {
+    if (::getpid() != process_) leave_to_parent(thread_);
     stop_ = true;
     signal_eventfd(wake_);
     if (thread_.joinable()) thread_.join();
@@ -252,6 +255,7 @@ class Server final : public CheckpointServer {
     for (const auto endpoint : std::set(reading_)) forget(endpoint);  // they are cut off
   }
 
+  const pid_t process_ = ::getpid();
   const std::string address_;
   const CheckpointSecret secret_, hello_;
   const std::unique_ptr<Engine> engine_;                       // of the server's thread, as all up to look_again_

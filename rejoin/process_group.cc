@@ -1,5 +1,7 @@
 #include "rejoin/process_group.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
@@ -121,12 +123,8 @@ class Threaded final : public ProcessGroup {
   }
 
   ~Threaded() override {
-    stop_ = true;
-    signal_eventfd(wake_);
-    if (thread_.joinable()) thread_.join();
-    const std::lock_guard lock(ended_->mutex);
-    ended_->closed = true;
-    ended_->changed.notify_all();
+    if (::getpid() == process_) end();
+    else leave_all_to_parent();
   }
 
   const std::string& handle() const override { return handle_; }
@@ -218,6 +216,21 @@ class Threaded final : public ProcessGroup {
   }
 
  private:
+  void end() {
+    stop_ = true;
+    signal_eventfd(wake_);
+    if (thread_.joinable()) thread_.join();
+    const std::lock_guard lock(ended_->mutex);
+    ended_->closed = true;
+    ended_->changed.notify_all();
+  }
+  // In a child of fork(), where the thread is not, and what it works on stands as it stood.
+  void leave_all_to_parent() {
+    leave_to_parent(thread_);
+    (void)new auto(ended_);  // somebody may wait for it
+    (void)group_.release(), (void)engine_.release(), (void)device_.release();
+  }
+
   struct Configuration {
     std::uint64_t count = 0;  // how many there were
     std::uint32_t rank = 0, size = 0;
@@ -309,13 +322,14 @@ class Threaded final : public ProcessGroup {
     return !calls.empty();
   }
 
+  const pid_t process_ = ::getpid();
   const SecretAddress own_;
   const std::string handle_;
   const std::shared_ptr<Ended> ended_ = std::make_shared<Ended>();
-  const std::unique_ptr<GroupDevice> device_;
+  std::unique_ptr<GroupDevice> device_;
   std::mutex starting_;  // operations on the device; held over calls of the driver, so the thread never takes it
   // The thread's.
-  const std::unique_ptr<transport::Engine> engine_;
+  std::unique_ptr<transport::Engine> engine_;
   std::unique_ptr<collectives::Group> group_;
   std::uint64_t in_configuration_ = 0;               // the count of the one that it is in
   std::vector<std::shared_ptr<Operation>> leaving_;  // end when it has left

@@ -3,6 +3,8 @@
 // trainer's thread talks to it through a few fields under one mutex.
 #pragma once
 
+#include <unistd.h>
+
 #include <condition_variable>
 #include <mutex>
 #include <thread>
@@ -36,6 +38,10 @@ class ProgressThread {
 
   // Returns when the coordinator has taken this rank. `digest_time`: how long the state's digest took.
   Result<> join(const Position& from, std::uint64_t digest, Duration digest_time);
+
+  // Why nothing of this goes on in a child of fork(), where its threads are not. Takes no lock: the thread may have had
+  // it.
+  std::optional<Error> elsewhere() const;
 
   // The calls that wait do so for at most the config's patience without a sign of the daemon, and end with `cancelled`
   // after interrupt(). The trainer's thread makes them.
@@ -128,6 +134,7 @@ class ProgressThread {
   void finish_updates();
   void finish_works();
 
+  const pid_t process_ = ::getpid();
   const SessionConfig config_;
   TrainingState& state_;
   const Interrupt& interrupt_;

@@ -29,6 +29,7 @@ Result<> ProgressThread::busy(std::chrono::milliseconds limit, std::string reaso
 Result<> ProgressThread::done() { return occupy(std::nullopt); }
 
 Result<> ProgressThread::occupy(std::optional<Driver::Occupation> occupation) {
+  if (auto why = elsewhere()) return tl::unexpected(std::move(*why));
   const std::lock_guard lock(mutex_);
   occupation_ = std::move(occupation);
   occupation_changed_ = true;

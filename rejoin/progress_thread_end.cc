@@ -17,6 +17,16 @@ constexpr auto kNoAnswerWorthTelling = std::chrono::seconds(1);  // of the coord
 
 // ---- the trainer's thread
 
+std::optional<Error> ProgressThread::elsewhere() const {
+  const pid_t here = ::getpid();
+  if (here == process_) return std::nullopt;
+  return Error{
+      ErrorCode::invalid_argument,
+      fmt::format("this session is that of process {}, and {} is a child of it: its threads are not in a child "
+                  "of fork(). Fork before join()",
+                  process_, here)};
+}
+
 // Under the mutex.
 std::optional<Error> ProgressThread::ended() const {
   if (failure_) return failure_;
@@ -27,6 +37,7 @@ std::optional<Error> ProgressThread::ended() const {
 }
 
 Result<> ProgressThread::may_go_on() const {
+  if (auto why = elsewhere()) return tl::unexpected(std::move(*why));
   const std::lock_guard lock(mutex_);
   if (auto why = ended()) return tl::unexpected(std::move(*why));
   return {};
@@ -49,6 +60,7 @@ void ProgressThread::end_step_that_is_cut_short() {
 }
 
 bool ProgressThread::intact(std::chrono::milliseconds during) {
+  if (elsewhere()) return false;
   const auto until = in(std::min<std::chrono::milliseconds>(during, kLongestTime));
   std::unique_lock lock(mutex_);
   return !changed_.wait_until(lock, until, [&] { return ended() || !intact_; });
@@ -68,6 +80,7 @@ Result<> ProgressThread::wait_for_registration() {
 }
 
 Result<> ProgressThread::leave() {
+  if (auto why = elsewhere()) return tl::unexpected(std::move(*why));
   if (!thread_.joinable()) return {};
   std::unique_lock lock(mutex_);
   leaving_ = true;

@@ -22,7 +22,10 @@ class SessionImpl final : public Session {
       : config_(std::move(config)),
         interrupt_(std::move(interrupted)),
         state_(config_.gradient_log_budget, std::move(device)) {}
-  ~SessionImpl() override { progress_.reset(); }
+  ~SessionImpl() override {
+    if (progress_ && progress_->elsewhere()) (void)progress_.release();  // it is the parent's, and so are its threads
+    progress_.reset();
+  }
 
   Result<TensorId> add(const TensorSpec& tensor) override { return state_.add(tensor); }
   Result<TensorId> add(const TensorSpec& tensor, const std::vector<std::span<std::byte>>& memory) override {
@@ -71,14 +74,7 @@ class SessionImpl final : public Session {
     const auto digest = state_.digest();
     if (!digest) return tl::unexpected(digest.error());
     const Duration took = clock.now() - before;
-    if (from.digest() && *from.digest() != *digest)
-      return fail(
-          ErrorCode::mismatch,
-          "the state that was restored is not the one that this position of step {} was taken with: its digest "
-          "is {:016x}, and should be {:016x}. Restore all weights and moments of this rank, bit for bit, out of "
-          "the checkpoint that the position was saved with; where they are meant to differ, give join() the "
-          "position without_digest()",
-          version, *digest, *from.digest());
+    if (auto right = check_restored(from, *digest); !right) return right;
     joined_from_ = from;
     progress_ = std::make_unique<ProgressThread>(config_, state_, interrupt_, card_, weighted_);
     Result<> joined;
@@ -147,7 +143,7 @@ class SessionImpl final : public Session {
     if (ended_) return *ended_;
     if (stage_ != Stage::updating || applying_)
       return {ErrorCode::invalid_argument, "abandon_update() without an update: begin_update() begins one"};
-    return tear(of_optimizer("failed", printable(what, kLongestReason))).error();
+    return tear(broken_update(config_, step_, "failed", printable(what, kLongestReason))).error();
   }
 
   void when_reduced(std::function<void(std::uint64_t)> look) override { look_ = std::move(look); }
@@ -220,6 +216,7 @@ class SessionImpl final : public Session {
   Result<> check_due(const char* call) const {
     if (ended_) return tl::unexpected(*ended_);
     if (!progress_) return fail(ErrorCode::invalid_argument, "{} before join()", call);
+    if (const auto why = progress_->elsewhere()) return tl::unexpected(*why);
     if (stage_ == Stage::updating) return fail(ErrorCode::invalid_argument, "{} inside of an optimizer", call);
     return {};
   }
@@ -251,9 +248,7 @@ class SessionImpl final : public Session {
   // The others would wait for what is missing, and could tell nobody but after seconds.
   Result<> check_buckets() const {
     if (stage_ != Stage::contributing) return {};
-    std::string missing;
-    for (BucketId b = 0; b < handed_over_.size(); ++b)
-      if (!handed_over_[b]) missing += (missing.empty() ? "" : ", ") + state_.name_of(b);
+    const std::string missing = state_.names_of_all_but(handed_over_);
     if (missing.empty()) return {};
     return fail(ErrorCode::invalid_argument,
                 "commit() of step {} without {}: all_reduce() is due for each bucket in a step that this replica "
@@ -298,6 +293,7 @@ class SessionImpl final : public Session {
     if (ended_) return tl::unexpected(*ended_);
     if (stage_ != Stage::updating || applying_)
       return fail(ErrorCode::invalid_argument, "end_update() without an update: begin_update() begins one");
+    if (const auto why = progress_->elsewhere()) return tl::unexpected(*why);
     if (auto ended = end(decision_.contributed); !ended) return tear(ended.error());
     stage_ = Stage::between;
     last_ = step_;
@@ -324,15 +320,10 @@ class SessionImpl final : public Session {
     return applied ? end() : tear(applied.error());
   }
 
-  Error of_optimizer(const char* did, const std::string& what) const {
-    return {ErrorCode::invalid_argument,
-            fmt::format("the optimizer {} in the update of step {}: {}. The state of replica {} rank {} is updated in "
-                        "part, and of no use: this session is at its end. Start the process again, and it catches up",
-                        did, step_, what, config_.replica, config_.rank)};
-  }
-
   Result<> apply(const std::vector<Update>& updates, const std::function<void(const Update&)>& optimizer) {
-    const auto thrown = [&](const std::string& what) { return tl::unexpected(of_optimizer("threw", what)); };
+    const auto thrown = [&](const std::string& what) {
+      return tl::unexpected(broken_update(config_, step_, "threw", what));
+    };
     try {
       if (const auto look = look_) look(step_);  // it may set another one
       for (const auto& update : updates) optimizer(update);

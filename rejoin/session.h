@@ -171,8 +171,9 @@ class Session {
   virtual Result<> keep_exact(BucketId bucket) = 0;
   // Allocates the weights, moments (shared with the daemon) and gradients that are not there yet, all zero, in the
   // device's memory: what the next three give are then addresses for its kernels and copies, and no host may look
-  // there. Errors: `invalid_argument`, `exhausted`; `unreachable` for memory that the daemon can't be given, with what
-  // to do.
+  // there. Children of fork() have weights and moments in the host's memory in common with the process: that is no
+  // snapshot for them, and what they write is written to the state. Copy before the fork. Errors: `invalid_argument`,
+  // `exhausted`; `unreachable` for memory that the daemon can't be given, with what to do.
   virtual Result<> allocate() = 0;
   // Errors: `not_found` for a tensor or a moment that was not declared, `invalid_argument` before allocate().
   virtual Result<std::span<std::byte>> weight(TensorId tensor) = 0;
@@ -195,7 +196,8 @@ class Session {
   // daemon, until begin_step() gives a step to contribute to. Errors: `unavailable` (no daemon there), `mismatch`
   // (versions of library and daemon, or the state is not the one that the position was taken with), `refused` (the job
   // says no, and why: it has other sizes, tensors or settings), `timeout` (the daemon does not answer), `cancelled`.
-  // Where it fails nothing has been joined, and the caller may try again.
+  // Where it fails nothing has been joined, and the caller may try again. In a child of fork() the session does nothing
+  // any more: its calls are `invalid_argument`.
   Result<> join() { return join(Position{}); }
   virtual Result<> join(const Position& from) = 0;
 

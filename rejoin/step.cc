@@ -39,6 +39,23 @@ Result<std::optional<Session::Step>> step_of(StepView view, bool weighted) {
   return Session::Step(std::move(facts));
 }
 
+Result<> check_restored(const Position& position, std::uint64_t digest) {
+  if (!position.digest() || *position.digest() == digest) return {};
+  return fail(ErrorCode::mismatch,
+              "the state that was restored is not the one that this position of step {} was taken with: its digest is "
+              "{:016x}, and should be {:016x}. Restore all weights and moments of this rank, bit for bit, out of the "
+              "checkpoint that the position was saved with; where they are meant to differ, give join() the position "
+              "without_digest()",
+              position.step(), digest, *position.digest());
+}
+
+Error broken_update(const SessionConfig& config, std::uint64_t step, const char* did, const std::string& what) {
+  return {ErrorCode::invalid_argument,
+          fmt::format("the optimizer {} in the update of step {}: {}. The state of replica {} rank {} is updated in "
+                      "part, and of no use: this session is at its end. Start the process again, and it catches up",
+                      did, step, what, config.replica, config.rank)};
+}
+
 Position position_after(std::uint64_t step, const membership::Samples& trained) {
   std::vector<SampleRange> ranges;
   for (const auto& [begin, end] : trained.ranges()) ranges.push_back({begin, end});

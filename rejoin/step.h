@@ -10,6 +10,10 @@ namespace rejoin {
 Result<std::optional<Session::Step>> step_of(StepView view, bool weighted);
 // Of the state after it, without a digest.
 Position position_after(std::uint64_t step, const membership::Samples& trained);
+// Errors: `mismatch`, where a state of this digest is not the position's.
+Result<> check_restored(const Position& position, std::uint64_t digest);
+// Of an optimizer that has not come to the end of this step's update.
+Error broken_update(const SessionConfig& config, std::uint64_t step, const char* did, const std::string& what);
 // Errors: `invalid_argument`, for what scale_feedback() does not take.
 Result<> check_factor(std::uint64_t step, float factor);
 

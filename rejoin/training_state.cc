@@ -113,6 +113,13 @@ std::string TrainingState::name_of(BucketId bucket) const {
   return fmt::format("bucket {} ({})", bucket, names);
 }
 
+std::string TrainingState::names_of_all_but(const std::vector<bool>& some) const {
+  std::string names;
+  for (BucketId b = 0; b < some.size(); ++b)
+    if (!some[b]) names += (names.empty() ? "" : ", ") + name_of(b);
+  return names;
+}
+
 Result<> TrainingState::allocate() {
   if (owner_) return fail(ErrorCode::invalid_argument, "allocate() twice");
   for (std::size_t t = 0; t < tensors_.size(); ++t)

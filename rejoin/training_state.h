@@ -33,6 +33,7 @@ class TrainingState {
   std::span<const std::byte> reduced(TensorId tensor) const;
   Result<std::uint64_t> digest() const;        // of the state
   std::string name_of(BucketId bucket) const;  // with its tensors' names, for people
+  std::string names_of_all_but(const std::vector<bool>& buckets) const;
 
   // ---- after allocate()
   local::Owner& owner() { return *owner_; }

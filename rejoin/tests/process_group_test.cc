@@ -3,6 +3,8 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <future>
 #include <numeric>
@@ -106,6 +108,22 @@ TEST_P(ProcessGroups, TwoThreadsShutOneDownAtOnce) {
     for (auto& one : both) one.get();
     groups[1] = open();
   }
+}
+
+TEST_P(ProcessGroups, AChildThatDestroysSomeOfItsParentsChangesNothing) {
+  configured(1);
+  const auto waiting = std::async(std::launch::async, [&] { (void)groups[0]->next_done(2s); });
+  const pid_t child = ::fork();
+  if (child == 0) {
+    ::alarm(20);
+    groups.clear();
+    ::_exit(0);
+  }
+  int status = -1;
+  ASSERT_EQ(::waitpid(child, &status, 0), child);
+  EXPECT_EQ(status, 0);
+  std::vector<std::vector<float>> ones{3, std::vector<float>(100'000, 1.0f)};
+  for (const auto& result : all_reduce(ones)) EXPECT_TRUE(result) << result.error().message;
 }
 
 INSTANTIATE_TEST_SUITE_P(Over, ProcessGroups,

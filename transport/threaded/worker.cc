@@ -2,6 +2,7 @@
 
 #include <poll.h>
 #include <pthread.h>
+#include <unistd.h>
 
 #include <array>
 #include <cerrno>
@@ -28,6 +29,10 @@ Result<std::unique_ptr<Worker>> Worker::make(std::unique_ptr<Engine> engine) {
 
 Worker::~Worker() {
   if (!thread_.joinable()) return;  // it could not be had
+  if (::getpid() != process_) {
+    leave_to_parent(thread_);
+    return;
+  }
   call([this](Engine&) { stop_ = true; });
   thread_.join();
 }
@@ -46,6 +51,7 @@ void Worker::hand_over(Task task) {
 void Worker::post(Post post) { hand_over(std::move(post)); }
 
 void Worker::call(const std::function<void(Engine&)>& run) {
+  if (::getpid() != process_) return run(*engine_);  // in a child of fork() there is no such thread
   hand_over(&run);
   called_.acquire();
 }

@@ -1,6 +1,8 @@
 // The thread that an engine belongs to, and the ways between it and the thread that uses the engine, its owner.
 #pragma once
 
+#include <unistd.h>
+
 #include <atomic>
 #include <chrono>
 #include <functional>
@@ -68,6 +70,7 @@ class Worker {
   void wait(bool full);
   bool is_full() const { return untaken_ > kMostUntaken; }
 
+  const pid_t process_ = ::getpid();
   // The thread's.
   std::unique_ptr<Engine> engine_;
   bool stop_ = false;
