@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <filesystem>
 
 #include "base/fail.h"
 #include "base/fd.h"
@@ -21,6 +22,12 @@ Result<> check_unix_name(const std::string& name) {
   if (name == "@")  // the kernel would choose one
     return fail(ErrorCode::invalid_argument, "socket name '@' is that of no socket: an abstract one is '@name'");
   return {};
+}
+
+std::string from_anywhere(const std::string& name) {
+  std::error_code error;
+  const std::string whole = name.starts_with('@') ? name : std::filesystem::absolute(name, error).string();
+  return error || !check_unix_name(whole) ? name : whole;
 }
 
 namespace {

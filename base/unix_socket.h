@@ -22,6 +22,8 @@ constexpr std::size_t kMaxFds = 128;  // in one datagram; Linux takes 253
 
 // `name` beginning with '@' is abstract (no file). SEQPACKET: whole messages.
 Result<> check_unix_name(const std::string& name);  // whether it can be one
+// The same socket's name for a process that changes its directory; as it is, where that would be too long.
+std::string from_anywhere(const std::string& name);
 // In the place of a socket of ours on which nobody listens any more; any other file there stays, and is an error.
 Result<Fd> listen_unix(const std::string& name);
 // Never waits, and neither does its socket. An error leaves errno as it was: EAGAIN where the listener is stopped, or

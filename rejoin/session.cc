@@ -7,6 +7,7 @@
 #include "base/events.h"
 #include "base/fail.h"
 #include "base/flight.h"
+#include "base/unix_socket.h"
 #include "rejoin/prepare_process.h"
 #include "rejoin/progress_thread.h"
 #include "rejoin/step.h"
@@ -21,7 +22,9 @@ class SessionImpl final : public Session {
   SessionImpl(SessionConfig config, std::shared_ptr<device::Device> device, Fd interrupted)
       : config_(std::move(config)),
         interrupt_(std::move(interrupted)),
-        state_(config_.gradient_log_budget, std::move(device)) {}
+        state_(config_.gradient_log_budget, std::move(device)) {
+    config_.socket = from_anywhere(config_.socket);
+  }
   ~SessionImpl() override {
     if (progress_ && progress_->elsewhere()) (void)progress_.release();  // it is the parent's, and so are its threads
     progress_.reset();
@@ -350,7 +353,7 @@ class SessionImpl final : public Session {
   }
 
   static constexpr std::size_t kLongestReason = 500;  // of what anybody may have written
-  const SessionConfig config_;
+  SessionConfig config_;
   Interrupt interrupt_;
   std::string card_;
   bool weighted_ = false;

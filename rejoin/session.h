@@ -42,7 +42,7 @@ class CommandLine;
 
 struct SessionConfig {
   std::uint32_t replica = 0, rank = 0;
-  std::string socket;                       // the node's daemon
+  std::string socket;                       // the node's daemon; a relative name is taken from where open() is called
   std::string device = "host";              // where state and gradients are: host, cuda:NUMBER or cuda:PCI-ADDRESS
   std::string transport = "shm";            // of the all-reduce: see transport/factory.h; the same on all replicas
   std::string data_listen = "127.0.0.1:0";  // address for data connections, where the transport has addresses

@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <cstdlib>
+#include <filesystem>
 #include <functional>
 #include <thread>
 
@@ -348,6 +349,21 @@ TEST_F(Trained, ADaemonThatEndsWhileARankRegistersIsFollowedByTheNext) {
   const auto joined = session->join();
   ASSERT_TRUE(joined) << joined.error().message;
   EXPECT_TRUE(ended);
+  EXPECT_TRUE(step_once(*session));
+}
+
+TEST_F(Trained, ADaemonWithARelativeNameIsFoundAgainFromAnotherDirectory) {
+  start(1);
+  const auto before = std::filesystem::current_path();
+  std::filesystem::current_path(scratch.path);
+  auto config = this->config(0);
+  config.socket = std::filesystem::path(config.socket).filename();
+  config.patience = 5s;
+  auto session = declared(config);
+  std::filesystem::current_path("/");
+  const auto joined = session->join();
+  std::filesystem::current_path(before);
+  ASSERT_TRUE(joined) << joined.error().message;
   EXPECT_TRUE(step_once(*session));
 }
 
