@@ -11,6 +11,8 @@
 
 namespace rejoin {
 
+void keep_openssl() { (void)::OPENSSL_init_crypto(OPENSSL_INIT_NO_ATEXIT, nullptr); }
+
 Nonce make_nonce() {
   std::array<std::uint64_t, sizeof(Nonce) / sizeof(std::uint64_t)> numbers{};
   fill_with_random_numbers(numbers);

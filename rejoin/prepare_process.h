@@ -2,6 +2,7 @@
 #pragma once
 
 #include "base/fd.h"
+#include "base/proof.h"
 
 namespace rejoin {
 
@@ -11,6 +12,7 @@ void log_to_stderr_by_default();
 
 inline void prepare_process() {
   open_standard_descriptors();
+  keep_openssl();
   log_to_stderr_by_default();
 }
 

@@ -6,10 +6,12 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <cstdlib>
 #include <future>
 #include <numeric>
 
 #include "base/bytes.h"
+#include "base/proof.h"
 #include "rejoin/c.h"
 #include "rejoin/tests/process_groups.h"
 
@@ -186,6 +188,20 @@ TEST(ProcessGroup, FromC) {
   call.kind = 99;
   EXPECT_EQ(rejoin_group_start(group, &call, &work), REJOIN_INVALID_ARGUMENT);
   rejoin_group_close(group);
+}
+
+// As a group's thread may have to, which a process that ends has still.
+TEST(ProcessGroup, SecretsAreProvenWhileTheProcessEnds) {
+  const pid_t child = ::fork();
+  if (child == 0) {
+    std::atexit([] { ::_exit(mac_of(Nonce{}, {}) == Mac{} ? 1 : 0); });  // after OpenSSL's own, which is set later
+    const auto group = *ProcessGroup::open({.transport = "tcp", .listen = "127.0.0.1:0", .advertise = {}});
+    (void)mac_of(Nonce{}, {});
+    std::exit(1);
+  }
+  int status = -1;
+  ASSERT_EQ(::waitpid(child, &status, 0), child);
+  EXPECT_EQ(status, 0);
 }
 
 }  // namespace
