@@ -52,7 +52,7 @@ Result<rejoin::Position> position_of(const char* text, bool compare) {
 
 extern "C" {
 
-const char* rejoin_error(void) { return last_error().c_str(); }
+const char* rejoin_error(void) { return last_error().data(); }
 
 void rejoin_set_log(void (*sink)(void* with, int level, const char* line), void* with) {
   rejoin::LogSink call;
@@ -76,6 +76,9 @@ rejoin_code rejoin_open(const char* const* settings, size_t count, rejoin_sessio
     for (std::size_t i = 0; i < count; ++i) {
       if (settings[i] == nullptr)
         return failed({ErrorCode::invalid_argument, fmt::format("setting {} of {} is null", i, count)});
+      if (*settings[i] == '\0' || std::string_view(settings[i]) == "help")
+        return failed({ErrorCode::invalid_argument,
+                       fmt::format("setting {} of {}, '{}', is none: give NAME=VALUE", i, count, settings[i])});
       arguments.push_back(std::string("--") + settings[i]);
     }
     auto opened = std::make_unique<rejoin_session>();

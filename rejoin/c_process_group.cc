@@ -2,7 +2,7 @@
 #include "rejoin/process_group.h"
 
 using rejoin::c::all_bytes_of, rejoin::c::asking, rejoin::c::code, rejoin::c::failed, rejoin::c::guarded,
-    rejoin::c::listen_config, rejoin::c::milliseconds_of;
+    rejoin::c::listen_config, rejoin::c::milliseconds_of, rejoin::c::null_argument;
 
 struct rejoin_group {
   std::unique_ptr<rejoin::ProcessGroup> group;
@@ -39,6 +39,8 @@ const char* rejoin_group_handle(const rejoin_group* group) { return group->group
 rejoin_code rejoin_group_reconfigure(rejoin_group* group, uint64_t number, const char* const* members, size_t count,
                                      uint64_t limit_ms, int (*cancelled)(void*), void* with) {
   return guarded([&] {
+    for (std::size_t i = 0; i < count; ++i)
+      if (members[i] == nullptr) return null_argument(fmt::format("member {} of {}", i, count));
     return code(group->group->reconfigure(number, {members, members + count}, milliseconds_of(limit_ms),
                                           asking(cancelled, with)));
   });
@@ -50,6 +52,8 @@ rejoin_code rejoin_group_start(rejoin_group* group, const rejoin_collective_call
     if (!within(call->kind, REJOIN_RECEIVE) || !within(call->type, REJOIN_INT64) ||
         !within(call->combine, REJOIN_BITWISE_XOR))
       return failed({rejoin::ErrorCode::invalid_argument, "a collective's kind, type or combine is none of c.h"});
+    if ((call->inputs == nullptr && call->input_count > 0) || (call->outputs == nullptr && call->output_count > 0))
+      return null_argument("a list of buffers that is not empty");
     auto started = group->group->start({.kind = static_cast<rejoin::Collective>(call->kind),
                                         .type = static_cast<rejoin::DataType>(call->type),
                                         .combine = static_cast<rejoin::Combine>(call->combine),
@@ -74,6 +78,7 @@ rejoin_code rejoin_group_next_done(rejoin_group* group, uint64_t limit_ms, uint6
 }
 rejoin_code rejoin_group_abort(rejoin_group* group, const char* reason) {
   return guarded([&] {
+    if (reason == nullptr) return null_argument("the reason");
     group->group->abort(reason);
     return REJOIN_OK;
   });

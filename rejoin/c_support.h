@@ -2,7 +2,9 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <chrono>
+#include <cstring>
 #include <exception>
 #include <functional>
 #include <string>
@@ -11,19 +13,26 @@
 #include "base/bytes.h"
 #include "base/longest_time.h"
 #include "base/result.h"
+#include "base/text.h"
 #include "rejoin/c.h"
 #include "rejoin/listen_config.h"
 
 namespace rejoin::c {
 
-inline std::string& last_error() {
-  thread_local std::string message = "nothing has failed";
+// Without a destructor: handlers of atexit() come after those of the thread's.
+inline std::array<char, 2048>& last_error() {
+  thread_local std::array<char, 2048> message{"nothing has failed"};
   return message;
 }
 
 inline rejoin_code failed(const Error& error) {
-  last_error() = error.message;
+  const std::string text = cut(error.message, last_error().size() - 1);
+  std::memcpy(last_error().data(), text.c_str(), text.size() + 1);
   return static_cast<rejoin_code>(static_cast<int>(error.code) + 1);
+}
+
+inline rejoin_code null_argument(const std::string& what) {
+  return failed({ErrorCode::invalid_argument, what + " is null"});
 }
 
 template <typename T>

@@ -9,6 +9,7 @@
 #include <cstdlib>
 #include <future>
 #include <numeric>
+#include <thread>
 
 #include "base/bytes.h"
 #include "base/proof.h"
@@ -187,7 +188,30 @@ TEST(ProcessGroup, FromC) {
   rejoin_work_close(work);
   call.kind = 99;
   EXPECT_EQ(rejoin_group_start(group, &call, &work), REJOIN_INVALID_ARGUMENT);
+  call.kind = REJOIN_ALL_REDUCE;
+  call.input_count = 1;
+  EXPECT_EQ(rejoin_group_start(group, &call, &work), REJOIN_INVALID_ARGUMENT);
+  EXPECT_STREQ(rejoin_error(), "a list of buffers that is not empty is null");
+  EXPECT_EQ(rejoin_group_abort(group, nullptr), REJOIN_INVALID_ARGUMENT);
+  const char* nobody = nullptr;
+  EXPECT_EQ(rejoin_group_reconfigure(group, 2, &nobody, 1, 5000, nullptr, nullptr), REJOIN_INVALID_ARGUMENT);
+  EXPECT_STREQ(rejoin_error(), "member 0 of 1 is null");
   rejoin_group_close(group);
+}
+
+TEST(ProcessGroup, TheLastErrorIsToldUntilTheThreadHasEnded) {
+  static std::string told;
+  struct Late {
+    ~Late() { told = rejoin_error(); }
+  };
+  std::thread([] {
+    thread_local Late late;  // destroyed after what is made later
+    (void)&late;
+    const char* settings[] = {"help"};
+    rejoin_session* session = nullptr;
+    EXPECT_EQ(rejoin_open(settings, 1, &session), REJOIN_INVALID_ARGUMENT);
+  }).join();
+  EXPECT_EQ(told, "setting 0 of 1, 'help', is none: give NAME=VALUE");
 }
 
 // As a group's thread may have to, which a process that ends has still.
