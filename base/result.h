@@ -5,6 +5,11 @@
 #include <string_view>
 #include <tl/expected.hpp>
 
+#ifdef _GLIBCXX_DEBUG
+#error \
+    "librejoin is compiled without _GLIBCXX_DEBUG, which changes the layout of containers: _GLIBCXX_ASSERTIONS does not"
+#endif
+
 #pragma GCC visibility push(default)
 namespace rejoin {
 

@@ -11,6 +11,7 @@
 
 #include "base/deadlines.h"
 #include "base/fd.h"
+#include "base/longest_time.h"
 #include "base/seldom.h"
 #include "device/remote.h"
 #include "local.pb.h"
@@ -117,11 +118,14 @@ class ProgressThread {
 
   std::optional<Error> ended() const;
   Result<> occupy(std::optional<Driver::Occupation> occupation);
-  // Waits on the trainer's thread until `is` holds. Meanwhile config_.while_waiting is called without the lock.
+  // Waits on the trainer's thread until `is` holds; false where it does not by then. Meanwhile config_.while_waiting is
+  // called without the lock.
   template <typename Is>
-  void wait(std::unique_lock<std::mutex>& lock, Is is) {
-    if (!config_.while_waiting) return changed_.wait(lock, is);
-    while (!changed_.wait_for(lock, std::chrono::milliseconds(100), is)) {
+  bool wait(std::unique_lock<std::mutex>& lock, Is is, Duration limit = kLongestTime) {
+    for (const TimePoint until = in(limit);;) {
+      const auto next = config_.while_waiting ? std::min(until, in(std::chrono::milliseconds(100))) : until;
+      if (changed_.wait_until(lock, next, is)) return true;
+      if (next == until) return false;
       lock.unlock();
       config_.while_waiting();
       lock.lock();

@@ -70,7 +70,7 @@ bool ProgressThread::intact(std::chrono::milliseconds during) {
 Result<> ProgressThread::wait_for_registration() {
   std::unique_lock lock(mutex_);
   const auto answered = [&] { return registered_ || ended(); };
-  if (!changed_.wait_for(lock, kNoAnswerWorthTelling, answered)) {
+  if (!wait(lock, answered, kNoAnswerWorthTelling)) {
     logger().warn("replica {} rank {} waits for the coordinator, which has not answered its registration with {} yet",
                   config_.replica, config_.rank, config_.socket);
     wait(lock, answered);

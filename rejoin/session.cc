@@ -37,6 +37,7 @@ class SessionImpl final : public Session {
   }
   Result<BucketId> bucket(const std::vector<TensorId>& tensors) override { return state_.bucket(tensors); }
   Result<BucketId> bucket(const std::vector<TensorId>& tensors, std::span<std::byte> gradients) override {
+    if (gradients.data() == nullptr) return fail(ErrorCode::invalid_argument, "a bucket comes without its memory");
     return state_.bucket(tensors, gradients);
   }
   Result<> keep_exact(BucketId bucket) override { return state_.keep_exact(bucket); }
@@ -205,7 +206,7 @@ class SessionImpl final : public Session {
   }
 
   Result<> leave() override {
-    if (stage_ == Stage::updating) return fail(ErrorCode::invalid_argument, "leave() inside of an optimizer");
+    if (auto due = check_no_update("leave()"); !due) return due;
     if (ended_) return {};
     ended_ = Error{ErrorCode::cancelled, "this session has left the job: leave() was called"};
     return progress_ ? progress_->leave() : Result<>();
@@ -220,8 +221,12 @@ class SessionImpl final : public Session {
     if (ended_) return tl::unexpected(*ended_);
     if (!progress_) return fail(ErrorCode::invalid_argument, "{} before join()", call);
     if (const auto why = progress_->elsewhere()) return tl::unexpected(*why);
-    if (stage_ == Stage::updating) return fail(ErrorCode::invalid_argument, "{} inside of an optimizer", call);
-    return {};
+    return check_no_update(call);
+  }
+  Result<> check_no_update(const char* call) const {
+    if (stage_ != Stage::updating) return {};
+    if (applying_) return fail(ErrorCode::invalid_argument, "{} inside of an optimizer", call);
+    return fail(ErrorCode::invalid_argument, "{} before end_update(), or abandon_update(), of step {}", call, step_);
   }
 
   Result<> check_step_due(const char* call) const {

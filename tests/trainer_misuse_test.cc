@@ -68,6 +68,11 @@ TEST_F(Trained, CallsThatAreNotDueAreRefusedAndChangeNothing) {
   }));
   EXPECT_EQ(session->version(), 1u);
   EXPECT_REFUSED(commit(*session), ErrorCode::invalid_argument, "commit() without a step");
+  ASSERT_TRUE(*session->begin_step());
+  ASSERT_TRUE(session->all_reduce(0) && session->all_reduce(1));
+  ASSERT_TRUE(*session->begin_update());
+  EXPECT_REFUSED(session->leave(), ErrorCode::invalid_argument, "before end_update(), or abandon_update(), of step 2");
+  EXPECT_TRUE(session->end_update());
   EXPECT_TRUE(step_once(*session));
 }
 
@@ -282,6 +287,7 @@ TEST_F(Trained, EachIsToldAtTheEarliestCallWithItsRange) {
   EXPECT_EQ(session->gradient(typed)->size(), 32u);
   EXPECT_EQ(session->reduced(typed)->size(), 32u);
   EXPECT_EQ(session->moment(two, 1)->size(), 32u);
+  EXPECT_REFUSED(session->bucket({two}, {}), ErrorCode::invalid_argument, "without its memory");
   EXPECT_REFUSED(session->moment(two, 3), ErrorCode::not_found, "'two' has no moment 3", "with 2, numbered 0 to 1");
   EXPECT_REFUSED(session->moment(none, 0), ErrorCode::not_found, "'none' was declared without moments");
   EXPECT_REFUSED(session->weight({4}), ErrorCode::not_found, "no tensor 4; add() has given 4, numbered from 0");
