@@ -34,6 +34,33 @@ Result<> GradientLog::append(std::uint32_t slice, Step step, std::uint32_t contr
   return {};
 }
 
+// Of a slice that is on its way. What there is no room for is left out: what arrives may be of a later step. Where it
+// is not, that is a gap, and the slice is fetched again. The slice that has most goes on and loses its oldest; another
+// one loses all, so that one of them gets as far as the budget goes. Errors: of the device.
+Result<> GradientLog::keep(std::uint32_t slice, Step step, std::uint32_t contributors, BytesView gradient) {
+  const auto over = [&] { return bytes() + gradient.size() > budget_; };
+  if (over()) {
+    std::uint64_t own = 0, most = 0;  // of the others
+    for (const auto& [id, kept] : entries_) {
+      std::uint64_t held = 0;
+      for (const auto& one : kept) held += one.gradient.bytes.size();
+      if (id == slice) own = held;
+      else most = std::max(most, held);
+    }
+    if (most > 0 && own <= most) return forget(slice), Result<>();
+  }
+  for (auto own = entries_.find(slice); over() && own != entries_.end();) {
+    bytes_ -= own->second.front().gradient.bytes.size();
+    own->second.erase(own->second.begin());
+    if (own->second.empty()) own = entries_.erase(own);
+  }
+  if (over()) return {};  // the last update's are in the way, until the next
+  auto kept = append(slice, step, contributors, gradient);
+  if (kept || kept.error().code != ErrorCode::exhausted) return kept;
+  forget(slice);
+  return {};
+}
+
 Result<std::vector<Update>> GradientLog::begin(Step step, bool contributes, std::uint32_t contributors,
                                                const GradientOf& gradient_of) {
   if (auto begun = owner_.begin_update(); !begun) return tl::unexpected(begun.error());
@@ -42,6 +69,7 @@ Result<std::vector<Update>> GradientLog::begin(Step step, bool contributes, std:
   std::vector<Update> updates;
   applied_.clear();
   used_.clear();
+  used_bytes_ = 0;
   if (contributes) {
     const auto& tensors = owner_.manifest().tensors();
     for (std::uint32_t t = 0; t < tensors.size(); ++t)
@@ -56,14 +84,7 @@ Result<std::vector<Update>> GradientLog::begin(Step step, bool contributes, std:
       case SliceState::absent:
       case SliceState::abandoned: forget(i); break;
       case SliceState::requested: {
-        const BytesView gradient = now();
-        if (bytes_ + gradient.size() > budget_) {
-          std::uint64_t expected = status.packed();
-          statuses[i].compare_exchange_strong(expected, SliceStatus{SliceState::abandoned, 0}.packed());
-          forget(i);
-          break;
-        }
-        if (auto kept = append(i, step, contributors, gradient); !kept) return tl::unexpected(kept.error());
+        if (auto kept = keep(i, step, contributors, now()); !kept) return tl::unexpected(kept.error());
         break;
       }
       case SliceState::arrived: {
@@ -72,6 +93,7 @@ Result<std::vector<Update>> GradientLog::begin(Step step, bool contributes, std:
         if (!kept.empty()) {
           for (auto& one : kept.mapped()) {
             bytes_ -= one.gradient.bytes.size();
+            used_bytes_ += one.gradient.bytes.size();
             if (one.step.value != at + 1) continue;  // contained in what arrived
             updates.push_back({range.tensor, range.first, range.count, one.step, one.contributors, one.gradient.bytes});
             at = one.step.value;
@@ -99,7 +121,7 @@ Result<std::vector<Update>> GradientLog::begin(Step step, bool contributes, std:
         break;
     }
   }
-  owner_.page().gradient_log_bytes.store(bytes_, std::memory_order_relaxed);
+  owner_.page().gradient_log_bytes.store(bytes(), std::memory_order_relaxed);
   if (auto kept = copies_->synchronize(); !kept) return tl::unexpected(kept.error());
   return updates;
 }
@@ -112,7 +134,7 @@ void GradientLog::end(Step step, bool contributes) {
       statuses[i].store(SliceStatus{SliceState::current, step.value}.packed());
     for (auto& [slice, kept] : entries_) used_.push_back(std::move(kept));
     entries_.clear();
-    bytes_ = 0;
+    used_bytes_ += std::exchange(bytes_, 0);
   } else {
     for (const auto& [slice, before] : applied_) {
       std::uint64_t expected = before.packed();  // the daemon may have asked for it again: then it stays so

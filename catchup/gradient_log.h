@@ -39,7 +39,8 @@ class GradientLog {
   // begins.
   void end(Step step, bool contributes);
 
-  std::uint64_t bytes() const { return bytes_; }
+  // Of gradients that are held: kept ones, and those that the last update was given.
+  std::uint64_t bytes() const { return bytes_ + used_bytes_; }
 
  private:
   struct Entry {
@@ -47,17 +48,19 @@ class GradientLog {
     std::uint32_t contributors = 0;
     device::Memory gradient;  // of the state's device
   };
+  Result<> keep(std::uint32_t slice, Step step, std::uint32_t contributors, BytesView gradient);
   Result<> append(std::uint32_t slice, Step step, std::uint32_t contributors, BytesView gradient);
   GradientLog(local::Owner& owner, std::uint64_t budget_bytes) : owner_(owner), budget_(budget_bytes) {}
   void forget(std::uint32_t slice);
 
   local::Owner& owner_;
   const std::uint64_t budget_;
-  std::map<std::uint32_t, std::vector<Entry>> entries_;  // by slice, steps in order
-  std::uint64_t bytes_ = 0;
+  std::map<std::uint32_t, std::vector<Entry>> entries_;                // by slice, steps in order
+  std::uint64_t bytes_ = 0;                                            // of entries_
   std::unique_ptr<device::Stream> copies_;                             // of gradients to be kept
   std::vector<std::pair<std::uint32_t, local::SliceStatus>> applied_;  // slices of this update, as they were before
   std::vector<std::vector<Entry>> used_;                               // kept gradients, until the next update
+  std::uint64_t used_bytes_ = 0;                                       // of those
 };
 
 }  // namespace rejoin::catchup

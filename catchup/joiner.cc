@@ -283,7 +283,8 @@ void Joiner::work(TimePoint now, bool busy) {
       const auto status = view_.slice(i);
       const bool impossible = status.version() > newest(seen_);
       if (impossible) sent_wrong(i, std::nullopt);
-      // Given up by the trainer after they had arrived: their kept gradients had a gap.
+      // Given up by the trainer after they had arrived: their kept gradients had a gap, as the budget has it.
+      if (status.state == local::SliceState::abandoned) planner_.narrow();
       if (impossible || status.state == local::SliceState::abandoned) fetch_again(i);
     }
   }

@@ -28,6 +28,7 @@ struct Options {
   bool no_flags = false;   // streams wait for no flags of 64 bits
   bool exclusive = false;  // compute mode EXCLUSIVE_PROCESS, and another process has the device
   bool no_launch = false;  // no kernel is launched any more
+  bool full = false;       // nothing can be allocated any more
   // The first digest of a thread that hands nothing over, once any has, stands in the driver for so long.
   std::chrono::milliseconds slow_digest{0};
 };

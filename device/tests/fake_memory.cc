@@ -110,6 +110,7 @@ void fake_cuda_set_dma_buf(bool supported) { dma_buf = supported; }
 int cuMemAlloc_v2(unsigned long long* address, std::size_t size) {
   check("cuMemAlloc");
   if (no_context()) return kInvalidContext;
+  if (options().full) return kOutOfMemory;
   std::scoped_lock lock(mutex);
   if (size == 0) return kInvalidValue;
   if (allocated + size > kDeviceBytes) return kOutOfMemory;

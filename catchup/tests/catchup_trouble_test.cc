@@ -1,0 +1,111 @@
+// What goes wrong for one joiner, or is short, and must neither go on for ever nor harm others: damaged slices, little
+// room for gradients, daemons that stand still.
+#include "catchup/tests/cluster.h"
+#include "device/tests/fake_control.h"
+
+namespace rejoin::catchup {
+namespace {
+
+// With a limit of the stream a slice is sent some steps after it was asked for, and what comes is of a version after
+// these.
+TEST(CatchUpTrouble, ASliceThatIsSentLateNeedsNoMoreThanTwoStepsOfKeptGradients) {
+  constexpr std::uint64_t elements = 500'000, tensors = 12;
+  Cluster cluster(5, false);
+  std::vector<local::Tensor> all;
+  for (std::uint64_t t = 0; t < tensors; ++t)
+    all.push_back({.name = fmt::format("t{}", t), .count = elements, .columns = 1, .elementwise = false});
+  cluster.model = *local::Manifest::make(std::move(all));
+  cluster.limit = 2.7e6;  // a slice takes three steps
+  Replica& source = cluster.add(true);
+  cluster.train(1);
+  const std::uint64_t budget = 2 * elements * sizeof(float);
+  Replica& joiner = cluster.add(false, budget);
+  cluster.catch_up(joiner);
+  for (int steps = 0; steps < 100 && !joiner.caught_up; ++steps) {
+    for (int i = 0; i < 25; ++i) {
+      cluster.clock.advance(std::chrono::milliseconds(10));
+      cluster.pump(8);
+    }
+    ++cluster.step;
+    for (auto& r : cluster.replicas) r->update(Step(cluster.step));
+    ASSERT_LE(joiner.gradient_log->bytes(), budget);
+  }
+  ASSERT_TRUE(joiner.caught_up);
+  EXPECT_TRUE(cluster.same_bits(joiner, source));
+  EXPECT_LE(source.service->bytes_served(), (tensors + 4) * elements * sizeof(float)) << "few are sent twice";
+}
+
+struct KeptGradients : testing::Test {
+  using State = local::SliceState;
+  Cluster cluster{1};
+  Replica* joiner = nullptr;
+  std::atomic<std::uint64_t>* statuses = nullptr;
+
+  void of(std::uint32_t tensors, std::uint64_t budget) {
+    std::vector<local::Tensor> all;
+    for (std::uint32_t t = 0; t < tensors; ++t)
+      all.push_back({.name = fmt::format("t{}", t), .count = 1000, .columns = 1});
+    cluster.model = *local::Manifest::make(std::move(all));
+    joiner = &cluster.add(false, budget);
+    statuses = joiner->owner->page().slice_statuses();
+  }
+  void put(std::uint32_t slice, local::SliceStatus status) const { statuses[slice].store(status.packed()); }
+};
+
+TEST_F(KeptGradients, ThoseOfTheLastUpdateAreOfTheBudgetToo) {
+  constexpr std::uint64_t budget = 10 * 4000;
+  of(20, budget);
+  for (std::uint32_t i = 0; i < 10; ++i) put(i, local::SliceStatus::requested(1));
+  joiner->update(Step(1));
+  EXPECT_EQ(joiner->gradient_log->bytes(), budget);
+  for (std::uint32_t i = 0; i < 10; ++i) put(i, {State::arrived, 0});
+  for (std::uint32_t i = 10; i < 20; ++i) put(i, local::SliceStatus::requested(1));
+  joiner->begin_update(Step(2));
+  std::uint64_t given = 0;
+  for (const auto& update : joiner->updates)
+    if (update.step == Step(1)) given += update.gradient.size();
+  EXPECT_EQ(given, budget);
+  EXPECT_EQ(joiner->gradient_log->bytes(), budget) << "and nothing else is kept beside them";
+  joiner->end_update();
+  for (std::uint32_t i = 10; i < 20; ++i) {
+    EXPECT_EQ(joiner->status(i).state, State::requested) << "what comes may be of a later step";
+    put(i, {State::arrived, 1});
+  }
+  joiner->update(Step(3));
+  for (std::uint32_t i = 0; i < 10; ++i) EXPECT_EQ(joiner->status(i).version(), 3u);
+  for (std::uint32_t i = 10; i < 20; ++i) EXPECT_EQ(joiner->status(i).state, State::abandoned) << "it is a gap";
+}
+
+TEST_F(KeptGradients, WhereOneSliceHasTheBudgetItsOldestGoAndAGapIsFound) {
+  of(1, 2 * 4000);
+  for (const std::uint64_t comes : {2, 1}) {
+    put(0, local::SliceStatus::requested(1));
+    for (const std::uint64_t step : {1, 2, 3, 4}) joiner->update(Step(step));
+    ASSERT_EQ(joiner->status(0).state, State::requested);
+    put(0, {State::arrived, comes});
+    joiner->begin_update(Step(5));
+    EXPECT_EQ(joiner->updates.size(), comes == 2 ? 3u : 0u) << "steps 3 and 4 are there";
+    joiner->end_update();
+    EXPECT_EQ(joiner->status(0).state, comes == 2 ? State::current : State::abandoned);
+  }
+}
+
+TEST(CatchUpTrouble, AGpuWithoutRoomForAGradientCostsTheSliceAtMostAndNotTheSession) {
+  const device::fake::Control fake(device::cuda_library().c_str());
+  if (fake.set_options == nullptr) GTEST_SKIP() << "a real GPU has room";
+  Cluster cluster(1, true, {.on_gpu = true});
+  cluster.model = model_of(1);
+  Replica& joiner = cluster.add(false);
+  joiner.owner->page().slice_statuses()[0].store(local::SliceStatus::requested(1).packed());
+  const auto gradient = *cluster.device->allocate(4000);
+  fake.set_options({.full = true});
+  const auto begun = joiner.gradient_log->begin(
+      Step(1), false, 1, [&](auto, auto, auto count) { return BytesView(gradient.bytes).first(count * 4); });
+  fake.set_options({});
+  ASSERT_TRUE(begun) << begun.error().message;
+  EXPECT_EQ(joiner.gradient_log->bytes(), 0u);
+  joiner.gradient_log->end(Step(1), false);
+}
+
+}  // namespace
+}  // namespace rejoin::catchup
