@@ -182,7 +182,9 @@ void Joiner::settle(const Arrival& arrival) {
   const std::uint32_t slice = arrival.sent.slice();
   const auto status = view_.slice(slice);
   if (!arrival.intact) {
-    logger().warn("slice {} from replica {} is damaged; it is fetched again", slice, arrival.source);
+    if (const auto left_out = damaged_told_.may_say(now_))
+      logger().warn("slice {} from replica {} is damaged; it is fetched again ({} others were since the last such line)",
+                   slice, arrival.source, *left_out);
     sent_wrong(slice, arrival.source);
     return fetch_again(slice);
   }

@@ -231,7 +231,7 @@ class Joiner {
   std::uint32_t asked_up_to_ = 0, proving_up_to_ = 0;  // up to which slice of these two sets sources were asked
   std::map<std::uint32_t, Suspect> suspects_;
   std::vector<Drift> drifts_;
-  Seldom drifts_told_{kDisputed};
+  Seldom drifts_told_{kDisputed}, damaged_told_{kSameLineAgain}, differs_told_{kSameLineAgain};
   TimePoint now_{};
   std::vector<Question> questions_;
   std::uint64_t next_question_ = 1;

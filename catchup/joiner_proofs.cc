@@ -153,8 +153,11 @@ void Joiner::settle_slice(std::uint32_t slice, std::uint64_t version, std::uint6
   doubt(slice);
   Suspect& suspect = suspects_[slice];
   if (theirs.size() < sources_.size() && ++suspect.times < kSuspected) return;
-  logger().warn("slice {} differs from replica {}'s at version {}; it is fetched again", slice, theirs.begin()->first,
-                version);
+  if (const auto left_out = differs_told_.may_say(now_))
+    logger().warn(
+        "slice {} differs from replica {}'s at version {}; it is fetched again ({} others did since the last "
+        "such line)",
+        slice, theirs.begin()->first, version, *left_out);
   sent_wrong(slice, std::nullopt);
   fetch_again(slice);
 }

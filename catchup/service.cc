@@ -92,6 +92,7 @@ void Service::finish(RankKey key) {
   rank.wanted.clear();
   rank.chain = {};
   rank.given_up.clear();
+  rank.retry_at = {};
   rank.reported = false;
   std::erase_if(caught_up_,
                 [&](const CompletedRank& completed) { return completed.key == key; });  // it would be another's by then
@@ -131,8 +132,11 @@ void Service::catch_up(RankKey key, const std::set<SourceAddress>& sources, Step
   if (found == ranks_.end()) return;
   LocalRank& rank = found->second;
   rank.committed = committed;
-  if (auto started = start_joining(rank, now); !started)
-    logger().error("replica {} can't catch up yet: {}", key.replica, started.error());
+  // A plan comes with each step, and what could not be registered is tried again more seldom than steps may come.
+  if (now >= rank.retry_at) {
+    (void)start_joining(key, rank, now);
+    rank.retry_at = now + kRetry;
+  }
   std::vector<SourceAddress> gone;
   for (const auto& [source, endpoint] : rank.sources)
     if (!(fetching_.at(endpoint).fellow ? chain.fellows : sources).contains(source)) gone.push_back(source);
@@ -140,20 +144,25 @@ void Service::catch_up(RankKey key, const std::set<SourceAddress>& sources, Step
   rank.wanted = sources;
   rank.chain = chain;
   std::erase_if(rank.given_up, [&](const auto& one) { return !chain.fellows.contains(one.first); });
-  rank.retry_at = now + kRetry;
   if (!rank.joiner) return;
   rank.joiner->set_distances(distances_of(rank.wanted));
   rank.joiner->expect(replicas_of(rank.wanted), now);
   connect_missing(key, rank, now);
 }
 
-Result<> Service::start_joining(LocalRank& rank, TimePoint now) {
-  if (rank.joiner) return {};
-  if (!rank.registered)
-    if (auto registered = register_rank(rank); !registered) return registered;
-  if (auto target = register_state(*rank.view, transport::Access::remote_write, rank.target); !target) return target;
+bool Service::start_joining(RankKey key, LocalRank& rank, TimePoint now) {
+  if (rank.joiner) return true;
+  Result<> registered;
+  if (!rank.registered) registered = register_rank(rank);
+  if (registered) registered = register_state(*rank.view, transport::Access::remote_write, rank.target);
+  if (!registered) {
+    if (const auto left_out = rank.not_yet_told.may_say(now))
+      spdlog::error("replica {} can't catch up yet: {} (tried {} times more since it was logged last)", key.replica,
+                    registered.error().message, *left_out);
+    return false;
+  }
   rank.joiner = std::make_unique<Joiner>(engine_, *rank.view, rank.target, rank.proofs, rank.committed, silence_, now);
-  return {};
+  return true;
 }
 
 // What did not work: nobody else will ask for it.
@@ -161,7 +170,7 @@ void Service::try_again(RankKey key, LocalRank& rank, TimePoint now) {
   if (now < rank.retry_at || !rank.tries_again()) return;
   rank.retry_at = now + kRetry;
   if (!rank.registered && !register_rank(rank)) return;
-  if (rank.wanted.empty() || !start_joining(rank, now)) return;
+  if (rank.wanted.empty() || !start_joining(key, rank, now)) return;
   rank.joiner->set_distances(distances_of(rank.wanted));
   rank.joiner->expect(replicas_of(rank.wanted), now);
   connect_missing(key, rank, now);

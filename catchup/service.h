@@ -139,6 +139,7 @@ class Service {
     };
     std::map<SourceAddress, Retry> given_up;  // of the chain
     Step committed;                           // as catch_up() was last given it
+    Seldom not_yet_told{kSameLineAgain};      // that it can't catch up yet
     TimePoint retry_at{};                     // of what could not be registered, or connected with
     bool tries_again() const { return !registered || !wanted.empty(); }
     std::map<SourceAddress, transport::EndpointId> sources;  // … and the connections with them
@@ -155,7 +156,7 @@ class Service {
   };
 
   Result<> register_rank(LocalRank& rank);
-  Result<> start_joining(LocalRank& rank, TimePoint now);
+  bool start_joining(RankKey key, LocalRank& rank, TimePoint now);
   void try_again(RankKey key, LocalRank& rank, TimePoint now);
   // Registers all memory ranges or none, which leaves the list empty.
   Result<> register_state(const local::View& view, transport::Access access, std::vector<transport::RegionId>& regions);

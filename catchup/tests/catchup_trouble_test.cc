@@ -107,5 +107,31 @@ TEST(CatchUpTrouble, AGpuWithoutRoomForAGradientCostsTheSliceAtMostAndNotTheSess
   joiner.gradient_log->end(Step(1), false);
 }
 
+TEST(CatchUpTrouble, MemoryThatCanNotBeRegisteredIsToldOfSeldom) {
+  Cluster cluster(5);
+  cluster.add(true);
+  cluster.train(1);
+  Replica& joiner = cluster.add(false);
+  cluster.fabric.refuse_memory(*joiner.on_fabric, 1'000'000);
+  testing::internal::CaptureStdout();
+  for (int i = 0; i < 100; ++i) {
+    cluster.catch_up(joiner);
+    cluster.clock.advance(std::chrono::milliseconds(10));
+    cluster.pump(3);
+  }
+  const std::string log = testing::internal::GetCapturedStdout();
+  std::size_t lines = 0;
+  for (std::size_t at = 0; (at = log.find("can't catch up yet", at)) != log.npos; ++at) ++lines;
+  EXPECT_EQ(lines, 1u);
+  cluster.fabric.refuse_memory(*joiner.on_fabric, 0);
+  for (int i = 0; i < 10; ++i) {  // a plan with each step keeps it from nothing
+    cluster.catch_up(joiner);
+    cluster.clock.advance(std::chrono::milliseconds(10));
+    cluster.train(3);
+  }
+  cluster.train_until_caught_up(joiner, 200, 20);
+  EXPECT_TRUE(joiner.caught_up);
+}
+
 }  // namespace
 }  // namespace rejoin::catchup
