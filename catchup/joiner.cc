@@ -186,8 +186,15 @@ void Joiner::settle(const Arrival& arrival) {
       logger().warn("slice {} from replica {} is damaged; it is fetched again ({} others were since the last such line)",
                    slice, arrival.source, *left_out);
     sent_wrong(slice, arrival.source);
-    return fetch_again(slice);
+    fetch_again(slice);
+    if (planner_.on_spoilt(arrival.source, slice))
+      spdlog::error(
+          "slice after slice comes damaged from replica {}: it is asked for no more while others can be; look at links "
+          "and memory of its node, and of this one",
+          arrival.source);
+    return;
   }
+  planner_.on_sound(arrival.source, slice);
   if (status.state != local::SliceState::requested ||
       !view_.set_slice(slice, status, {local::SliceState::arrived, arrival.sent.version()})) {
     planner_.narrow();  // the trainer gave it up: its kept gradients ran over the budget

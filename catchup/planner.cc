@@ -12,6 +12,7 @@ constexpr std::uint32_t kOpening = 4;     // a contributor's window at first; it
 constexpr std::int64_t kRecent = 8;       // slices, whose arrival tells how fast they come now
 constexpr std::size_t kLately = 64;       // slices of each source as a mean: what came before counts for half
 constexpr std::uint32_t kAllFellows = 9;  // of so many joiners each asks all others
+constexpr std::uint32_t kSpoilt = 8;      // slices that came damaged one after the other, until a source is not asked
 
 }  // namespace
 
@@ -119,6 +120,29 @@ void Planner::on_source_down(ReplicaId source) {
   for (auto slice : gone.mapped().under_way) wait(slice, first_--);
 }
 
+// A contributor within reach that sends what is sound, besides this one.
+bool Planner::others_can(ReplicaId than) const {
+  return std::ranges::any_of(sources_, [&](const auto& one) {
+    const auto& [id, source] = one;
+    return id != than && !source.fellow && source.distance <= reach_ && source.spoilt < kSpoilt;
+  });
+}
+
+void Planner::on_sound(ReplicaId source, std::uint32_t slice) {
+  spoilt_.erase(slice);
+  if (const auto found = sources_.find(source); found != sources_.end()) found->second.spoilt = 0;
+}
+
+bool Planner::on_spoilt(ReplicaId source, std::uint32_t slice) {
+  spoilt_[slice] = source;
+  const auto found = sources_.find(source);
+  if (found == sources_.end()) return false;
+  Source& its = found->second;  // what it has delivered decides on its share
+  its.arrived -= std::min(its.arrived, 1u);
+  its.delivered -= std::min(its.delivered, 1u);
+  return ++its.spoilt == kSpoilt && !its.fellow;
+}
+
 std::vector<std::uint32_t> Planner::next(ReplicaId source, std::size_t sources, bool idle) {
   std::vector<std::uint32_t> slices;
   auto found = sources_.find(source);
@@ -133,6 +157,12 @@ std::vector<std::uint32_t> Planner::next(ReplicaId source, std::size_t sources, 
     weights += one.weight();
   }
   Source& asked = found->second;
+  const bool others = !asked.fellow && !idle && others_can(source);
+  if (others && asked.spoilt >= kSpoilt) return slices;
+  const auto passed_over = [&](const Queue::value_type& one) {
+    const auto spoilt = spoilt_.find(one.second);
+    return others && spoilt != spoilt_.end() && spoilt->second == source;
+  };
   const std::uint64_t all = weights * std::max(sources, near), share = (left * asked.weight() * near + all - 1) / all;
   const auto ask = [&](std::uint32_t slice) {
     take(slice);
@@ -142,13 +172,18 @@ std::vector<std::uint32_t> Planner::next(ReplicaId source, std::size_t sources, 
   const std::size_t window =
       asked.fellow ? std::max(1u, window_ / kOfFellows) : std::min(window_, kOpening + asked.arrived);
   Queue& first = asked.fellow ? asked.offered : own_turn_;
-  while (asked.under_way.size() < std::min<std::uint64_t>(window, share) && !first.empty()) ask(first.begin()->second);
+  while (asked.under_way.size() < std::min<std::uint64_t>(window, share)) {
+    const auto at = std::ranges::find_if_not(first, passed_over);
+    if (at == first.end()) break;
+    ask(at->second);
+  }
   Queue& rest = others_turns_.empty() ? offered_ : others_turns_;
   if (asked.fellow || !asked.under_way.empty() || rest.empty()) return slices;
   if (!idle && (!slow_ || out_of_turn_.size() >= turn())) return slices;
   // From the end, where their own joiners come last; fellows that do the same begin beside it.
   auto slice = rest.rbegin();
   std::advance(slice, std::min<std::size_t>(own_, rest.size() - 1));
+  if (passed_over(*slice)) return slices;
   const std::uint32_t chosen = slice->second;
   out_of_turn_.insert(chosen);
   ask(chosen);

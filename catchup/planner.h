@@ -57,6 +57,11 @@ class Planner {
   bool on_arrived(ReplicaId source, std::uint32_t slice);
   // The slice must be fetched again, because it was damaged or abandoned, or its digest differs.
   void on_again(std::uint32_t slice);
+  // What has arrived from the source was as it had sent it, or damaged: on_again() has been told. Others are asked for
+  // the slice then, where there are any; and who sends nothing else any more is asked for nothing while others can be.
+  // on_spoilt() returns true where that begins.
+  void on_sound(ReplicaId source, std::uint32_t slice);
+  bool on_spoilt(ReplicaId source, std::uint32_t slice);
 
   bool all_arrived() const { return arrived_ == total_; }
   bool has(std::uint32_t slice) const { return have_[slice]; }
@@ -81,6 +86,7 @@ class Planner {
     std::size_t distance = 0;
     std::uint32_t arrived = 0;    // slices
     std::uint32_t delivered = 0;  // … lately
+    std::uint32_t spoilt = 0;     // those of the last ones, without a sound one
     std::uint64_t weight() const { return std::uint64_t{delivered} + 1; }
   };
   Queue& queue_of(std::uint32_t slice);
@@ -88,6 +94,7 @@ class Planner {
   std::uint32_t usually_delivered() const;
   void count(Source& source);
   void take(std::uint32_t slice);
+  bool others_can(ReplicaId than) const;
   bool waits(std::uint32_t slice) const { return priorities_[slice] != kNotWaiting; }
   bool is_own(std::uint32_t slice) const { return slice % of_ == own_; }
   std::uint32_t turn() const { return (total_ + of_ - 1) / of_; }
@@ -111,6 +118,7 @@ class Planner {
   std::map<ReplicaId, Source> sources_;
   std::vector<std::uint16_t> offers_;  // by slice: how many fellows have it
   std::vector<bool> have_;
+  std::map<std::uint32_t, ReplicaId> spoilt_;  // slices that came damaged, and from whom last
   std::uint32_t arrived_ = 0, refetched_ = 0;
 };
 

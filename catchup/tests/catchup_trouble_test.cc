@@ -6,6 +6,51 @@
 namespace rejoin::catchup {
 namespace {
 
+// All that one source writes is damaged on its way; what it says, and its digests, are right.
+struct DamagedLink : Cluster {
+  Replica* bad = nullptr;
+
+  explicit DamagedLink(std::uint32_t tensors) : Cluster(3) { model = model_of(tensors); }
+  void flip() const {
+    for (const auto& slice : bad->owner->manifest().slices())
+      bad->owner->column(slice.range.tensor, 0)[3] ^= std::byte{0x40};
+  }
+  void pump_damaged() {
+    flip();
+    fabric.step();
+    flip();
+    clock.advance(std::chrono::microseconds(1));
+    for (auto& r : replicas)
+      for (const auto& completed : r->service->poll(clock.now())) r->caught_up |= completed.key.replica == r->id;
+  }
+  CatchUpProgress progress(const Replica& joiner) const {
+    return *joiner.service->progress({joiner.id, RankId(0)}, clock.now());
+  }
+};
+
+TEST(CatchUpTrouble, WhoseSlicesComeDamagedIsAskedForFewAndOthersForTheRest) {
+  for (const std::size_t sources : {2, 3}) {
+    for (std::size_t which = 0; which < sources; ++which) {
+      SCOPED_TRACE(fmt::format("source {} of {}", which, sources));
+      DamagedLink cluster(300);
+      for (std::size_t i = 0; i < sources; ++i) cluster.add(true);
+      cluster.train(1);
+      cluster.bad = cluster.replicas[which].get();
+      Replica& joiner = cluster.add(false);
+      cluster.catch_up(joiner);
+      for (int i = 0; i < 600 && !joiner.caught_up; ++i) {
+        for (int events = 0; events < 200; ++events) cluster.pump_damaged();
+        if (i % 20 != 19) continue;
+        ++cluster.step;
+        for (auto& r : cluster.replicas) r->update(Step(cluster.step));
+      }
+      ASSERT_TRUE(joiner.caught_up);
+      EXPECT_TRUE(cluster.same_bits(joiner, *cluster.replicas[0]));
+      EXPECT_LT(cluster.progress(joiner).refetched, 40u);
+    }
+  }
+}
+
 // With a limit of the stream a slice is sent some steps after it was asked for, and what comes is of a version after
 // these.
 TEST(CatchUpTrouble, ASliceThatIsSentLateNeedsNoMoreThanTwoStepsOfKeptGradients) {

@@ -146,6 +146,38 @@ TEST(Planner, NarrowsWhereGradientsPileUpAndWidensAgain) {
   EXPECT_EQ(planner.window(), 16u);
 }
 
+TEST(Planner, WhatCameDamagedIsAskedOfOthersAndWhoSendsNothingElseIsAskedNoMore) {
+  const ReplicaId bad(0), other(1);
+  using Slices = std::vector<std::uint32_t>;
+  const auto spoil = [&](Planner& planner, std::uint32_t slice) {
+    EXPECT_TRUE(planner.on_arrived(bad, slice));
+    planner.on_again(slice);
+    return planner.on_spoilt(bad, slice);
+  };
+  Planner few(4, 1), many(40, 1);
+  for (auto* planner : {&few, &many}) planner->on_source_up(bad), planner->on_source_up(other);
+  for (std::uint32_t slice = 0; slice < 4; ++slice) {
+    EXPECT_EQ(few.next(bad), Slices{slice});
+    EXPECT_FALSE(spoil(few, slice));
+  }
+  EXPECT_TRUE(few.next(bad).empty()) << "all have come damaged from there";
+  EXPECT_EQ(few.next(other), Slices{0});
+  EXPECT_TRUE(few.on_arrived(other, 0));
+  few.on_sound(other, 0);
+  few.on_source_down(other);
+  EXPECT_EQ(few.next(bad), Slices{1}) << "there is nobody else";
+
+  for (std::uint32_t slice = 0; slice < 8; ++slice) {
+    EXPECT_EQ(many.next(bad), Slices{slice});
+    EXPECT_EQ(spoil(many, slice), slice == 7);
+  }
+  EXPECT_TRUE(many.next(bad).empty());
+  EXPECT_EQ(many.next(bad, 0, true), Slices{8}) << "nothing comes from the other one";
+  EXPECT_TRUE(many.on_arrived(bad, 8));
+  many.on_sound(bad, 8);
+  EXPECT_EQ(many.next(bad), Slices{9});
+}
+
 TEST(Planner, EachJoinerAsksContributorsForItsOwnTurnAndFellowsForWhatTheyOffer) {
   Planner planner(12, 16);
   const ReplicaId contributor(0), fellow(1);
