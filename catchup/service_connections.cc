@@ -78,7 +78,7 @@ void Service::on_accepted(const transport::Event& event) {
   serving_[event.endpoint] = {
       key, std::make_unique<Source>(engine_, event.endpoint,
                                     Source::Memory{rank.view.get(), rank.state, rank.shadow, &rank.proofs},
-                                    compression_, pacer_, clock_)};
+                                    compression_, pacer_, clock_, silence_)};
 }
 
 void Service::lose(transport::EndpointId endpoint, const std::string& why) {

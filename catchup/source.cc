@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "base/deadlines.h"
 #include "base/digest.h"
 #include "base/fail.h"
 
@@ -11,22 +12,23 @@ namespace {
 
 constexpr std::size_t kMaxRequests = 1 << 18;
 constexpr std::size_t kMaxQuestions = 64;
-constexpr std::uint32_t kSlots = 16;              // coded parts on their way
-constexpr std::uint64_t kSampleBytes = 16 * KiB;  // of each column
 // A joiner's own catching up has the pins that are left over.
 constexpr std::uint32_t kPinsOfJoiner = local::kMaxPins / 2;
+// Of a contributor, so that questions for digests don't wait for slices that are on their way.
+constexpr std::uint32_t kPinsOfQuestions = local::kMaxPins / 4;
 constexpr std::uint32_t kOffersAtOnce = 1024;
 
 }  // namespace
 
 Source::Source(transport::Engine& engine, transport::EndpointId joiner, Memory memory, Compression compression,
-               Pacer& pacer, const Clock& clock)
+               Pacer& pacer, const Clock& clock, Duration silence)
     : engine_(engine),
       joiner_(joiner),
       memory_(memory),
       pacer_(pacer),
       clock_(clock),
-      decision_(compression, pacer.limit()) {}
+      decision_(compression, pacer.limit()),
+      silence_(silence) {}
 
 Source::~Source() {
   for (auto& [number, job] : jobs_)
@@ -99,7 +101,16 @@ std::uint64_t Source::bytes_of(std::uint32_t slice) const {
   return memory_.view->manifest().bytes_of(memory_.view->manifest().slices()[slice].range);
 }
 
+// A daemon that is stopped takes nothing any more, and what is on its way to it holds pins that others wait for. If it
+// lives it connects again. What this process itself was paused for counts for nobody.
+void Source::mind_standing_joiner(TimePoint now) {
+  const Duration paused = now - std::exchange(looked_at_, now);
+  if (paused > deadlines::kIdleStream.of(silence_)) moved_at_ = std::min(moved_at_ + paused, now);
+  if (writes_under_way_ > 0 && now - moved_at_ > deadlines::kUnacknowledged.of(silence_)) failed_ = true;
+}
+
 bool Source::work(TimePoint now) {
+  mind_standing_joiner(now);
   if (failed_) return false;
   for (auto it = questions_.begin(); it != questions_.end();) it = advance(*it) ? questions_.erase(it) : std::next(it);
   std::vector<SliceJob*> jobs;
@@ -154,10 +165,10 @@ std::optional<Source::SliceJob> Source::begin(const Request& request) {
   if (failed_) return std::nullopt;
   const auto status = view.slice(request.slice);
   const bool joining = !memory_.proofs->is_all();
-  const auto pins = std::min<std::size_t>(local::kMaxPins, kPinsOfJoiner + parts.size());
+  const auto pins = std::min<std::size_t>(local::kMaxPins, (joining ? kPinsOfJoiner : kPinsOfQuestions) + parts.size());
   const auto version = view.clock().version;
   if (ahead({request.slice}, version)) return std::nullopt;
-  if (joining && (status.version() != version || view.free_pins() < pins)) return std::nullopt;
+  if ((joining && status.version() != version) || view.free_pins() < pins) return std::nullopt;
   auto pinned = view.pin(parts);
   if (!pinned) return std::nullopt;
   SliceJob job{.number = next_job_, .request = request, .version = pinned->first, .proof = *proof, .parts = {}};
@@ -274,6 +285,8 @@ void Source::write_part(SliceJob& job, std::size_t index, std::uint64_t digest) 
   }
   part.writing = true;
   part.outstanding = static_cast<std::uint32_t>(writes.size());
+  if (writes_under_way_ == 0) moved_at_ = looked_at_;
+  writes_under_way_ += writes.size();
   bytes_sent_ += manifest.bytes_of(range);
   if (!memory_.proofs->is_all()) passed_on_ += manifest.bytes_of(range);
   wire_bytes_ += part.wire_bytes;
@@ -281,62 +294,11 @@ void Source::write_part(SliceJob& job, std::size_t index, std::uint64_t digest) 
   decision_.on_posted(part.wire_bytes, clock_.now());
 }
 
-// Codes the columns that shrink. False: not now (no slot, or an update got in between), to be tried again.
-bool Source::encode(PartJob& part) {
-  if (slots_.size() == 0) {
-    auto slots = Mapping::shareable(kSlots * local::kPartBytes);
-    if (!slots) return true;  // no memory: plain
-    auto region = engine_.register_region(slots->span(), transport::MemoryKind::host, transport::Access::local);
-    if (!region) return true;
-    slots_ = std::move(*slots);
-    slots_region_ = *region;
-    for (std::uint32_t i = 0; i < kSlots; ++i) free_slots_.push_back(i);
-  }
-  if (!part.slot && free_slots_.empty()) return false;
-  if (!part.slot) part.slot = free_slots_.back(), free_slots_.pop_back();
-  const auto& manifest = memory_.view->manifest();
-  const TimePoint start = clock_.now();
-  std::uint64_t at = *part.slot * local::kPartBytes, plain = 0, coded = 0;
-  bool all = true;
-  for (std::uint32_t c = 0; c < manifest.columns(manifest.parts()[part.pinned.part]); ++c) {
-    const BytesView bytes = memory_.view->column(part.pinned, c, part.from_shadow);
-    plain_.resize(bytes.size());
-    memory_.view->read(bytes, plain_.data());
-    const auto length = coder_.encode(plain_, slots_.span().subspan(at, bytes.size()));
-    part.coded[c] = static_cast<std::uint32_t>(length.value_or(0));
-    all = all && length.has_value();
-    at += bytes.size();
-    plain += bytes.size();
-    coded += length.value_or(bytes.size());
-  }
-  decision_.on_coded(plain, coded, clock_.now() - start);
-  // What was coded from the state is the pinned version's only if no update has begun.
-  if (!part.from_shadow && memory_.view->where(part.pinned) != local::View::Where::state) return false;
-  part.detached = all;
-  if (all) memory_.view->release(part.pinned);
-  return true;
-}
-
-void Source::sample(const PartJob& part) {
-  const auto& manifest = memory_.view->manifest();
-  Bytes out(kSampleBytes);
-  std::uint64_t plain = 0, coded = 0;
-  const TimePoint start = clock_.now();
-  for (std::uint32_t c = 0; c < manifest.columns(manifest.parts()[part.pinned.part]); ++c) {
-    BytesView bytes = memory_.view->column(part.pinned, c, part.from_shadow);
-    bytes = bytes.subspan(bytes.size() / 2);
-    bytes = bytes.first(std::min<std::uint64_t>(bytes.size(), kSampleBytes));
-    plain += bytes.size();
-    plain_.resize(bytes.size());
-    memory_.view->read(bytes, plain_.data());
-    coded += coder_.encode(plain_, out).value_or(bytes.size());
-  }
-  if (plain > 0) decision_.on_coded(plain, coded, clock_.now() - start);
-}
-
 void Source::on_write_completed(std::uint64_t context, bool success, TimePoint now) {
   auto found = jobs_.find(context >> 8);
   if (found == jobs_.end() || (context & 0xff) >= found->second.parts.size()) return;
+  --writes_under_way_;
+  moved_at_ = now;
   PartJob& part = found->second.parts[context & 0xff];
   if (!success) failed_ = true;
   if (--part.outstanding > 0 || failed_) return;

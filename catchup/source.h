@@ -57,7 +57,7 @@ class Source {
   };
 
   Source(transport::Engine& engine, transport::EndpointId joiner, Memory memory, Compression compression, Pacer& pacer,
-         const Clock& clock);
+         const Clock& clock, Duration silence);
   ~Source();
 
   // Errors: `corrupt` where the message makes no sense for this state; the caller closes the connection.
@@ -125,6 +125,7 @@ class Source {
   void sample(const PartJob& part);
   bool advance(Question& question);
   void send(const proto::Stream& message);
+  void mind_standing_joiner(TimePoint now);
   std::vector<std::uint32_t> parts_of(std::uint32_t slice) const;
 
   transport::Engine& engine_;
@@ -148,6 +149,10 @@ class Source {
   transport::RegionId slots_region_;
   std::vector<std::uint32_t> free_slots_;
   LinkShare link_;
+  const Duration silence_;
+  std::uint64_t writes_under_way_ = 0;
+  TimePoint moved_at_{};   // when one of them was over last, or the first was posted
+  TimePoint looked_at_{};  // when work() was called last
   bool failed_ = false;
 };
 

@@ -178,5 +178,49 @@ TEST(CatchUpTrouble, MemoryThatCanNotBeRegisteredIsToldOfSeldom) {
   EXPECT_TRUE(joiner.caught_up);
 }
 
+// What is on its way to them is never taken, and all that a contributor can pin is theirs.
+TEST(CatchUpTrouble, DaemonsThatStandStillKeepNobodyElseFromCatchingUp) {
+  for (const bool whole : {false, true}) {
+    SCOPED_TRACE(whole ? "one slice takes all pins" : "a slice takes some");
+    Cluster cluster(5, false);
+    const std::uint64_t elements = whole ? 5'500'000 : 1'500'000;  // of 12 bytes
+    cluster.model = *local::Manifest::make({{.name = "a", .count = elements, .columns = 3, .elementwise = false},
+                                            {.name = "b", .count = elements, .columns = 3, .elementwise = false},
+                                            {.name = "c", .count = 700'000, .columns = 3}});
+    cluster.add(true);
+    cluster.train(1);
+    Replica& stands = cluster.add(false);
+    cluster.catch_up(stands);
+    for (int i = 0; i < 1000 && cluster.replicas[0]->service->bytes_served() == 0; ++i) cluster.pump(1);
+    stands.daemon_stopped = true;
+    cluster.fabric.stop(*stands.on_fabric);
+    Replica& joiner = cluster.add(false);
+    cluster.catch_up(joiner);
+    const TimePoint start = cluster.clock.now();
+    for (int i = 0; i < 300 && !joiner.caught_up; ++i) {
+      cluster.pump(100);
+      cluster.clock.advance(std::chrono::milliseconds(100));
+    }
+    ASSERT_TRUE(joiner.caught_up);
+    EXPECT_LT(cluster.clock.now() - start, 2 * deadlines::kUnacknowledged.of(deadlines::kSilence));
+  }
+}
+
+TEST(CatchUpTrouble, ASourceThatWasPausedItselfHoldsThatAgainstNobody) {
+  Cluster cluster(5);
+  Replica& source = cluster.add(true);
+  cluster.train(1);
+  Replica& joiner = cluster.add(false);
+  cluster.catch_up(joiner);
+  for (int i = 0; i < 1000 && source.service->bytes_served() == 0; ++i) cluster.pump(1);
+  ASSERT_EQ(source.service->serving(), 1u);
+  cluster.clock.advance(std::chrono::minutes(1));
+  for (int i = 0; i < 200 && !joiner.caught_up; ++i) {
+    cluster.pump(20);
+    ASSERT_EQ(source.service->serving(), 1u);
+  }
+  EXPECT_TRUE(joiner.caught_up);
+}
+
 }  // namespace
 }  // namespace rejoin::catchup

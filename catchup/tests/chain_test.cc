@@ -280,7 +280,7 @@ TEST(Chain, NobodyIsToldThatBytesAreThereWhichWereWithdrawnUnderWay) {
     joining.owner->page().slice_statuses()[0].store(local::SliceStatus{local::SliceState::current, 0}.packed());
     Pacer pacer(0);
     Source source(*engine, *endpoint, {&view, state, local(view.shadow()), &proofs}, Compression::never, pacer,
-                  cluster.clock);
+                  cluster.clock, deadlines::kSilence);
     Bytes memory(view.manifest().bytes());
     const auto target =
         asking->remote(*asking->register_region(memory, device::MemoryKind::host, transport::Access::remote_write));
