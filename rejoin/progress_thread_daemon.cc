@@ -243,8 +243,9 @@ Result<> ProgressThread::register_again(TimePoint now) {
   return {};
 }
 
+// The farewell is the last word: the daemon reads no further, answers and closes the connection.
 void ProgressThread::send_all(TimePoint now) {
-  if (!welcome_) return;
+  if (!welcome_ || farewell_sent_) return;
   const auto sent = unsent_.send(daemon_);
   if (!sent && poll_daemon(now)) lose_daemon(sent.error().message);  // what it said before it closed tells why
 }

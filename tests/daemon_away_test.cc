@@ -1,7 +1,14 @@
-// Trainers whose daemon is away for a while.
+// Trainers whose daemon is away for a while, or is one that does what the test says.
 #include <gtest/gtest.h>
+#include <poll.h>
 #include <signal.h>
+#include <sys/socket.h>
 
+#include "base/bytes.h"
+#include "base/fd.h"
+#include "base/unix_socket.h"
+#include "local.pb.h"
+#include "membership/node.h"
 #include "tests/daemon_support.h"
 
 namespace rejoin::test {
@@ -28,6 +35,89 @@ TEST(Session, ATrainerThatWasStoppedWhileItsDaemonWasAwayRegistersWithTheNextOne
   ::kill(trainer.pid(), SIGCONT);
   EXPECT_TRUE(eventually([&] { return heard("registered again with the daemon"); })) << trainer.output();
   EXPECT_TRUE(eventually([&] { return committed() > then + 5; })) << trainer.output();
+}
+
+// A trainer, and a daemon at its socket that does what the test says.
+struct Greeted {
+  Scratch scratch;
+  const std::string path = scratch.path + "/daemon.sock";
+  const Fd listener = *listen_unix(path);
+  Process trainer{{kMinimal}, scratch.path + "/out", {"REJOIN_SOCKET=" + path}};
+  Fd connection;
+
+  bool accepted() {
+    return eventually([&] {
+      connection = Fd(::accept4(listener.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
+      return static_cast<bool>(connection);
+    });
+  }
+  bool heard(proto::FromTrainer& message) {
+    return eventually([&] {
+      const auto received = receive_with_fds(connection, 512 * KiB);
+      return received && received->has_value() &&
+             message.ParseFromArray((*received)->bytes.data(), static_cast<int>((*received)->bytes.size()));
+    });
+  }
+  bool welcomes(std::uint32_t protocol, std::uint64_t silence_ms) {
+    proto::ToTrainer message;
+    message.mutable_welcome()->set_protocol(protocol);
+    message.mutable_welcome()->set_silence_ms(silence_ms);
+    message.mutable_welcome()->set_data_secret(std::string(32, 's'));
+    return send_with_fds(connection, as_bytes(message.SerializeAsString()), {}).has_value();
+  }
+};
+
+// A daemon of another version at the trainer's socket: answers each hello with its own welcome.
+TEST(BadInput, ATrainerUnderADaemonOfAnotherVersionEndsAndSaysSo) {
+  Greeted daemon;
+  ASSERT_TRUE(daemon.accepted()) << daemon.trainer.output();
+  proto::FromTrainer hello;
+  ASSERT_TRUE(daemon.heard(hello));
+  ASSERT_TRUE(daemon.welcomes(membership::kProtocolVersion + 1, 0));
+  EXPECT_EQ(daemon.trainer.wait(std::chrono::seconds(10)), 1) << daemon.trainer.output();
+  EXPECT_NE(daemon.trainer.output().find("speaks protocol 17, and this library 15 to 16: upgrade this library first"),
+            std::string::npos)
+      << daemon.trainer.output();
+}
+
+// A daemon may take its time to get at a trainer's memory, and ignores what is said meanwhile.
+TEST(Session, ATrainerSaysNothingToADaemonThatHasNotWelcomedIt) {
+  Greeted daemon;
+  for (int time = 0; time < 2; ++time) {
+    ASSERT_TRUE(daemon.accepted()) << daemon.trainer.output();
+    proto::FromTrainer message;
+    ASSERT_TRUE(daemon.heard(message));
+    ASSERT_TRUE(message.has_hello());
+    pollfd readable{daemon.connection.get(), POLLIN, 0};
+    EXPECT_EQ(::poll(&readable, 1, 300), 0);  // many heartbeats
+    ASSERT_TRUE(daemon.welcomes(membership::kProtocolVersion, 200));
+    ASSERT_TRUE(daemon.heard(message));
+    EXPECT_TRUE(message.report().has_heartbeat());
+  }
+}
+
+// The daemon reads no further, and where it has answered and closed the connection nobody is to be warned.
+TEST(Session, ATrainerThatLeavesSaysNothingAfterItsFarewell) {
+  Greeted daemon;
+  ASSERT_TRUE(daemon.accepted()) << daemon.trainer.output();
+  proto::FromTrainer message;
+  ASSERT_TRUE(daemon.heard(message));
+  ASSERT_TRUE(daemon.welcomes(membership::kProtocolVersion, 800));
+  proto::ToTrainer answer;
+  auto& registered = *answer.mutable_control()->mutable_registered();
+  registered.set_instance(message.hello().up().instance());
+  registered.set_incarnation(1);
+  ASSERT_TRUE(send_with_fds(daemon.connection, as_bytes(answer.SerializeAsString()), {}));
+  for (int beats = 0; beats < 3; ++beats) ASSERT_TRUE(daemon.heard(message));
+  ::kill(daemon.trainer.pid(), SIGTERM);
+  while (!HasFailure() && !message.has_leave()) ASSERT_TRUE(daemon.heard(message));
+  pollfd readable{daemon.connection.get(), POLLIN, 0};
+  EXPECT_EQ(::poll(&readable, 1, 300), 0) << "three heartbeats";
+  answer.mutable_left();
+  ASSERT_TRUE(send_with_fds(daemon.connection, as_bytes(answer.SerializeAsString()), {}));
+  daemon.connection.reset();
+  EXPECT_EQ(daemon.trainer.wait(std::chrono::seconds(10)), 128 + SIGTERM);
+  EXPECT_EQ(daemon.trainer.output().find("the daemon is gone"), std::string::npos) << daemon.trainer.output();
 }
 
 }  // namespace

@@ -1,10 +1,8 @@
 // Trainers and their daemons: who comes, comes too late, comes twice, is stopped, dies, or ends in order.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
-#include <poll.h>
 #include <signal.h>
 #include <sys/prctl.h>
-#include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -13,11 +11,6 @@
 #include <future>
 #include <sstream>
 
-#include "base/bytes.h"
-#include "base/fd.h"
-#include "base/unix_socket.h"
-#include "local.pb.h"
-#include "membership/node.h"
 #include "rejoin/session.h"
 #include "tests/daemon_support.h"
 #include "tests/session_config.h"
@@ -283,65 +276,6 @@ TEST(Session, ASecondTrainerForAPlaceIsRefusedAndTheFirstGoesOn) {
       return members.size() == 2 && members[0].at("role") == members[1].at("role");
     })) << first->output()
         << job.status().dump();
-  }
-}
-
-// A trainer, and a daemon at its socket that does what the test says.
-struct Greeted {
-  Scratch scratch;
-  const std::string path = scratch.path + "/daemon.sock";
-  const Fd listener = *listen_unix(path);
-  Process trainer{{kMinimal}, scratch.path + "/out", {"REJOIN_SOCKET=" + path}};
-  Fd connection;
-
-  bool accepted() {
-    return eventually([&] {
-      connection = Fd(::accept4(listener.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
-      return static_cast<bool>(connection);
-    });
-  }
-  bool heard(proto::FromTrainer& message) {
-    return eventually([&] {
-      const auto received = receive_with_fds(connection, 512 * KiB);
-      return received && received->has_value() &&
-             message.ParseFromArray((*received)->bytes.data(), static_cast<int>((*received)->bytes.size()));
-    });
-  }
-  bool welcomes(std::uint32_t protocol, std::uint64_t silence_ms) {
-    proto::ToTrainer message;
-    message.mutable_welcome()->set_protocol(protocol);
-    message.mutable_welcome()->set_silence_ms(silence_ms);
-    message.mutable_welcome()->set_data_secret(std::string(32, 's'));
-    return send_with_fds(connection, as_bytes(message.SerializeAsString()), {}).has_value();
-  }
-};
-
-// A daemon of another version at the trainer's socket: answers each hello with its own welcome.
-TEST(BadInput, ATrainerUnderADaemonOfAnotherVersionEndsAndSaysSo) {
-  Greeted daemon;
-  ASSERT_TRUE(daemon.accepted()) << daemon.trainer.output();
-  proto::FromTrainer hello;
-  ASSERT_TRUE(daemon.heard(hello));
-  ASSERT_TRUE(daemon.welcomes(membership::kProtocolVersion + 1, 0));
-  EXPECT_EQ(daemon.trainer.wait(std::chrono::seconds(10)), 1) << daemon.trainer.output();
-  EXPECT_NE(daemon.trainer.output().find("speaks protocol 17, and this library 15 to 16: upgrade this library first"),
-            std::string::npos)
-      << daemon.trainer.output();
-}
-
-// A daemon may take its time to get at a trainer's memory, and ignores what is said meanwhile.
-TEST(Session, ATrainerSaysNothingToADaemonThatHasNotWelcomedIt) {
-  Greeted daemon;
-  for (int time = 0; time < 2; ++time) {
-    ASSERT_TRUE(daemon.accepted()) << daemon.trainer.output();
-    proto::FromTrainer message;
-    ASSERT_TRUE(daemon.heard(message));
-    ASSERT_TRUE(message.has_hello());
-    pollfd readable{daemon.connection.get(), POLLIN, 0};
-    EXPECT_EQ(::poll(&readable, 1, 300), 0);  // many heartbeats
-    ASSERT_TRUE(daemon.welcomes(membership::kProtocolVersion, 200));
-    ASSERT_TRUE(daemon.heard(message));
-    EXPECT_TRUE(message.report().has_heartbeat());
   }
 }
 
