@@ -152,6 +152,7 @@ void NodeServer::tick() {
     coordinators_.tick(now());
     carry_out(machine_.on_tick(now()));
     drop_who_reads_nothing();
+    answer_leavers();
     give_sign_of_life();
     if (machine_.coordinator_up()) coordinators_.check(machine_.coordinator_heard());
     tell();

@@ -96,6 +96,8 @@ class NodeServer {
   void record_plan(const proto::ToNode& message) const;
   static void record_progress(const catchup::RankKey& key, const catchup::CatchUpProgress& progress);
   void on_leave(membership::RankConnection id, const proto::LocalLeave& leave);
+  void say_left(membership::RankConnection id);
+  void answer_leavers();
   void send(Trainer& trainer, const proto::ToTrainer& message);
   void write(Trainer& trainer);
   void write_later(Trainer& trainer);
@@ -145,7 +147,12 @@ class NodeServer {
   Streams streams_;
   std::set<StrangeStream> warned_of_;
   std::map<membership::RankConnection, Trainer> trainers_;
-  TimePoint sign_given_{};  // when trainers were last sent a Heartbeat
+  struct Leaver {
+    Fd socket;
+    TimePoint since{};
+  };
+  std::map<membership::RankConnection, Leaver> leavers_;  // who has left, and has not been answered yet
+  TimePoint sign_given_{};                                // when trainers were last sent a Heartbeat
   struct GoneTrainer {
     pid_t pid = 0;
     std::string reason;

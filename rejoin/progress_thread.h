@@ -110,6 +110,7 @@ class ProgressThread {
   bool leaves(TimePoint now);
   bool send_farewell(const std::string& why);
   void part();
+  void wait_for_answer();
   Result<> make_engine(bool on_gpu);
   Result<> prepare_device();
   Result<> prepare_driver();

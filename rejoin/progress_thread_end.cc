@@ -1,10 +1,14 @@
 // How a session's part in the job ends, and what ends its waiting: it leaves, it fails, or it is interrupted.
 // See "How a session ends" in docs/design-notes.md.
+#include <poll.h>
+
 #include "base/events.h"
 #include "base/fail.h"
 #include "base/log.h"
 #include "base/longest_time.h"
+#include "base/unix_socket.h"
 #include "local.pb.h"
+#include "local/offer.h"
 #include "rejoin/progress_thread.h"
 
 namespace rejoin {
@@ -132,8 +136,9 @@ void ProgressThread::part() {
   }
   if (!farewell_sent_) farewell_sent_ = send_farewell(why);
   events::record(events::Kind::left, {}, why);
-  const bool unheard = wanted && why.empty() && !farewell_heard_ && !driver_->finished();
   if (streams_) streams_->release();
+  if (server_) wait_for_answer();
+  const bool unheard = wanted && why.empty() && !farewell_heard_ && !driver_->finished();
   {
     const std::lock_guard lock(mutex_);
     left_ = Result<>();
@@ -145,6 +150,22 @@ void ProgressThread::part() {
   }
   changed_.notify_all();
   if (streams_) finish_updates();
+}
+
+// Memory of a GPU is the framework's, and may be something else when the session has gone. So the daemon answers
+// before, and writes nothing into it from then on.
+void ProgressThread::wait_for_answer() {
+  if (leave_by_ == TimePoint{}) leave_by_ = clock_.now() + silence_;
+  while (farewell_sent_ && !farewell_heard_ && clock_.now() < leave_by_) {
+    pollfd waiting{daemon_.get(), POLLIN, 0};
+    ::poll(&waiting, 1, 10);
+    const auto received = receive_with_fds(daemon_, local::kMaxMessage);
+    if (!received) return;  // it has ended, or is of no use
+    proto::ToTrainer message;
+    if (received->has_value() &&
+        message.ParseFromArray((*received)->bytes.data(), static_cast<int>((*received)->bytes.size())))
+      farewell_heard_ = message.has_left();
+  }
 }
 
 // What is queued on the trainer's streams when it leaves: nobody else waits for it, and the trainer may still want the

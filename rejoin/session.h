@@ -149,7 +149,8 @@ class Session {
  public:
   // Makes a session; it does not talk to the daemon yet. Errors: `invalid_argument` for settings that can't work.
   static Result<std::unique_ptr<Session>> open(const SessionConfig& config);
-  // Leaves as leave() does, without waiting for the daemon's answer. Nothing is said where the job has finished.
+  // Leaves as leave() does, and waits for the daemon's answer only where the state is on a GPU. Nothing is said where
+  // the job has finished.
   virtual ~Session() = default;
 
   // ---- declaring, before allocate(); the same on every replica
@@ -357,8 +358,10 @@ class Session {
   virtual Result<std::uint64_t> state_digest() const = 0;
 
   // ---- ending
-  // Ends this replica's part in the job: the others go on at once, and hear that it has left. When this returns its
-  // daemon knows. All later calls but version(), committed(), position(), state_digest() and those that give memory are
+  // Ends this replica's part in the job: the others go on at once, and hear that it has left. When this returns ok its
+  // daemon knows, and has ended what came into the state of a replica that was catching up; only a daemon that can't
+  // for half of the job's silence answers before. Where a session ends otherwise, no such thing is said, and the state
+  // is nobody's. All later calls but version(), committed(), position(), state_digest() and those that give memory are
   // refused with `cancelled`; calling it again, after a failure or before join() tells nobody anything. Errors:
   // `unavailable` where the daemon is away, `timeout` where this process has stood still: the others go on when the
   // process has ended; `invalid_argument` within an optimizer.

@@ -5,13 +5,17 @@
 #include <gtest/gtest.h>
 #include <linux/sockios.h>
 #include <poll.h>
+#include <spdlog/sinks/sink.h>
 #include <sys/ioctl.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
+#include <thread>
 
+#include "base/log.h"
 #include "base/refusals.h"
 #include "daemon/node_listener.h"
 #include "daemon/tests/meeting.h"
@@ -77,11 +81,15 @@ struct RawTrainer {
 };
 
 struct OneNode : testing::Test {
-  void start(milliseconds silence) {
+  void start(milliseconds silence, const std::string& transport = "shm") {
     ASSERT_TRUE(coordinator.listen("127.0.0.1:0"));
-    auto started = NodeServer::start(
-        io, {.socket = socket, .coordinator = coordinator.address(), .advertise = "127.0.0.1", .silence = silence},
-        keys);
+    auto started = NodeServer::start(io,
+                                     {.socket = socket,
+                                      .coordinator = coordinator.address(),
+                                      .transport = transport,
+                                      .advertise = "127.0.0.1",
+                                      .silence = silence},
+                                     keys);
     ASSERT_TRUE(started) << started.error().message;
     server = std::move(*started);
     ASSERT_TRUE(comes_true([this] { return node != membership::NodeId{}; }));
@@ -204,6 +212,55 @@ TEST_F(OneNode, TellsOfAllThatHaveLeftBeforeItEnds) {
   second.say(leave);
   EXPECT_TRUE(comes_true([&] { return ends; }));
   EXPECT_EQ(std::ranges::count_if(reports, [](const auto& one) { return one.has_rank_down(); }), 2);
+}
+
+// Stands still in a line of the log of another thread's, until it may go on.
+struct StandsStill : spdlog::sinks::sink {
+  const std::thread::id main = std::this_thread::get_id();
+  std::atomic<bool> stands = false, may_go_on = false;
+  void log(const spdlog::details::log_msg&) override {
+    if (std::this_thread::get_id() == main) return;
+    stands = true;
+    stands.notify_all();
+    may_go_on.wait(false);
+  }
+  void flush() override {}
+  void set_pattern(const std::string&) override {}
+  void set_formatter(std::unique_ptr<spdlog::formatter>) override {}
+};
+
+TEST_F(OneNode, AnswersWhoLeavesWhenTheThreadThatWritesIntoItsMemoryHasEndedThat) {
+  const auto sink = std::make_shared<StandsStill>();
+  auto& sinks = spdlog::default_logger()->sinks();
+  sinks.push_back(sink);
+  start(std::chrono::seconds(20), "tcp");
+  RawTrainer trainer(socket);
+  register_as(0, trainer);
+  const auto up = [this] { return std::ranges::find_if(reports, &proto::FromNode::has_rank_up); };
+  ASSERT_TRUE(comes_true([&] { return up() != reports.end(); }));
+  const std::string address = up()->rank_up().stream_address();
+  asio::ip::tcp::socket stranger(io);
+  stranger.connect({asio::ip::make_address("127.0.0.1"),
+                    static_cast<std::uint16_t>(std::stoi(address.substr(address.rfind(':') + 1)))});
+  asio::write(stranger, asio::buffer(std::string(4096, 'x')));
+  ASSERT_TRUE(comes_true([&] { return sink->stands.load(); }));
+  proto::FromTrainer leave;
+  leave.mutable_leave();
+  trainer.say(leave);
+  trainer.say(heartbeat());  // an earlier library does
+  EXPECT_TRUE(comes_true([&] { return std::ranges::any_of(reports, &proto::FromNode::has_rank_down); }))
+      << "the others wait for nothing";
+  io.run_for(milliseconds(100));
+  const auto before = trainer.hear();
+  EXPECT_FALSE(before && before->has_left());
+  sink->may_go_on = true;
+  sink->may_go_on.notify_all();
+  EXPECT_TRUE(comes_true([&] {
+    const auto heard = trainer.hear();
+    return heard && heard->has_left();
+  }));
+  server.reset();
+  sinks.pop_back();
 }
 
 // What is wrong with it is the offer, whatever code its error has.
