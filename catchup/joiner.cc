@@ -183,12 +183,13 @@ void Joiner::settle(const Arrival& arrival) {
   const auto status = view_.slice(slice);
   if (!arrival.intact) {
     if (const auto left_out = damaged_told_.may_say(now_))
-      logger().warn("slice {} from replica {} is damaged; it is fetched again ({} others were since the last such line)",
-                   slice, arrival.source, *left_out);
+      logger().warn(
+          "slice {} from replica {} is damaged; it is fetched again ({} others were since the last such line)", slice,
+          arrival.source, *left_out);
     sent_wrong(slice, arrival.source);
     fetch_again(slice);
     if (planner_.on_spoilt(arrival.source, slice))
-      spdlog::error(
+      logger().error(
           "slice after slice comes damaged from replica {}: it is asked for no more while others can be; look at links "
           "and memory of its node, and of this one",
           arrival.source);

@@ -157,8 +157,8 @@ bool Service::start_joining(RankKey key, LocalRank& rank, TimePoint now) {
   if (registered) registered = register_state(*rank.view, transport::Access::remote_write, rank.target);
   if (!registered) {
     if (const auto left_out = rank.not_yet_told.may_say(now))
-      spdlog::error("replica {} can't catch up yet: {} (tried {} times more since it was logged last)", key.replica,
-                    registered.error().message, *left_out);
+      logger().error("replica {} can't catch up yet: {} (tried {} times more since it was logged last)", key.replica,
+                     registered.error().message, *left_out);
     return false;
   }
   rank.joiner = std::make_unique<Joiner>(engine_, *rank.view, rank.target, rank.proofs, rank.committed, silence_, now);

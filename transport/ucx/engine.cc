@@ -27,7 +27,7 @@ Result<> UcxEngine::start(const Options& options) {
   bounces_ = may_use_tcp(options.transports);
   if (static std::once_flag said; bounces_)
     std::call_once(said, [&] {
-      spdlog::warn(
+      logger().warn(
           "ucx:{} may go over UCX's TCP, in which UCX 1.13.1 has crashed where connections broke and were made again "
           "(docs/transports.md): use tcp, or a list of RDMA transports",
           options.transports);
