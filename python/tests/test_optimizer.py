@@ -79,17 +79,69 @@ def test_an_optimizer_may_keep_seven_tensors_of_several_types():
         _optimizer.kept_by(eight, eight.param_groups[0], p)
 
 
-def test_an_optimizer_that_looks_at_whole_tensors_is_found_out():
-    class Normed(torch.optim.SGD):
+def normed(p):
+    return p.grad / (p.grad.norm() + 1e-6)
+
+
+def centralised(p):
+    return p.grad - p.grad.mean(tuple(range(1, p.dim())), keepdim=True) if p.dim() > 1 else p.grad
+
+
+def of_convolutions(p):
+    return centralised(p) if p.dim() > 3 else p.grad
+
+
+def projected(p):
+    """As AdamP: where a row's gradient is nearly orthogonal to it."""
+    if p.dim() < 2:
+        return p.grad
+    g, w = p.grad.double().flatten(1), p.double().flatten(1)
+    along = (g * w).sum(1) / (g.norm(dim=1) * w.norm(dim=1))
+    return p.grad / 2 if bool(along.abs().max() < 0.1 / w.size(1) ** 0.5) else p.grad
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.0, torch.tensor(0.0)])
+@pytest.mark.parametrize(
+    ("rule", "shape", "elementwise"),
+    [
+        (normed, (4, 4), False),
+        (centralised, (4, 4), False),
+        (centralised, (4,), True),
+        (of_convolutions, (4, 4), True),
+        (of_convolutions, (4, 4, 3, 3), False),
+        (projected, (4, 4), False),
+    ],
+)
+def test_an_optimizer_that_looks_at_whole_tensors_is_found_out(rule, shape, elementwise, rate):
+    """Also where its rate is 0 with attach(), before a warm-up."""
+
+    class Ruled(torch.optim.SGD):
+        @torch.no_grad()
         def step(self, closure=None):
             for group in self.param_groups:
                 for p in group["params"]:
-                    p.grad = p.grad / (p.grad.norm() + 1e-6)
+                    p.grad = rule(p)
             return super().step()
 
-    p = parameter()
-    optimizer = Normed([p], lr=0.1)
-    assert not _optimizer.self_check(optimizer, optimizer.param_groups[0], p)
+    p = torch.nn.Parameter(torch.zeros(shape))
+    optimizer = Ruled([p], lr=rate)
+    assert _optimizer.self_check(optimizer, optimizer.param_groups[0], p) == elementwise
+    assert optimizer.param_groups[0]["lr"] is rate
+
+
+def test_each_shape_of_a_model_is_tried(tmp_path):
+    class Centralised(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.grad = centralised(p)
+            return super().step()
+
+    model = torch.nn.Sequential(torch.nn.Conv1d(3, 4, 3), torch.nn.Linear(4, 2))
+    one = Session(replica=0, rank=0, socket=tmp_path / "nobody")
+    one.attach(model, Centralised(model.parameters(), lr=0.1))
+    assert [tensor.elementwise for tensor in one._tensors] == [False, True, False, True]
 
 
 def test_what_can_not_be_given_to_parts_is_refused_by_name():
@@ -198,9 +250,71 @@ class Joined(torch.optim.SGD):
         return super().step()
 
 
+class InPlace(torch.optim.SGD):
+    """Centralises gradients of matrices where they lie."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, lr=0.1)
+
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            if p.grad.dim() > 1:
+                p.grad.sub_(p.grad.mean(1, keepdim=True))
+        return super().step()
+
+
+class Factored(torch.optim.Optimizer):
+    """Keeps less of large matrices, as Adafactor's kinds do."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            kept = self.state[p].setdefault("row", p.new_zeros(len(p)) if min(p.shape) >= 128 else torch.zeros_like(p))
+            p.sub_(kept.add_(p.grad.mean(1) if kept.dim() == 1 else p.grad).view(len(p), -1))
+
+
+class Counting(torch.optim.Optimizer):
+    """Counts its steps in an attribute; with `inside`, in one that is written to."""
+
+    def __init__(self, parameters, inside=False):
+        super().__init__(parameters, {"lr": 0.1})
+        self.t, self.times, self.inside = 0, {"t": torch.zeros(())}, inside
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        if self.inside:
+            self.times["t"] += 1
+        else:
+            self.t += 1
+        for p in self.param_groups[0]["params"]:
+            p.sub_(self.param_groups[0]["lr"] * p.grad)
+
+
+class Wrapping(torch.optim.Optimizer):
+    """Hands its step on, as LARC's and accelerate's do; with `hidden`, to one that is none of its attributes."""
+
+    def __init__(self, parameters, hidden=False):
+        base = torch.optim.AdamW(parameters)
+        super().__init__(base.param_groups, base.defaults)
+        self.param_groups, self.state = base.param_groups, base.state
+        self.of = base.step if hidden else base
+
+    def step(self, closure=None):
+        return getattr(self.of, "step", self.of)()
+
+
 @pytest.mark.parametrize(
     ("kind", "told"),
     [
+        (InPlace, "InPlace changes the gradients that it is given"),
+        (Factored, "Factored keeps 'row' for a parameter of shape .256, 256., which is no plain tensor of that shape"),
+        (Counting, "Counting keeps state of its own in its attribute 't'"),
+        (lambda parameters: Counting(parameters, True), "Counting keeps state of its own in its attribute 'times'"),
+        (Wrapping, "Wrapping wraps another optimizer .its 'of' is of class AdamW.*: attach that one"),
+        (lambda parameters: Wrapping(parameters, True), "Wrapping does not update the parameters that it is given"),
         (getattr(torch.optim, "Muon", None), "Muon can't update a part of a tensor.*2D"),
         (torch.optim.LBFGS, "LBFGS can't update a tensor.*closure"),
         (torch.optim.SparseAdam, "SparseAdam can't update a tensor .* with a dense gradient"),

@@ -37,6 +37,7 @@ def check(
         raise InvalidArgument(f"gradients={gradients}: they are reduced in a type of floating point")
     if isinstance(metrics, str):
         raise InvalidArgument(f"metrics={metrics!r}: give a list of names, metrics=[{metrics!r}]")
+    _optimizer.refuse_wrappers(optimizer)
     _optimizer.refuse_hooks(optimizer)
     if loss_scale is not None and (loss_scale < 1.0 or math.frexp(loss_scale)[0] != 0.5):
         raise InvalidArgument(f"loss_scale={loss_scale}: it is to be a power of 2, such as 65536")
@@ -142,12 +143,12 @@ def refuse_scaler(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def refuse_load(state: Mapping[str, Any]) -> None:
+def refuse_load(state_dict: Mapping[str, Any]) -> None:
     raise InvalidArgument(
         "optimizer.load_state_dict() after attach() would lay the state outside of the session: load it before, or by "
         "session.load_state_dict()"
     )
 
 
-def refuse_group(group: Mapping[str, Any]) -> None:
+def refuse_group(param_group: Mapping[str, Any]) -> None:
     raise InvalidArgument("optimizer.add_param_group() after attach(): all parameters are declared with attach()")

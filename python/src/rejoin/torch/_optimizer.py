@@ -8,6 +8,7 @@ differently by its place in a vector; `self_check` looks at both.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from rejoin.errors import InvalidArgument
 from rejoin.torch._memory import type_of
 
 MOST_MOMENTS = 7
+_LEAST_RATE = 0.01  # of the scratch tensors: with a rate of 0, as before a warm-up, no rule shows
 USE = "Use AdamW, Adam, RAdam, Adamax, RMSprop, Adagrad or SGD"
 
 
@@ -73,6 +75,17 @@ def bare_copy(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) ->
     return copy
 
 
+def refuse_wrappers(optimizer: torch.optim.Optimizer) -> None:
+    """Raise `InvalidArgument` where the optimizer hands its step() on to another, which no `bare_copy` would have."""
+    for name, value in vars(optimizer).items():
+        for inner in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(inner, torch.optim.Optimizer) and inner is not optimizer:
+                raise InvalidArgument(
+                    f"{type(optimizer).__name__} wraps another optimizer (its '{name}' is of class "
+                    f"{type(inner).__name__}), whose state would be no part of the session: attach that one"
+                )
+
+
 def refuse_hooks(optimizer: torch.optim.Optimizer) -> None:
     """Raise `InvalidArgument` where the optimizer has hooks, which a `bare_copy` has not."""
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
@@ -100,13 +113,51 @@ def _text(value: Any) -> str:
     return getattr(value, "__qualname__", repr(value))  # of a function; its address is each process's own
 
 
+def _with_rate(group: Mapping[str, Any]) -> Mapping[str, Any]:
+    rate = group.get("lr")
+    if not isinstance(rate, (int, float, torch.Tensor)) or rate >= _LEAST_RATE:
+        return group
+    shown = torch.full_like(rate, _LEAST_RATE) if isinstance(rate, torch.Tensor) else _LEAST_RATE
+    return {**group, "lr": shown}
+
+
+# Shapes of scratch tensors: small for the rules, of no whole number of vectors; large for what is kept of large ones.
+def _small(dimensions: int) -> tuple[int, ...]:
+    return (1003,) if dimensions < 2 else (17, 59) if dimensions == 2 else (17, 19, *[3] * (dimensions - 2))
+
+
+def _large(dimensions: int) -> tuple[int, ...]:
+    return (1 << 16,) if dimensions < 2 else (256, 256, *[2] * (dimensions - 2))
+
+
+def _told(value: Any, depth: int = 3) -> Any:
+    """Tell what an optimizer's attribute is, so that one that was assigned anew, or written to, tells otherwise."""
+    if isinstance(value, torch.Tensor):
+        return id(value), value._version
+    if depth > 0 and isinstance(value, (list, tuple)):
+        return [_told(one, depth - 1) for one in value]
+    if depth > 0 and isinstance(value, dict):
+        return [(id(key), _told(one, depth - 1)) for key, one in value.items()]
+    return repr(value) if value is None or isinstance(value, (int, float, complex, str)) else id(value)
+
+
+# Without torch's own flags: that it has looked at something, or has warned.
+def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    known = ("param_groups", "state", "step", "zero_grad", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    return {
+        name: _told(value)
+        for name, value in vars(optimizer).items()
+        if name not in known and not (name.startswith("_") and isinstance(value, bool))
+    }
+
+
 def _stepped(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], value: torch.Tensor) -> dict[str, Any]:
     parameter = torch.nn.Parameter(value)
     parameter.grad = torch.zeros_like(value)
     tried = {**settings(group), "params": [parameter]}
     before = repr(settings(tried))
     copy = bare_copy(optimizer, [tried])
-    name = type(optimizer).__name__
+    name, attributes = type(optimizer).__name__, _attributes(copy)
     try:
         copy.step()
     except Exception as error:  # whatever an optimizer says that needs a closure, sparse gradients, or the like
@@ -119,19 +170,19 @@ def _stepped(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], value: 
             f"{name} keeps state of its own in the group, and not for each parameter: a replica that catches up could "
             f"not be given it. {USE}"
         )
+    now = _attributes(copy)
+    if changed := [name for name in now if now[name] != attributes.get(name)]:
+        raise InvalidArgument(
+            f"{name} keeps state of its own in its attribute '{changed[0]}', which its step() changes: a replica that "
+            f"catches up could not be given it. Let it count for each parameter, in state[parameter]['step']. {USE}"
+        )
     return dict(copy.state[parameter])
 
 
-def kept_by(
-    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], like: torch.Tensor, reserved: int = 0
+def _kept_of(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], like: torch.Tensor, shape: tuple[int, ...]
 ) -> tuple[Kept, dict[str, Any]]:
-    """Find out what the optimizer keeps for a parameter of this group and type, by one step of a scratch parameter.
-
-    Returns that, and the scratch parameter's state. `reserved`: columns that are kept for something else. Raises
-    `InvalidArgument` for state that has another shape, or is no count of steps.
-    """
     name = type(optimizer).__name__
-    shape = (3, 5)
     state = _stepped(optimizer, group, torch.zeros(shape, dtype=like.dtype, device=like.device))
     moments: list[str] = []
     types: list[torch.dtype] = []
@@ -139,7 +190,7 @@ def kept_by(
     for key, value in state.items():
         if value is None:
             continue
-        if isinstance(value, torch.Tensor) and value.shape == shape:
+        if type(value) is torch.Tensor and value.shape == shape:
             type_of(f"{name}'s {key}", value.dtype)
             moments.append(key)
             types.append(value.dtype)
@@ -147,9 +198,29 @@ def kept_by(
             step = key
         else:
             raise InvalidArgument(
-                f"{name} keeps '{key}' for each parameter, which has neither the parameter's shape nor counts steps: "
-                f"a replica that catches up could not be given it. {USE}"
+                f"{name} keeps '{key}' for a parameter of shape {shape}, which is no plain tensor of that shape and "
+                f"does not count steps: a replica that catches up could not be given it. {USE}"
             )
+    return Kept(tuple(moments), step, tuple(types)), state
+
+
+def kept_by(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], like: torch.Tensor, reserved: int = 0
+) -> tuple[Kept, dict[str, Any]]:
+    """Find out what the optimizer keeps for a parameter of this group, type and as many dimensions as `like` has, by
+    one step of scratch parameters.
+
+    Returns that, and a scratch parameter's state. `reserved`: columns that are kept for something else. Raises
+    `InvalidArgument` for state that has another shape, or is no count of steps.
+    """
+    name, group = type(optimizer).__name__, _with_rate(group)
+    kept, state = _kept_of(optimizer, group, like, _small(like.dim()))
+    if _kept_of(optimizer, group, like, _large(like.dim()))[0] != kept:
+        raise InvalidArgument(
+            f"{name} keeps other state for large parameters than for small ones: a replica that catches up could not "
+            f"be given it. {USE}"
+        )
+    moments = kept.moments
     if isinstance(optimizer, torch.optim.SGD) and group.get("fused") and not _fused_sgd_updates(like):
         raise InvalidArgument(
             f"the fused SGD of torch {torch.__version__} does not update tensors of {like.dtype} on a "
@@ -165,7 +236,6 @@ def kept_by(
             f"{name} with dampening {group['dampening']} treats the first step of a parameter unlike the others: "
             "set it to 0"
         )
-    kept = Kept(tuple(moments), step, tuple(types))
     return replace(kept, from_zeros=_begins_with_zeros(optimizer, group, like, kept, state)), state
 
 
@@ -173,7 +243,11 @@ def _begins_with_zeros(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], like: torch.Tensor, kept: Kept, scratch: dict[str, Any]
 ) -> bool:
     random = torch.Generator().manual_seed(1)
-    value, gradient = (torch.randn((3, 5), generator=random).to(like.dtype).to(like.device) for _ in range(2))
+
+    def drawn() -> torch.Tensor:
+        return torch.randn(_small(like.dim()), generator=random, device="cpu").to(like.dtype).to(like.device)
+
+    value, gradient = drawn(), drawn()
     parameter = torch.nn.Parameter(value.clone())
     parameter.grad = gradient.clone()
     copy = bare_copy(optimizer, [{**settings(group), "params": [parameter]}])
@@ -192,20 +266,34 @@ def _fused_sgd_updates(like: torch.Tensor) -> bool:
     return bool((parameter == -1).all())
 
 
+# In each row nearly: where rules project, as AdamP's, they do so there alone, and it shows where a little is left.
+def _nearly_orthogonal(gradient: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    rows = (len(weight), -1) if weight.dim() > 1 else (1, -1)
+    g, w = gradient.double().view(rows), weight.double().view(rows)
+    w = w / w.norm(dim=1, keepdim=True)
+    g = g - w * (g * w).sum(1, keepdim=True)
+    left = 0.01 / math.sqrt(w.size(1)) * g.norm(dim=1, keepdim=True)
+    nearly: torch.Tensor = (g + w * left).to(gradient.dtype)
+    return nearly.view_as(gradient)
+
+
 def self_check(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], like: torch.Tensor) -> bool:
-    """Say whether parts of a parameter get the bits that the whole would: three steps of scratch tensors, compared.
+    """Say whether parts of a parameter with as many dimensions as `like` get the bits that the whole would: some steps
+    of scratch tensors, compared.
 
     Raises `InvalidArgument` where another tensor's gradient makes a difference, since a replica that catches up updates
     tensors apart from each other. Within `one_thread`, as all updates are.
     """
     kept, scratch = kept_by(optimizer, group, like)
-    count, borders = 1003, (0, 64, 192, 512, 576, 1003)  # as the session divides: multiples of 64
+    name, group, shape = type(optimizer).__name__, _with_rate(group), _small(like.dim())
+    count = math.prod(shape)
+    borders = (0, 64, 192, 512, 576, count)  # as the session divides: multiples of 64
     random = torch.Generator().manual_seed(1)
-    name = type(optimizer).__name__
 
     def drawn(scale: float) -> torch.Tensor:
-        exponents = torch.rand(count, generator=random) * 9 - 6
-        return (torch.randn(count, generator=random) * scale * 10**exponents).to(like.dtype).to(like.device)
+        exponents = torch.rand(count, generator=random, device="cpu") * 9 - 6
+        flat = torch.randn(count, generator=random, device="cpu") * scale * 10**exponents
+        return flat.view(shape).to(like.dtype).to(like.device)
 
     def update(step: int, *parts: tuple[Sequence[torch.Tensor], torch.Tensor]) -> None:
         try:
@@ -221,19 +309,26 @@ def self_check(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], like:
         return [value] + [torch.zeros_like(value, dtype=dtype) for dtype in kept.types]
 
     whole, other = made(), made()
-    parts, together, beside = ([column.clone() for column in of] for of in (whole, whole, other))
-    for step in range(1, 4):
+    parts, together, beside, first = ([column.clone() for column in of] for of in (whole, whole, other, whole))
+    for step in (1, 2, 3, 7, 100, 10_000):  # some rules begin late, as RAdam's
         gradient, others = drawn(0.1), drawn(10.0)
+        if step > 3:
+            gradient = _nearly_orthogonal(gradient, whole[0])
         given = gradient.clone()
         update(step, (whole, given))
         if not _same([given], [gradient]):
             raise InvalidArgument(
-                f"{name} changes the gradients that it is given, which belong to the session: set foreach=False"
+                f"{name} changes the gradients that it is given, which belong to the session: let its step() change a "
+                "copy, or, of torch's own, set foreach=False"
             )
         update(step, (other, others))
         update(step, (together, gradient), (beside, others))
         for begin, end in zip(borders, borders[1:], strict=False):
-            update(step, ([column[begin:end] for column in parts], gradient[begin:end]))
+            update(step, ([column.view(-1)[begin:end] for column in parts], gradient.view(-1)[begin:end]))
+    if _same(whole, first):
+        raise InvalidArgument(
+            f"{name} does not update the parameters that it is given: where it wraps another optimizer, attach that one"
+        )
     if not (_same(whole, together) and _same(other, beside)):
         raise InvalidArgument(
             f"{name} updates a tensor otherwise where another one is updated with it: a replica that catches up "

@@ -225,7 +225,7 @@ def parameters_of(
     tensors: list[Tensor] = []
     shards = shards_of(model)
     group_of = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
-    elementwise: dict[tuple[int, torch.dtype], tuple[_optimizer.Kept, dict[str, Any], bool]] = {}
+    elementwise: dict[tuple[int, torch.dtype, int], tuple[_optimizer.Kept, dict[str, Any], bool]] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
@@ -262,21 +262,15 @@ def parameters_of(
         dtype = torch.float32 if masters and parameter.dtype in (torch.bfloat16, torch.float16) else parameter.dtype
         if shard is not None and main_grad:
             raise InvalidArgument("main_grad=True of a model that fully_shard() has divided: it has no such gradients")
-        key = (group, dtype)
+        key = (group, dtype, parameter.dim())
         if key not in elementwise:
             settings: dict[str, Any] = optimizer.param_groups[group]
-            like = torch.empty(0, dtype=dtype, device=device)
+            like = torch.empty((0,) * parameter.dim(), dtype=dtype, device=device)
             kept, scratch = _optimizer.kept_by(optimizer, settings, like, reserved=int(averaged))
             same = _optimizer.self_check(optimizer, settings, like)
             if shard is not None and not same:
                 raise InvalidArgument(
                     f"{type(optimizer).__name__} does not update element by element, and can't be given shards"
-                )
-            if not same:
-                log.warning(
-                    "%s rounds parts of a tensor otherwise than the whole: a replica that catches up gets whole "
-                    "tensors",
-                    type(optimizer).__name__,
                 )
             elementwise[key] = (kept, scratch, same)
         kept, scratch, same = elementwise[key]
@@ -286,6 +280,11 @@ def parameters_of(
         raise InvalidArgument(
             f"{len(group_of)} parameters of the optimizer are not the model's, or are frozen: they would not be "
             "kept equal on all replicas"
+        )
+    if not all(same for _, _, same in elementwise.values()):
+        log.warning(
+            "%s updates parts of a tensor otherwise than the whole: a replica that catches up gets whole tensors",
+            type(optimizer).__name__,
         )
     if not tensors:
         raise InvalidArgument("the model has no parameter that wants a gradient")
