@@ -25,6 +25,8 @@ def checkpoint_of(session: Session) -> dict[str, Any]:
         raise InvalidArgument("state_dict() comes after attach()")
     if session._averaging:
         raise InvalidArgument('state_dict() within averaged(): it is always of the weights; ["average"] has these')
+    for tensor in session._tensors:
+        tensor.check_memory()
     state: dict[str, Any] = {"model": session._model.state_dict(), "optimizer": session._optimizer.state_dict()}
     updated = _as_updated(session, state["model"])
     parameters = [tensor for tensor in session._tensors if tensor.is_parameter]

@@ -162,6 +162,8 @@ def update(session: Session, step: int) -> None:
         with torch.no_grad():
             session._updates.look(step)
             session._updates.apply(step, updates)
+        for tensor in session._tensors:  # a Queue's thread may move them at any time
+            tensor.check_memory()
         gather_again(session._sharded)
     except BaseException as error:
         try:

@@ -210,6 +210,7 @@ class Session:
             raise InvalidArgument("join() before attach()")
         with torch.no_grad():
             for tensor in self._tensors:
+                tensor.check_place()
                 tensor.take_changes()
         self._leaving.listen()
         with torch.no_grad():

@@ -51,6 +51,7 @@ class Tensor:
     arrived: bool = False  # the gradient, in this step
     owner: tuple[torch.nn.Module, str] | None = None  # of a buffer: the module, and what it calls it
     handed_over: tuple[int, int] | None = None  # where it was, and its version as autograd counts
+    memory: list[int] = field(default_factory=list)  # where `held` were with attach()
 
     @property
     def is_parameter(self) -> bool:
@@ -98,8 +99,14 @@ class Tensor:
                 if isinstance(state.get(name), torch.Tensor):
                     self.take(column, state[name])
 
+    @property
+    def held(self) -> list[torch.Tensor]:
+        """What lies in the session's memory, and may be in others' hands."""
+        return [*self.columns, self.gradient] if self.main_grad else self.columns
+
     def place(self) -> None:
         """Move the value into the session's memory. A parameter with a master stays where it is."""
+        self.memory = [tensor.data_ptr() for tensor in self.held]
         with torch.no_grad():
             self.view(self.columns[0]).copy_(local(self.value.detach()))
         if self.is_parameter:
@@ -155,13 +162,27 @@ class Tensor:
                 f"buffer '{self.name}' is another tensor than with attach(), and would be each replica's own: write "
                 f"into it (self.{self.owner[1]}.copy_(…)), instead of assigning to its name"
             )
+        self.check_memory()
         if not self.is_parameter or self.has_master:
             return
         at = self.shard.address if self.shard is not None else self.value.data_ptr()
-        if at != self.columns[0].data_ptr():
+        if at != self.memory[0]:
             raise InvalidArgument(
                 f"parameter '{self.name}' does not lie in the session's memory any more: model.to(), an assignment to "
                 "its .data or load_state_dict(assign=True) after attach() has moved it, or FSDP2 of a torch before 2.13"
+            )
+
+    def check_memory(self) -> None:
+        """Raise `InvalidArgument` where memory that the daemon sees is not what torch sees.
+
+        torch exchanges the memory under a tensor, and under all of its views, for one that processes share, in place,
+        when it pickles it for one of them. So addresses are compared with those of before, and not among tensors.
+        """
+        if [tensor.data_ptr() for tensor in self.held] != self.memory:
+            raise InvalidArgument(
+                f"'{self.name}', or what the optimizer keeps for it, does not lie in the session's memory any more: "
+                "what gives it to another process (torch's Queue, a process's arguments, a DataLoader's data set or "
+                "collate_fn that holds the model, share_memory()) moves it. Give others a clone()"
             )
 
     def refresh(self) -> None:

@@ -1,0 +1,61 @@
+"""The memory that a session shares with its daemon, and what leads the model or the optimizer out of it."""
+
+import copy
+from multiprocessing.reduction import ForkingPickler
+from types import SimpleNamespace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from test_changes import in_a_step  # noqa: E402
+from test_session import session  # noqa: E402
+
+import rejoin  # noqa: E402
+from rejoin.torch import _loop  # noqa: E402
+
+
+@pytest.mark.parametrize("how", ["share_memory", "weights", "moments", "average", "checkpoint", "main_grad"])
+def test_what_is_given_to_another_process_and_moved_by_that_is_refused(tmp_path, monkeypatch, how):
+    """torch moves the memory under all views of it; the optimizer would go on where no daemon looks."""
+    model = torch.nn.BatchNorm1d(2)
+    one, _ = in_a_step(tmp_path, monkeypatch, model, ema=0.9, main_grad=True, metrics=["loss"])
+    before = one.state_dict()["model"]["weight"].data_ptr()
+    if how == "share_memory":
+        model.share_memory()
+    elif how == "main_grad":
+        ForkingPickler.dumps(model.bias.main_grad)
+    else:
+        state = one.state_dict()
+        given = {"weights": state["model"], "moments": state["optimizer"], "average": state["average"]}
+        ForkingPickler.dumps(given.get(how, state))
+    assert (model.weight.data_ptr() != before) == (how in ("share_memory", "weights", "checkpoint"))
+    for check in (one.state_dict, one.join, lambda: [tensor.check_place() for tensor in one._tensors]):
+        with pytest.raises(rejoin.InvalidArgument, match="does not lie in the session's memory.*Give others a clone"):
+            check()
+
+
+def test_what_is_moved_after_the_step_was_checked_is_given_up(tmp_path, monkeypatch):
+    """A Queue pickles in a thread of its own."""
+    model = torch.nn.Linear(2, 2)
+    one, said = session(tmp_path), []
+    one.attach(model, torch.optim.AdamW(model.parameters()))
+    native = SimpleNamespace(
+        begin_update=lambda: ForkingPickler.dumps(model.state_dict()) and [],
+        abandon_update=said.append,
+        end_update=lambda stream: said.append("ended"),
+    )
+    monkeypatch.setattr(one, "_native", native)
+    with pytest.raises(rejoin.InvalidArgument, match="'weight', or .* does not lie in the session's memory"):
+        _loop.update(one, 1)
+    assert len(said) == 1 and "Give others a clone" in said[0]
+
+
+def test_a_copy_of_the_weights_may_be_given_to_another_process(tmp_path):
+    model = torch.nn.Linear(2, 2)
+    one = session(tmp_path)
+    one.attach(model, torch.optim.AdamW(model.parameters()))
+    copy.deepcopy(model).share_memory()
+    ForkingPickler.dumps({name: value.clone() for name, value in model.state_dict().items()})
+    for tensor in one._tensors:
+        tensor.check_place()
