@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from test_changes import in_a_step  # noqa: E402
-from test_session import session  # noqa: E402
+from test_session import Job, session  # noqa: E402
 
 import rejoin  # noqa: E402
 from rejoin.torch import _loop  # noqa: E402
@@ -59,3 +59,40 @@ def test_a_copy_of_the_weights_may_be_given_to_another_process(tmp_path):
     ForkingPickler.dumps({name: value.clone() for name, value in model.state_dict().items()})
     for tensor in one._tensors:
         tensor.check_place()
+
+
+@pytest.mark.parametrize("masters", [False, True])
+@pytest.mark.parametrize("how", ["put back", "renormed", "loaded before", "read", "averaged"])
+def test_weights_that_are_written_between_updates_are_refused(tmp_path, monkeypatch, how, masters):
+    """Replicas that catch up read them meanwhile, also where they are put back."""
+    model = torch.nn.Embedding(3, 2, max_norm=0.1 if how == "renormed" else None, dtype=torch.bfloat16)
+    one, native = session(tmp_path), Job(5)
+    one.attach(model, torch.optim.AdamW(model.parameters()), ema=0.9, masters=masters)
+    if how == "loaded before":
+        model.load_state_dict({"weight": torch.ones(3, 2)})
+
+    def begin_update():
+        native.broken = False
+        return [(0, 0, 6, native.step, one._tensors[0].reduced.data_ptr())]
+
+    native.begin_update = begin_update
+    for of in (one, one._buckets, one._updates):
+        monkeypatch.setattr(of, "_native", native)
+    for step, _ in one.steps():
+        model(torch.tensor([1])).sum().backward()
+        if step.number == {"renormed": 1, "put back": 2}.get(how) and not masters:
+            with pytest.raises(rejoin.InvalidArgument, match="parameter 'weight' was written to between two updates"):
+                one._optimizer.step()
+            return
+        one._optimizer.step()
+        if how == "put back":
+            kept = model.weight.detach().clone()
+            with torch.no_grad():
+                model.weight.mul_(1.01)
+                model.weight.copy_(kept)
+        elif how == "read":
+            copy.deepcopy(model.to("cpu").eval())
+        elif how == "averaged":
+            with one.averaged():
+                model(torch.tensor([1]))
+    assert one.finished

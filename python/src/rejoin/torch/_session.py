@@ -212,6 +212,7 @@ class Session:
             for tensor in self._tensors:
                 tensor.check_place()
                 tensor.take_changes()
+                tensor.note_version()
         self._leaving.listen()
         with torch.no_grad():
             untrained = frozen(self._model, self._ranks, [tensor.value for tensor in self._tensors])
@@ -323,6 +324,7 @@ class Session:
             raise InvalidArgument("optimizer.step() is due once in each step that session.steps() gives")
         for tensor in self._tensors:
             tensor.check_place()
+            tensor.check_version()
         self._updates.check(self._step.number)
         self._buckets.bring_rest()
         try:

@@ -52,6 +52,7 @@ class Tensor:
     owner: tuple[torch.nn.Module, str] | None = None  # of a buffer: the module, and what it calls it
     handed_over: tuple[int, int] | None = None  # where it was, and its version as autograd counts
     memory: list[int] = field(default_factory=list)  # where `held` were with attach()
+    version: int = 0  # of the parameter, as autograd counts, when the session had written to it
 
     @property
     def is_parameter(self) -> bool:
@@ -111,6 +112,7 @@ class Tensor:
             self.view(self.columns[0]).copy_(local(self.value.detach()))
         if self.is_parameter:
             self.lay(self.columns[0])
+        self.note_version()
 
     def lay(self, column: torch.Tensor) -> None:
         """Let the parameter be this column: lie in it, or, where it has a master, be equal to it but for rounding."""
@@ -183,6 +185,26 @@ class Tensor:
                 f"'{self.name}', or what the optimizer keeps for it, does not lie in the session's memory any more: "
                 "what gives it to another process (torch's Queue, a process's arguments, a DataLoader's data set or "
                 "collate_fn that holds the model, share_memory()) moves it. Give others a clone()"
+            )
+
+    def _version_now(self) -> int:
+        return (self.columns[0] if self.shard is not None else self.value)._version
+
+    def note_version(self) -> None:
+        """Take what has been written to the parameter so far for the session's own, or for what began with it."""
+        self.version = self._version_now()
+
+    def check_version(self) -> None:
+        """Raise `InvalidArgument` where others have written to the parameter, in memory that replicas read meanwhile.
+
+        What was written by way of `.data` is not seen.
+        """
+        if self.is_parameter and not self.has_master and self._version_now() != self.version:
+            raise InvalidArgument(
+                f"parameter '{self.name}' was written to between two updates: a replica that comes back reads it "
+                "meanwhile, even if it was put back, and does not repeat it. To evaluate other weights take a copy of "
+                "the model, torch.func.functional_call() or, with ema=, session.averaged(); load weights before the "
+                "loop"
             )
 
     def refresh(self) -> None:

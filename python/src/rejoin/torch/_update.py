@@ -187,6 +187,7 @@ class Update:
                     self._apply_parts(of_step, list(run))
         self.refresh()
         for tensor in self._tensors:
+            tensor.note_version()
             if tensor.is_parameter:
                 tensor.value.grad = None
 
