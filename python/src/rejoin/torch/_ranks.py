@@ -33,7 +33,7 @@ class Ranks:
 
     def __init__(self, rank: int, leaving: Leaving, check: Callable[[], None]) -> None:
         """`check` raises when this replica is out of the job: what others see of a rank that hangs, too."""
-        self._rank, self._leaving, self._check = rank, leaving, check
+        self.rank, self._leaving, self._check = rank, leaving, check
         self._published_at: float | None = None
         self._steps: deque[float] = deque(maxlen=16)  # seconds that each took
         self._store: Any = None
@@ -64,9 +64,9 @@ class Ranks:
         if self._published_at is not None:
             self._steps.append(now - self._published_at)
         self._published_at = now
-        self._store.set(f"sum/{step}/{self._rank}", struct.pack("<d", value))
+        self._store.set(f"sum/{step}/{self.rank}", struct.pack("<d", value))
         if step > REMEMBERED:
-            self._store.delete_key(f"sum/{step - REMEMBERED}/{self._rank}")
+            self._store.delete_key(f"sum/{step - REMEMBERED}/{self.rank}")
 
     def total(self, step: int, value: float) -> float:
         """Add up the ranks' parts of a step's sum, in their order: all get the same bits. Waits for the others."""
@@ -83,7 +83,7 @@ class Ranks:
         """Give what each rank says under this name, in their order; once for each name. Waits for the others."""
         if self._store is None:
             return [mine]
-        self._store.set(f"{name}/{self._rank}", mine)
+        self._store.set(f"{name}/{self.rank}", mine)
         keys = [f"{name}/{rank}" for rank in range(self._size)]
         self._wait(f"its '{name}'", keys)
         return list(self._store.multi_get(keys))
@@ -144,7 +144,7 @@ class Ranks:
         if self._store is None:
             return
         try:
-            self._store.set(f"leaves/{self._rank}", "1")
+            self._store.set(f"leaves/{self.rank}", "1")
             ranks = [f"leaves/{rank}" for rank in range(self._size)]
             self._store.wait(ranks, timedelta(seconds=_WAITS_FOR_BODIES_SECONDS))
         except torch.distributed.DistError:  # one is gone, or takes too long; or whoever had the store is gone

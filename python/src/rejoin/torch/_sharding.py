@@ -5,6 +5,8 @@ Each rank's session has its own shard of each parameter, padded as FSDP2 pads it
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -48,13 +50,32 @@ class Shard:
         return wrapped
 
     @property
-    def is_first_copy(self) -> bool:
-        """Whether no rank before this one has the same shard, where the mesh also replicates."""
+    def place(self) -> list[int]:
+        """Which shard it is: this rank's coordinates in the mesh, of what the mesh divides and does not replicate."""
         from torch.distributed.tensor import Replicate
 
         parameter = self._of.sharded_param
         at = parameter.device_mesh.get_coordinate()
-        return all(at[i] == 0 for i, placed in enumerate(parameter.placements) if isinstance(placed, Replicate))
+        return [at[i] for i, placed in enumerate(parameter.placements) if not isinstance(placed, Replicate)]
+
+    @property
+    def ranks(self) -> set[int]:
+        """The ranks that have something of the parameter."""
+        return set(self._of.sharded_param.device_mesh.mesh.flatten().tolist())
+
+
+def first_copies(shards: dict[str, Shard], rank: int, gather: Callable[[str, bytes], list[bytes]]) -> set[str]:
+    """Give the names of the parameters of whose shard no rank before this one has another copy.
+
+    Such as those that the mesh replicates, and those that tensor parallelism leaves whole, which have a mesh without
+    it: ranks are compared that some parameter divides among them. Others, of stages of a pipeline say, may have
+    parameters of the same name.
+    """
+    mine = {name: shard.place for name, shard in shards.items()}
+    theirs = [json.loads(told) for told in gather("shards", json.dumps(mine).encode())]
+    together = set[int]().union(*(shard.ranks for shard in shards.values()))
+    before = [theirs[other] for other in sorted(together) if other < rank]
+    return {name for name, place in mine.items() if all(place != of.get(name) for of in before)}
 
 
 def shards_of(model: torch.nn.Module) -> dict[int, Shard]:

@@ -15,6 +15,7 @@ from rejoin.errors import InvalidArgument, Unavailable
 from rejoin.torch import _optimizer
 from rejoin.torch._memory import tensor_at
 from rejoin.torch._ranks import REMEMBERED, Ranks
+from rejoin.torch._sharding import first_copies
 from rejoin.torch._tensors import Tensor
 
 Schedule = Callable[[int], "float | Sequence[float]"]
@@ -61,6 +62,7 @@ class Update:
         self._settings = [_optimizer.constants(group, rules.lr is not None) for group in optimizer.param_groups]
         self._seen: dict[int, tuple[float, float]] = {}  # by step: this rank's part of the norm, and the loss's scale
         self._coefficients: dict[int, float | None] = {}  # by step, as far as they were asked for
+        self._first_copies: set[str] | None = None  # parameters whose shards count here in the norm
         self._next_scale = 1.0  # of the loss, after the last update here
         # Steps that the optimizer had counted before the job's first.
         before = _optimizer.counted((t.name, t.kept, optimizer.state.get(t.value, {})) for t in tensors)
@@ -71,10 +73,13 @@ class Update:
         """Take what is needed of the step's gradient as a whole; on those that catch up, too, before apply()."""
         if not self._rules.look_at_norm:
             return
+        if self._first_copies is None:
+            shards = {tensor.name: tensor.shard for tensor in self._tensors if tensor.shard is not None}
+            self._first_copies = first_copies(shards, self._ranks.rank, self._ranks.gather) if shards else set()
         mine = sum(
             square_sum(tensor.reduced)
             for tensor in self._tensors
-            if tensor.is_parameter and (tensor.shard is None or tensor.shard.is_first_copy)
+            if tensor.is_parameter and (tensor.shard is None or tensor.name in self._first_copies)
         )
         self._ranks.publish(step, float(mine))
         self._seen[step] = (float(mine), self._scale_of_step())

@@ -1,0 +1,41 @@
+"""What of a model attach() takes, and what it refuses or finds changed by join() or a step."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import forked  # noqa: E402
+
+
+TENSOR_PARALLEL = """
+import os
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from rejoin.torch import Session
+
+dist.init_process_group("gloo")
+rank = int(os.environ["RANK"])
+mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Linear(8, 16), torch.nn.Linear(16, 8, bias=False))
+plain = sum(p.numel() for p in model.parameters())
+parallelize_module(model, mesh["tp"], {"1": ColwiseParallel(), "2": RowwiseParallel()})
+fully_shard(model, mesh=mesh["dp"])
+session = Session(replica=0, rank=rank, socket="/nowhere/nobody")
+session.attach(model, torch.optim.AdamW(model.parameters()), max_norm=1e9)
+session._ranks._check = lambda: None  # there is no job
+for tensor in session._tensors:
+    tensor.reduced.fill_(1.0)
+session._updates.look(1)
+session._updates._coefficient(1)
+print(round(session.last_norm**2) - plain)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_the_norm_counts_once_what_tensor_parallelism_leaves_whole():
+    assert forked.run_ranks(2, TENSOR_PARALLEL).split() == ["0", "0"]
