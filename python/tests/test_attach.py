@@ -5,6 +5,21 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import forked  # noqa: E402
+from test_changes import in_a_step  # noqa: E402
+
+
+@pytest.mark.parametrize("accumulated", [False, True])
+def test_zero_grad_takes_back_what_was_accumulated_in_a_main_grad(tmp_path, monkeypatch, accumulated):
+    """As of a micro-batch that is left out, or of an attack's own pass."""
+    model = torch.nn.Linear(2, 2)
+    one, _ = in_a_step(tmp_path, monkeypatch, model, main_grad=True)
+    with one.accumulate():
+        model(torch.ones(1, 2)).sum().backward()
+    if not accumulated:
+        one._optimizer.zero_grad()
+    model(torch.ones(1, 2)).sum().backward()
+    one._optimizer.zero_grad()  # what has been handed over stays
+    assert bool((model.weight.main_grad == (2.0 if accumulated else 1.0)).all())
 
 
 TENSOR_PARALLEL = """

@@ -314,6 +314,8 @@ class Session:
         for tensor in self._tensors:
             if tensor.is_parameter:
                 tensor.value.grad = None
+            if tensor.main_grad and not tensor.arrived and self._in_step and not self._updated:
+                tensor.gradient.zero_()
 
     def _commit(self, closure: Callable[[], float] | None = None) -> float | None:
         if closure is not None:
