@@ -6,6 +6,28 @@ torch = pytest.importorskip("torch")
 
 import forked  # noqa: E402
 from test_changes import in_a_step  # noqa: E402
+from test_session import Job, session  # noqa: E402
+
+
+def attached(tmp_path, model, **settings):
+    one = session(tmp_path)
+    one.attach(model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1), **settings)
+    return one
+
+
+def test_an_average_begins_with_the_weights_that_the_job_begins_with(tmp_path, monkeypatch):
+    for load in (False, True):
+        model = torch.nn.Linear(2, 2)
+        one = attached(tmp_path, model, ema=0.999)
+        kept = one.state_dict()
+        kept = {**kept, "average": {name: torch.full_like(value, 5.0) for name, value in kept["average"].items()}}
+        if load:
+            one.load_state_dict(kept)
+        model.load_state_dict({name: torch.ones_like(value) for name, value in model.state_dict().items()})
+        for of in (one, one._buckets, one._updates):
+            monkeypatch.setattr(of, "_native", Job(1))
+        one.join()
+        assert all(bool((value == (5.0 if load else 1.0)).all()) for value in one.state_dict()["average"].values())
 
 
 @pytest.mark.parametrize("accumulated", [False, True])

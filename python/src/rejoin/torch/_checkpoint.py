@@ -91,6 +91,7 @@ def restore(session: Session, state: Mapping[str, Any]) -> None:
             elif tensor.has_master:
                 tensor.take(tensor.columns[0], state.get("masters", {}).get(tensor.name, tensor.value))
             if tensor.averaged:
+                tensor.average_loaded = tensor.name in state.get("average", {})
                 tensor.take(tensor.columns[-1], state.get("average", {}).get(tensor.name, tensor.value))
 
 

@@ -51,6 +51,7 @@ class Tensor:
     arrived: bool = False  # the gradient, in this step
     owner: tuple[torch.nn.Module, str] | None = None  # of a buffer: the module, and what it calls it
     handed_over: tuple[int, int] | None = None  # where it was, and its version as autograd counts
+    average_loaded: bool = False  # from a checkpoint: else it begins with the weights that the job begins with
     memory: list[int] = field(default_factory=list)  # where `held` were with attach()
     version: int = 0  # of the parameter, as autograd counts, when the session had written to it
 
@@ -149,13 +150,15 @@ class Tensor:
             weight.copy_(reduced)
 
     def take_changes(self) -> None:
-        """Take what has been written to a tensor that lies elsewhere: by its author, since attach()."""
+        """Take what has been written to a tensor that lies elsewhere, or is averaged: by its author, since attach()."""
         if not self.is_parameter:
             self.columns[0].copy_(self.value.reshape(-1))
         elif self.has_master:
             own, master = local(self.value.detach()), self.view(self.columns[0])
             if not torch.equal(own, master.to(own.dtype)):
                 master.copy_(own)
+        if self.averaged and not self.average_loaded:
+            self.columns[-1].copy_(self.columns[0])
 
     def check_place(self) -> None:
         """Raise `InvalidArgument` where the model has another tensor by now, or the parameter another memory."""
