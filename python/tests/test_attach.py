@@ -8,11 +8,45 @@ import forked  # noqa: E402
 from test_changes import in_a_step  # noqa: E402
 from test_session import Job, session  # noqa: E402
 
+import rejoin  # noqa: E402
+from rejoin.torch import Batches  # noqa: E402
+
 
 def attached(tmp_path, model, **settings):
     one = session(tmp_path)
     one.attach(model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1), **settings)
     return one
+
+
+@pytest.mark.parametrize("masters", [False, True])
+@pytest.mark.parametrize("how", ["tied by data", "a part", "a buffer", "a frozen one"])
+def test_two_objects_in_the_same_memory_are_refused(tmp_path, how, masters):
+    """attach() would untie them; plain torch updates the memory twice, or shows in one what it does to the other."""
+    model = torch.nn.Sequential(torch.nn.Embedding(5, 4), torch.nn.Linear(4, 5, bias=False)).bfloat16()
+    other = "1.weight"
+    if how == "a buffer":
+        other = "seen"
+        model.register_buffer("seen", model[0].weight.detach()[1:, 1])
+    else:
+        model[1].weight.data = model[0].weight.data
+        model[1].requires_grad_(how != "a frozen one")
+        if how == "a part":
+            whole = torch.ones(30, dtype=torch.bfloat16)
+            model[0].weight.data, model[1].weight.data = whole[:20].view(5, 4), whole[10:].view(5, 4)
+    with pytest.raises(rejoin.InvalidArgument, match="lie in the same memory .*tie parameters") as told:
+        attached(tmp_path, model, masters=masters)
+    assert f"'{other}'" in str(told.value) and "'0.weight'" in str(told.value)
+
+
+def test_neighbours_in_memory_and_what_is_tied_as_one_object_are_taken(tmp_path):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    whole = torch.ones(8)
+    model[0].bias.data, model[1].bias.data = whole[:4], whole[4:]
+    model.register_buffer("mask", torch.ones(3))
+    model[2].register_buffer("mask", model.mask)
+    model.register_buffer("part", model.mask[1:])  # buffers stay where they are
+    attached(tmp_path, model)
 
 
 def test_an_average_begins_with_the_weights_that_the_job_begins_with(tmp_path, monkeypatch):
@@ -30,6 +64,47 @@ def test_an_average_begins_with_the_weights_that_the_job_begins_with(tmp_path, m
         assert all(bool((value == (5.0 if load else 1.0)).all()) for value in one.state_dict()["average"].values())
 
 
+class Shaped(torch.nn.Linear):
+    """Gets the shape of a buffer with its first call, as fake quantisation by channels does."""
+
+    def __init__(self):
+        super().__init__(2, 8)
+        self.register_buffer("scale", torch.ones(1))
+
+    def forward(self, x):
+        self.scale.resize_(8)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("when", ["in a step", "in warm_up()", "before attach()"])
+def test_a_buffer_that_changes_its_shape_is_refused(tmp_path, monkeypatch, when):
+    model = Shaped()
+    if when == "before attach()":
+        model(torch.ones(1, 2))
+    one, _ = in_a_step(tmp_path, monkeypatch, model)
+    if when == "in warm_up()":
+        with one.warm_up():
+            model(torch.ones(1, 2))
+    else:
+        model(torch.ones(1, 2))
+    for check in (one.join, lambda: [tensor.check_place() for tensor in one._tensors]):
+        if when == "before attach()":
+            one._tensors[-1].check_place()
+            continue
+        with pytest.raises(rejoin.InvalidArgument, match="buffer 'scale' had 1 elements .* shape .8,.*before attach"):
+            check()
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_buffer_that_comes_after_attach_is_refused(tmp_path, persistent):
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    one = attached(tmp_path, model)
+    model[0].register_buffer("u", torch.ones(2), persistent=persistent)
+    model[0].register_buffer("flag", torch.ones(2, dtype=torch.bool))
+    with pytest.raises(rejoin.RejoinError, match="'0.u' was registered after attach" if persistent else "nobody"):
+        one.join()
+
+
 @pytest.mark.parametrize("accumulated", [False, True])
 def test_zero_grad_takes_back_what_was_accumulated_in_a_main_grad(tmp_path, monkeypatch, accumulated):
     """As of a micro-batch that is left out, or of an attack's own pass."""
@@ -42,6 +117,55 @@ def test_zero_grad_takes_back_what_was_accumulated_in_a_main_grad(tmp_path, monk
     model(torch.ones(1, 2)).sum().backward()
     one._optimizer.zero_grad()  # what has been handed over stays
     assert bool((model.weight.main_grad == (2.0 if accumulated else 1.0)).all())
+
+
+def test_modules_of_torchscript_are_refused(tmp_path):
+    plain = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    teacher = torch.jit.script(torch.nn.Linear(4, 4).requires_grad_(False))
+    attached(tmp_path, torch.nn.ModuleList([torch.nn.Linear(4, 4), teacher]))
+    teacher = torch.jit.script(torch.nn.BatchNorm1d(4, affine=False))
+    for model in (
+        torch.jit.script(plain),
+        torch.jit.trace(plain, torch.randn(3, 4)),
+        torch.nn.Sequential(torch.nn.Linear(4, 4), teacher),
+    ):
+        with pytest.raises(rejoin.InvalidArgument, match="TorchScript in it.* attach the module that torch.jit.script"):
+            attached(tmp_path, model)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e4m3fn, torch.uint32])
+def test_buffers_of_other_types_are_refused_with_the_remedy(tmp_path, dtype):
+    model = torch.nn.Linear(4, 4)
+    model.register_buffer("rotations", torch.ones(3).to(dtype))
+    with pytest.raises(rejoin.InvalidArgument, match=f"buffer 'rotations' has type {dtype}.* persistent=False"):
+        attached(tmp_path, model)
+
+
+def test_calls_by_keywords_are_refused_alike(tmp_path):
+    model = torch.nn.Linear(4, 4)
+    optimizer = attached(tmp_path, model)._optimizer
+    with pytest.raises(rejoin.InvalidArgument, match="load it before, or by session.load_state_dict"):
+        optimizer.load_state_dict(state_dict={})
+    with pytest.raises(rejoin.InvalidArgument, match="all parameters are declared with attach"):
+        optimizer.add_param_group(param_group={})
+
+
+def test_torchs_default_device_is_no_matter(tmp_path):
+    model = torch.nn.Linear(4, 4)
+    try:
+        torch.set_default_device("meta")
+        one = session(tmp_path)
+        one.attach(model, torch.optim.AdamW(model.parameters()), metrics=["loss"], loss_scale=2.0)
+        shuffled = Batches(100).indices(((0, 3),))
+    finally:
+        torch.set_default_device("cpu")
+    assert shuffled == Batches(100).indices(((0, 3),))
+
+
+def test_a_module_may_be_called_rejoin(tmp_path):
+    model = torch.nn.ModuleDict({"rejoin": torch.nn.BatchNorm1d(4)})
+    one = attached(tmp_path, model, metrics=["loss"])
+    assert [tensor.is_buffer for tensor in one._tensors] == [False] * 2 + [True] * 3 + [False]
 
 
 TENSOR_PARALLEL = """

@@ -12,8 +12,9 @@ import torch
 
 from rejoin.errors import InvalidArgument
 from rejoin.torch import _optimizer
+from rejoin.torch._buffers import reduced_buffers
 from rejoin.torch._memory import tensor_at, type_of
-from rejoin.torch._sharding import gather_again
+from rejoin.torch._sharding import gather_again, local
 from rejoin.torch._tensors import Tensor, buckets_of
 
 if TYPE_CHECKING:
@@ -43,8 +44,44 @@ def check(
         raise InvalidArgument(f"loss_scale={loss_scale}: it is to be a power of 2, such as 65536")
 
 
+def refuse_overlaps(model: torch.nn.Module, tensors: list[Tensor]) -> None:
+    """Raise `InvalidArgument` where a parameter shares memory with what is another object: one of them would move."""
+    moved = {id(tensor.value) for tensor in tensors if tensor.is_parameter}
+    spans: list[tuple[int, int, str, bool]] = []
+    for name, value in (*model.named_parameters(), *model.named_buffers()):
+        own = local(value.detach())
+        if type(own) is not torch.Tensor or own.layout is not torch.strided or own.is_meta or own.numel() == 0:
+            continue
+        length = 1 + sum((size - 1) * stride for size, stride in zip(own.shape, own.stride(), strict=True))
+        begin = own.data_ptr()
+        spans.append((begin, begin + length * own.itemsize, name, id(value) in moved))
+    furthest: dict[bool, tuple[int, str]] = {}  # of those that move, and of those that stay
+    for begin, end, name, moves in sorted(spans):
+        for of in (True, False) if moves else (True,):
+            reach, other = furthest.get(of, (0, ""))
+            if begin < reach:
+                raise InvalidArgument(
+                    f"'{name}' and '{other}' lie in the same memory and are two objects, of which attach() would move "
+                    "one: tie parameters by assigning the one (out.weight = emb.weight), and let a buffer be a clone()"
+                )
+        furthest[moves] = max(furthest.get(moves, (0, "")), (end, name))
+
+
+def refuse_new_buffers(model: torch.nn.Module, tensors: list[Tensor]) -> None:
+    """Raise `InvalidArgument` where the model has buffers by now that it had not with attach()."""
+    known = {id(tensor.value) for tensor in tensors}
+    for name, buffer in reduced_buffers(model):
+        if id(buffer) not in known:
+            raise InvalidArgument(
+                f"buffer '{name}' was registered after attach(), and would be each replica's own: register it before, "
+                "as spectral_norm() and other parametrizations do theirs, or with persistent=False"
+            )
+
+
 def declare(session: Session, tensors: list[Tensor], bucket_bytes: int) -> None:
     """Declare the tensors and their buckets, and have the session allocate memory for them."""
+    assert session._model is not None
+    refuse_overlaps(session._model, tensors)
     session._tensors = tensors
     for tensor in tensors:
         kind = type_of(tensor.name, tensor.dtype)

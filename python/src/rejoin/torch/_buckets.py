@@ -6,8 +6,9 @@ import torch
 
 from rejoin import _native
 from rejoin.errors import InvalidArgument
+from rejoin.torch._buffers import check_sums
 from rejoin.torch._sharding import local
-from rejoin.torch._tensors import Tensor, check_sums
+from rejoin.torch._tensors import Tensor
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -79,7 +79,7 @@ class Batches(Sampler[list[int]]):
             if len(self._permutations) > 2:
                 self._permutations.pop(next(iter(self._permutations)))
             generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
-            self._permutations[epoch] = torch.randperm(self.size, generator=generator)
+            self._permutations[epoch] = torch.randperm(self.size, generator=generator, device="cpu")
         return int(self._permutations[epoch][number])
 
     def expect(self, coming: list[Ranges]) -> None:

@@ -20,6 +20,7 @@ from rejoin.errors import InvalidArgument, RejoinError
 from rejoin.launch import Place, place_from_environment
 from rejoin.torch import _attach, _loop, _optimizer
 from rejoin.torch._buckets import Buckets
+from rejoin.torch._buffers import buffers_of
 from rejoin.torch._checkpoint import checkpoint_of, restore
 from rejoin.torch._data import Batches, Fetcher
 from rejoin.torch._fingerprint import fingerprint
@@ -29,7 +30,7 @@ from rejoin.torch._metrics import Metrics
 from rejoin.torch._ranks import Ranks
 from rejoin.torch._sharding import groups_of
 from rejoin.torch._step import Step
-from rejoin.torch._tensors import Tensor, buffers_of, parameters_of
+from rejoin.torch._tensors import Tensor, parameters_of
 from rejoin.torch._update import Rules, Schedule, Update
 
 if TYPE_CHECKING:
@@ -208,6 +209,7 @@ class Session:
         """
         if self._model is None or self._optimizer is None or self._updates is None or self._ranks is None:
             raise InvalidArgument("join() before attach()")
+        _attach.refuse_new_buffers(self._model, self._tensors)
         with torch.no_grad():
             for tensor in self._tensors:
                 tensor.check_place()

@@ -1,9 +1,9 @@
-"""What of a model and its optimizer is the session's: parameters, buffers, metrics, and their buckets."""
+"""What is the session's: its tensors, the parameters among them, and their buckets."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,16 +15,6 @@ from rejoin.torch._sharding import Shard, local, shards_of
 
 log = logging.getLogger("rejoin")
 
-# Types of buffers that a sum over all samples may not fit in, or be exact in, and those in which they are added up:
-# what is equal on all replicas comes out of these as it was. There is none for int64 and float64: see contribution().
-_SUMMED = {
-    torch.int32: torch.int64,
-    torch.float16: torch.float32,
-    torch.bfloat16: torch.float64,
-    torch.float32: torch.float64,
-}
-_MOST_CHANGE = 2**31  # of an int64 in a step: times all samples, of which there are fewer than 2^32, it fits
-_MOST_FLOAT64 = 2.0**990  # times all samples it is no infinity
 _ROUNDED = 2.0**-42  # relative: more than the sum and the division of equal float64 of 1,024 replicas round
 
 
@@ -127,7 +117,7 @@ class Tensor:
     @property
     def is_buffer(self) -> bool:
         """Whether it is one of the model's buffers."""
-        return not self.is_parameter and not self.name.startswith("rejoin.")
+        return self.owner is not None
 
     def contribution(self) -> torch.Tensor:
         """Give what this replica adds to the step's mean: the value, or of an int64 what has changed in this step.
@@ -166,6 +156,12 @@ class Tensor:
             raise InvalidArgument(
                 f"buffer '{self.name}' is another tensor than with attach(), and would be each replica's own: write "
                 f"into it (self.{self.owner[1]}.copy_(…)), instead of assigning to its name"
+            )
+        if self.is_buffer and self.value.numel() != self.columns[0].numel():
+            raise InvalidArgument(
+                f"buffer '{self.name}' had {self.columns[0].numel()} elements with attach(), and has shape "
+                f"{tuple(self.value.shape)} by now: where the first forward() gives it its shape, as under "
+                "quantisation-aware training, call the model once before attach()"
             )
         self.check_memory()
         if not self.is_parameter or self.has_master:
@@ -216,35 +212,6 @@ class Tensor:
             local(self.value.detach()).copy_(self.view(self.columns[0]))
 
 
-def check_sums(contributions: list[tuple[Tensor, torch.Tensor]]) -> None:
-    """Raise `InvalidArgument` where the sum over all samples of what buffers contribute might not fit.
-
-    On a GPU the host waits for it, once.
-    """
-    beyond: dict[torch.dtype, Callable[[torch.Tensor], torch.Tensor]] = {
-        torch.int64: lambda change: (change <= -_MOST_CHANGE) | (change >= _MOST_CHANGE),
-        torch.float64: lambda value: (value.abs() > _MOST_FLOAT64) & value.isfinite(),
-    }
-    of = {dtype: [(t, own) for t, own in contributions if t.is_buffer and t.dtype == dtype] for dtype in beyond}
-    found = [beyond[dtype](torch.cat([own for _, own in those])).any() for dtype, those in of.items() if those]
-    if not found or not bool(torch.stack(found).any()):
-        return
-    for dtype, those in of.items():
-        for tensor, own in those:
-            if not bool(beyond[dtype](own).any()):
-                continue
-            if dtype == torch.int64:
-                raise InvalidArgument(
-                    f"buffer '{tensor.name}' of int64 has changed by 2^31 or more in a step, and the sum over all "
-                    "samples might not fit: write such values before attach(), let it be several of int32, or "
-                    "register it with persistent=False"
-                )
-            raise InvalidArgument(
-                f"buffer '{tensor.name}' of float64 has values beyond 2^990, and the sum over all samples might be an "
-                "infinity: let them be smaller, or infinities, or register it with persistent=False"
-            )
-
-
 def parameters_of(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -261,6 +228,12 @@ def parameters_of(
             raise InvalidArgument(
                 f"the model has a {type(module).__name__} in it, which reduces gradients after the session has taken "
                 "them: attach the plain model, or divide it with torch.distributed.fsdp.fully_shard()"
+            )
+        own = [p for p in module.parameters(recurse=False) if p.requires_grad] + list(module.buffers(recurse=False))
+        if own and isinstance(module, torch.jit.ScriptModule):
+            raise InvalidArgument(
+                "the model has a module of TorchScript in it, whose tensors can't be the session's: attach the module "
+                "that torch.jit.script() or trace() was given, and keep what is not trained out of the model"
             )
     for name, value in (*model.named_parameters(), *model.named_buffers()):
         if torch.nn.parameter.is_lazy(value):
@@ -335,30 +308,6 @@ def parameters_of(
     if not tensors:
         raise InvalidArgument("the model has no parameter that wants a gradient")
     return tensors
-
-
-def buffers_of(model: torch.nn.Module, device: torch.device) -> Iterator[Tensor]:
-    """Give the persistent buffers that become their mean over the replicas."""
-    for name, buffer in persistent_buffers(model):
-        if buffer.dtype in (torch.bool, torch.uint8, torch.int8, torch.int16) or buffer.numel() == 0:
-            continue
-        check_placed(name, buffer, device)
-        if any(size > 1 and stride == 0 for size, stride in zip(buffer.shape, buffer.stride(), strict=True)):
-            raise InvalidArgument(f"buffer '{name}' is expanded, and can't be written: register its clone()")
-        prefix, _, own = name.rpartition(".")
-        owner, summed = (model.get_submodule(prefix), own), _SUMMED.get(buffer.dtype, buffer.dtype)
-        yield Tensor(name, buffer, owner=owner, dtype=buffer.dtype, gradient_dtype=summed)
-
-
-def persistent_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Give each buffer that a checkpoint has, once, with its name."""
-    seen: set[int] = set()
-    for prefix, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            if buffer is None or name in module._non_persistent_buffers_set or id(buffer) in seen:
-                continue
-            seen.add(id(buffer))
-            yield (f"{prefix}.{name}" if prefix else name), buffer
 
 
 def check_placed(name: str, tensor: torch.Tensor, device: torch.device) -> None:
