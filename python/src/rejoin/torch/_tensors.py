@@ -42,7 +42,8 @@ class Tensor:
     owner: tuple[torch.nn.Module, str] | None = None  # of a buffer: the module, and what it calls it
     handed_over: tuple[int, int] | None = None  # where it was, and its version as autograd counts
     average_loaded: bool = False  # from a checkpoint: else it begins with the weights that the job begins with
-    memory: list[int] = field(default_factory=list)  # where `held` were with attach()
+    held: list[torch.Tensor] = field(default_factory=list)  # what lies in the session's memory, and others may get
+    memory: list[int] = field(default_factory=list)  # where that was with attach()
     version: int = 0  # of the parameter, as autograd counts, when the session had written to it
 
     @property
@@ -91,13 +92,9 @@ class Tensor:
                 if isinstance(state.get(name), torch.Tensor):
                     self.take(column, state[name])
 
-    @property
-    def held(self) -> list[torch.Tensor]:
-        """What lies in the session's memory, and may be in others' hands."""
-        return [*self.columns, self.gradient] if self.main_grad else self.columns
-
     def place(self) -> None:
         """Move the value into the session's memory. A parameter with a master stays where it is."""
+        self.held = [*self.columns, self.gradient] if self.main_grad else self.columns
         self.memory = [tensor.data_ptr() for tensor in self.held]
         with torch.no_grad():
             self.view(self.columns[0]).copy_(local(self.value.detach()))
