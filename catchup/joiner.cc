@@ -198,7 +198,7 @@ void Joiner::settle(const Arrival& arrival) {
   planner_.on_sound(arrival.source, slice);
   if (status.state != local::SliceState::requested ||
       !view_.set_slice(slice, status, {local::SliceState::arrived, arrival.sent.version()})) {
-    planner_.narrow();  // the trainer gave it up: its kept gradients ran over the budget
+    planner_.narrow();  // the trainer gave it up: of its kept gradients some had no room
     return fetch_again(slice);
   }
   events::record(events::Kind::slice_arrived,

@@ -112,7 +112,9 @@ class Coordinator {
   std::string unused_word() const;
   // The job waits for an operator's word: the step that roll_back_to would have to allow.
   std::optional<Step> wants_roll_back() const { return wants_roll_back_; }
-  bool wants_log() const { return outdated_ || !strangers().empty(); }  // its own is an older copy, or another job's
+  bool wants_log() const {
+    return outdated_ || (!runs() && !strangers().empty());
+  }  // its own is an older copy, or another job's
   // Ranks that were refused for what they declare, one of a replica, and have not come back otherwise.
   const Declarations::Refused& refused() const { return declarations_.refused(); }
   std::uint64_t steps_rolled_back() const { return steps_rolled_back_; }  // ever, by the log
@@ -218,6 +220,7 @@ class Coordinator {
   void on_return();
   bool others_contribute(ReplicaId replica) const;
   bool contributes_here(const MemberState& member) const;
+  bool runs() const;  // somebody does
   bool has_contributors() const;
   void block_on(ReplicaId replica, const std::string& why);
   void warn_once(std::string line);

@@ -127,6 +127,8 @@ void Coordinator::tell_who_differs(const std::vector<ReplicaId>& replicas, const
 std::vector<std::string> Coordinator::alarms() const {
   std::vector<std::string> all;
   for (const auto& [id, line] : differed_at_start_) all.push_back(line);
+  if (runs())  // otherwise the job waits for them
+    for (const auto& [place, stranger] : strangers_) all.push_back(stranger.what);
   for (const auto& [id, node] : nodes_)
     if (auto line = different_silence(fmt::format("node {} at {}", printable(node.name, kLongestRelease), node.address),
                                       node.silence_ms, "the coordinator", in_ms(config_.silence)))

@@ -109,13 +109,11 @@ Screened Coordinator::screen_log(NodeId node, const proto::RankUp& up) {
       evict(node, ReplicaId(up.replica()), Incarnation(up.incarnation()), reason, up.job());
       return Screened::handled;
     }
-    const bool runs =
-        std::any_of(members_.begin(), members_.end(), [&](const MemberState& m) { return contributes_here(m); });
     auto what = fmt::format(
         "replica {} rank {}: it belongs to job {:016x}, which has committed step {}; this log is of job {:016x}, which "
         "has committed step {}: {}, or end that process",
         up.replica(), up.rank(), up.job(), up.heard_committed(), job_, committed_,
-        runs ? "give its daemon that job's --connect" : "start the coordinator with that job's --log-directory");
+        runs() ? "give its daemon that job's --connect" : "start the coordinator with that job's --log-directory");
     warn("{}", what);
     strangers_[RankPlace::of(up)] = {node, up.instance(), std::move(what)};
     return Screened::handled;

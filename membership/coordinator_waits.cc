@@ -54,6 +54,10 @@ std::vector<std::string> Coordinator::waiting_for(TimePoint now) const {
 }
 
 // What keeps a job from starting is told to its trainers, too, when it has lasted: who started them looks there.
+bool Coordinator::runs() const {
+  return std::any_of(members_.begin(), members_.end(), [&](const MemberState& m) { return contributes_here(m); });
+}
+
 void Coordinator::tell_why_it_waits() {
   std::vector<std::string> lines;
   if (!started() || members_.empty()) lines = waiting_for(now_);

@@ -98,8 +98,9 @@ bool LeaderTracker::is_of_another_job(std::size_t coordinator) const {
 // What a coordinator has said last. `first`: the ranks here have not been introduced to it under another term.
 void LeaderTracker::weigh(std::size_t from, bool first, Actions& actions) {
   const proto::Leads& leads = *coordinators_[from].says;
-  // Until this node knows its job, a standby's term may be another one's.
-  const bool counts = !is_of_another_job(from) && (job_ != 0 || leads.job() == 0 || leads.leads());
+  // Where this node or a standby does not know its job, and the other one does, the standby's term may be another
+  // one's.
+  const bool counts = !is_of_another_job(from) && (leads.leads() || (job_ != 0) == (leads.job() != 0));
   const bool newer = counts && leads.term() > term_;
   if (counts) term_ = std::max(term_, leads.term());
   const bool lead = counts && leads.leads() && leads.term() == term_;

@@ -90,7 +90,7 @@ Result<> Log::put_in_place() {
   Result<> placed;
   if (disk_.sync(folder_.get()) != 0) placed = fail_errno(path_);
   else if (disk_.rename(next_path().c_str(), path_.c_str()) != 0) placed = fail_errno(next_path());
-  if (!placed && no_links) failed_ = disk_.rename(name.c_str(), path_.c_str()) != 0;
+  if (!placed && no_links) failed_ = disk_.rename(name.c_str(), path_.c_str()) != 0 || disk_.sync(folder_.get()) != 0;
   return placed;
 }
 

@@ -163,7 +163,7 @@ void Relay::on_plan(const proto::ToNode& message) {
   const bool fresh = now != plan_ || finished_ != message.plan().finished();
   if (fresh) accused_.clear(), of_themselves_.clear();
   plan_ = now;
-  plan_job_ = message.plan().job();
+  if (std::exchange(plan_job_, message.plan().job()) != plan_job_) put_strangers_aside();
   finished_ = message.plan().finished();
   std::vector<NodeId> concerned;
   for (auto& [node, state] : nodes_)
@@ -205,8 +205,14 @@ Relay::Actions Relay::on_node_message(NodeId node, const proto::FromNode& messag
       up() = message;
       break;
     }
-    case proto::FromNode::kReduced: add_reduced_ranks(message.reduced()); break;
-    case proto::FromNode::kReplicaStatus: on_replica_status(node, message.replica_status()); break;
+    case proto::FromNode::kReduced:
+      if (const auto& reduced = message.reduced(); !is_of_strangers(node, reduced.replica(), reduced.incarnation()))
+        add_reduced_ranks(reduced);
+      break;
+    case proto::FromNode::kReplicaStatus:
+      if (const auto& status = message.replica_status(); !is_of_strangers(node, status.replica(), status.incarnation()))
+        on_replica_status(node, status);
+      break;
     case proto::FromNode::kAccusation:
       if (passes_on(message.accusation(), now)) up() = message;
       break;

@@ -110,6 +110,9 @@ class Relay {
   void join(const RankKey& key, RankState& rank, std::uint64_t incarnation);
   void leave(const RankKey& key, RankState& rank);
   void leave_group(const RankKey& key, const RankState& rank);
+  void quit_group(const RankKey& key, const RankState& rank);
+  void put_strangers_aside();
+  bool is_of_strangers(NodeId node, std::uint32_t replica, std::uint64_t incarnation) const;
   void on_replica_status(NodeId node, const proto::ReplicaStatus& status);
   void add_reduced_ranks(const proto::Reduced& reduced);
   void report_reduced(const GroupKey& key, const Group& group);

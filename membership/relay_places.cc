@@ -16,10 +16,11 @@ void Relay::on_rank_up(NodeId node, const proto::RankUp& up) {
     return;
   const bool taken = present != ranks_.end() && present->second.instance != up.instance() &&
                      (!present->second.connected || present->second.node != node);
-  RankState& rank = taken ? claim(key, node, up.instance()) : take_place(key, node, up.instance());
+  const bool strange = up.incarnation() != 0 && of_another_job(up.job(), plan_job_);
+  RankState& rank = taken || strange ? claim(key, node, up.instance()) : take_place(key, node, up.instance());
   rank.job = up.job();
-  if (up.incarnation() == 0) return;                               // known when it is registered
-  if (taken && present->second.incarnation == up.incarnation()) {  // of another job: nobody hears it for that one
+  if (up.incarnation() == 0) return;                                            // known when it is registered
+  if (strange || (taken && present->second.incarnation == up.incarnation())) {  // nobody hears it for that one
     rank.incarnation = up.incarnation();
     return;
   }
@@ -61,12 +62,42 @@ void Relay::join(const RankKey& key, RankState& rank, std::uint64_t incarnation)
   groups_[{key.first, incarnation}].registered.add(RankSet(key.second));
 }
 
+// Each job counts its incarnations from 1: whoever came before it was known which job this is has the place of none.
+void Relay::put_strangers_aside() {
+  for (auto at = ranks_.begin(); at != ranks_.end();) {
+    auto& [key, rank] = *at;
+    if (rank.incarnation == 0 || !of_another_job(rank.job, plan_job_)) {
+      ++at;
+      continue;
+    }
+    quit_group(key, rank);
+    claims_[{key, rank.instance}] = rank;
+    at = ranks_.erase(at);
+  }
+}
+
+// It is connected over that node, and so is nobody of this job who may be meant.
+bool Relay::is_of_strangers(NodeId node, std::uint32_t replica, std::uint64_t incarnation) const {
+  const auto is_it = [&](const RankKey& key, const RankState& rank) {
+    return key.first == replica && rank.node == node && rank.incarnation == incarnation;
+  };
+  const auto strange = [&](const auto& claim) {
+    return of_another_job(claim.second.job, plan_job_) && is_it(claim.first.first, claim.second);
+  };
+  return std::ranges::any_of(claims_, strange) &&
+         std::ranges::none_of(ranks_, [&](const auto& rank) { return is_it(rank.first, rank.second); });
+}
+
 void Relay::leave(const RankKey& key, RankState& rank) {
   rank.connected = false;
   leave_group(key, rank);
 }
 
 void Relay::leave_group(const RankKey& key, const RankState& rank) {
+  if (!of_another_job(rank.job, plan_job_)) quit_group(key, rank);  // a stranger is in none
+}
+
+void Relay::quit_group(const RankKey& key, const RankState& rank) {
   auto group = groups_.find({key.first, rank.incarnation});
   if (group == groups_.end()) return;
   if (const auto present = ranks_.find(key); present != ranks_.end() && present->second.connected &&

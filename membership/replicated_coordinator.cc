@@ -78,10 +78,12 @@ ReplicatedCoordinator::Actions ReplicatedCoordinator::on_message(NodeId node, co
 }
 
 void ReplicatedCoordinator::on_view(NodeView& from, const proto::LeaderView& view) {
-  const std::string before = of_another_job();
   from.view = view;
-  if (auto line = of_another_job(); !line.empty() && before.empty()) note(true, "{}", line);
   const bool counts = !is_of_another_job(from);
+  if (auto line = counts || told_of_another_job_ ? "" : of_another_job(from); !line.empty()) {
+    note(true, "{}", line);
+    told_of_another_job_ = true;
+  }
   if (!counts || !view.stalled()) from.stalled_since = {};
   else if (from.stalled_since == TimePoint{}) from.stalled_since = now_;
   if (!counts) return;
@@ -96,13 +98,17 @@ bool ReplicatedCoordinator::is_of_another_job(const NodeView& of) const {
 
 std::string ReplicatedCoordinator::of_another_job() const {
   for (const auto& [node, of] : nodes_)
-    if (job_ != 0 && of.hello && is_of_another_job(of))
-      return fmt::format(
-          "node {} at {} keeps to job {:016x}, and what is in this coordinator's store is job {:016x}: it is not led "
-          "from here. Is the --job or --store of this coordinator another job's, or has that node another job's "
-          "--connect, or trainers of a job that is given up?",
-          of.hello->hello().node(), of.hello->hello().address(), of.view->job(), job_);
+    if (auto line = of_another_job(of); !line.empty()) return line;
   return "";
+}
+
+std::string ReplicatedCoordinator::of_another_job(const NodeView& of) const {
+  if (job_ == 0 || !of.hello || !is_of_another_job(of)) return "";
+  return fmt::format(
+      "node {} at {} keeps to job {:016x}, and what is in this coordinator's store is job {:016x}: it is not led "
+      "from here. Is the --job or --store of this coordinator another job's, or has that node another job's "
+      "--connect, or trainers of a job that is given up?",
+      of.hello->hello().node(), of.hello->hello().address(), of.view->job(), job_);
 }
 
 ReplicatedCoordinator::Actions ReplicatedCoordinator::on_node_lost(NodeId node, TimePoint now) {
@@ -152,6 +158,7 @@ ReplicatedCoordinator::Actions ReplicatedCoordinator::on_tick(TimePoint now) {
     for (TimePoint* since : {&sign_at_, &begun_at_, &heard_at_}) forgive(*since, pause, now);
   }
   if (again_) submit_again(now);
+  if (told_of_another_job_ && of_another_job().empty()) told_of_another_job_ = false;
   if (role_ == Role::leading) {
     look_at_stall(now);
     if (auto to = all_nodes(); !to.empty()) {

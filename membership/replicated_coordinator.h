@@ -130,6 +130,7 @@ class ReplicatedCoordinator {
   void on_compacted(const StoreRequest& request, const StoreAnswer& answer, TimePoint now);
   bool set_back(const StoreRequest& request, const StoreAnswer& answer, TimePoint now);
   bool is_of_another_job(const NodeView& of) const;
+  std::string of_another_job(const NodeView& of) const;
   bool leads_still(const StoreAnswer& answer) const {
     return answer.leader_revision == token_ && answer.leader == leader_bytes_;
   }
@@ -216,6 +217,7 @@ class ReplicatedCoordinator {
   bool stalled_ = false;          // and has told
   bool gave_up_ = false;          // it has led, and may lead again at once
   bool waits_reported_ = false;
+  bool told_of_another_job_ = false;
   Latency latency_;
   std::uint64_t takeovers_ = 0;
   Actions actions_;

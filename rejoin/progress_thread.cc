@@ -249,6 +249,7 @@ Result<> ProgressThread::end_update(std::uint64_t step, bool contributed, CudaSt
 }
 
 Result<> ProgressThread::wait_for_update(Interruptible how) {
+  if (auto why = elsewhere()) return tl::unexpected(std::move(*why));
   std::unique_lock lock(mutex_);
   const auto given_up = [&] { return how == Interruptible::yes ? ended() : failure_; };
   wait(lock, [&] { return updates_ == 0 || given_up(); });

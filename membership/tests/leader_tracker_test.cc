@@ -175,6 +175,15 @@ TEST_F(OfSeveral, WhatAStandbyOfAnotherJobHasHeardCountsForNothing) {
   EXPECT_EQ(tracker.term(), 5u);
 }
 
+// … nor that of one which is just following another store's leader, and has read nothing yet.
+TEST_F(OfSeveral, WhatAStandbyHasHeardThatTellsNoJobCountsForNothing) {
+  say(0, 4, 7);
+  pass(200ms);
+  say(2, 250, 0, false);
+  EXPECT_EQ(story, "u");
+  EXPECT_EQ(tracker.term(), 4u);
+}
+
 TEST_F(OfSeveral, TwoConnectionsWithOneCoordinatorAreOneLeader) {
   for (int i = 0; i < 20; ++i) {
     say(0, 1, 7);

@@ -121,6 +121,45 @@ TEST(Relay, TellsTheJobThatItsRanksHaveHeardAPlanOfAlsoWithoutACoordinator) {
   EXPECT_EQ(job(), 7u);
 }
 
+// Each job counts its epochs and incarnations from 1: what a stray process reports is not taken for its replica's.
+TEST(Relay, RanksOfAnotherJobKeepNoReportBack) {
+  for (const bool comes_first : {false, true}) {
+    Behind relay;
+    const auto plan = [&] {
+      proto::ToNode message;
+      message.mutable_plan()->set_epoch(1);
+      message.mutable_plan()->set_job(7);
+      relay.send(message);
+    };
+    relay.up(1, 100);
+    proto::ToNode registered;
+    registered.mutable_registered()->set_instance(100);
+    registered.mutable_registered()->set_incarnation(5);
+    registered.mutable_registered()->set_job(7);
+    relay.send(registered);
+    if (!comes_first) plan();
+    proto::FromNode stray;
+    stray.mutable_rank_up()->set_rank(1);
+    stray.mutable_rank_up()->set_instance(300);
+    stray.mutable_rank_up()->set_incarnation(5);
+    stray.mutable_rank_up()->set_job(9);
+    stray.mutable_rank_up()->set_heard_epoch(8);
+    relay.keep(relay.relay.on_node_message(NodeId(2), stray, relay.now));
+    EXPECT_EQ(std::ranges::count_if(relay.said, &proto::FromNode::has_rank_up), 2) << "the coordinator hears of it";
+    if (comes_first) plan();
+    EXPECT_TRUE(relay.reports_reduction(1, 5, 1));
+    EXPECT_FALSE(relay.reports_reduction(2, 5, 8));
+    EXPECT_TRUE(relay.reports_reduction(1, 5, 2));
+    proto::ToNode evicted;
+    evicted.mutable_evicted()->set_incarnation(5);
+    evicted.mutable_evicted()->set_job(9);
+    relay.send(evicted);
+    EXPECT_TRUE(relay.heard[2].back().has_evicted());
+    EXPECT_FALSE(relay.heard[1].back().has_evicted());
+    EXPECT_TRUE(relay.reports_reduction(1, 5, 3));
+  }
+}
+
 TEST(Relay, ASecondProcessForAPlaceCostsTheFirstNothingUntilTheCoordinatorSaysSo) {
   for (const bool taken : {false, true}) {
     Behind relay;

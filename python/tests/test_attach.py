@@ -101,8 +101,17 @@ def test_a_buffer_that_comes_after_attach_is_refused(tmp_path, persistent):
     one = attached(tmp_path, model)
     model[0].register_buffer("u", torch.ones(2), persistent=persistent)
     model[0].register_buffer("flag", torch.ones(2, dtype=torch.bool))
-    with pytest.raises(rejoin.RejoinError, match="'0.u' was registered after attach" if persistent else "nobody"):
+    with pytest.raises(rejoin.RejoinError, match="'0.u' was registered, or got" if persistent else "nobody"):
         one.join()
+
+
+def test_a_buffer_that_the_first_forward_makes_is_refused(tmp_path, monkeypatch):
+    model = torch.nn.Linear(2, 2)
+    one, _ = in_a_step(tmp_path, monkeypatch, model)
+    model.register_buffer("observed", torch.ones(2))
+    model(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(rejoin.InvalidArgument, match="'observed' was registered, or got .*once before attach"):
+        one._optimizer.step()
 
 
 @pytest.mark.parametrize("accumulated", [False, True])

@@ -73,9 +73,18 @@ def refuse_new_buffers(model: torch.nn.Module, tensors: list[Tensor]) -> None:
     for name, buffer in reduced_buffers(model):
         if id(buffer) not in known:
             raise InvalidArgument(
-                f"buffer '{name}' was registered after attach(), and would be each replica's own: register it before, "
-                "as spectral_norm() and other parametrizations do theirs, or with persistent=False"
+                f"buffer '{name}' was registered, or got its elements, after attach(), and would be each replica's "
+                "own: register it before, as spectral_norm() and other parametrizations do theirs, call the model "
+                "once before attach() where forward() makes it, or register it with persistent=False"
             )
+
+
+def refuse_buffers_of_forward(session: Session) -> None:
+    """Raise `InvalidArgument` in the first step where the model's first forward() has made buffers."""
+    if session._looked_for_buffers or session._model is None:
+        return
+    refuse_new_buffers(session._model, session._tensors)
+    session._looked_for_buffers = True
 
 
 def declare(session: Session, tensors: list[Tensor], bucket_bytes: int) -> None:

@@ -80,6 +80,7 @@ class Session:
         self._optimizer: torch.optim.Optimizer | None = None
         self._updates: Update | None = None
         self._joined = self._finished = self._ended = self._in_step = self._updated = False
+        self._looked_for_buffers = False
         self._accumulating = self._contributed = self._averaging = False
         self._step: Step | None = None
         self._leaving = Leaving()
@@ -209,12 +210,12 @@ class Session:
         """
         if self._model is None or self._optimizer is None or self._updates is None or self._ranks is None:
             raise InvalidArgument("join() before attach()")
-        _attach.refuse_new_buffers(self._model, self._tensors)
         with torch.no_grad():
             for tensor in self._tensors:
                 tensor.check_place()
                 tensor.take_changes()
                 tensor.note_version()
+        _attach.refuse_new_buffers(self._model, self._tensors)
         self._leaving.listen()
         with torch.no_grad():
             untrained = frozen(self._model, self._ranks, [tensor.value for tensor in self._tensors])
@@ -329,6 +330,7 @@ class Session:
         for tensor in self._tensors:
             tensor.check_place()
             tensor.check_version()
+        _attach.refuse_buffers_of_forward(self)
         self._updates.check(self._step.number)
         self._buckets.bring_rest()
         try:

@@ -43,6 +43,7 @@ class Tensor:
     handed_over: tuple[int, int] | None = None  # where it was, and its version as autograd counts
     average_loaded: bool = False  # from a checkpoint: else it begins with the weights that the job begins with
     held: list[torch.Tensor] = field(default_factory=list)  # what lies in the session's memory, and others may get
+    address: int = 0  # of the weight in the session's memory
     memory: list[int] = field(default_factory=list)  # where that was with attach()
     version: int = 0  # of the parameter, as autograd counts, when the session had written to it
 
@@ -94,7 +95,9 @@ class Tensor:
 
     def place(self) -> None:
         """Move the value into the session's memory. A parameter with a master stays where it is."""
-        self.held = [*self.columns, self.gradient] if self.main_grad else self.columns
+        self.address = self.columns[0].data_ptr()
+        if not self.columns[0].is_cuda:  # what pickling shares of a GPU's memory stays where it is
+            self.held = [*self.columns, self.gradient] if self.main_grad else self.columns
         self.memory = [tensor.data_ptr() for tensor in self.held]
         with torch.no_grad():
             self.view(self.columns[0]).copy_(local(self.value.detach()))
@@ -164,7 +167,7 @@ class Tensor:
         if not self.is_parameter or self.has_master:
             return
         at = self.shard.address if self.shard is not None else self.value.data_ptr()
-        if at != self.memory[0]:
+        if at != self.address:
             raise InvalidArgument(
                 f"parameter '{self.name}' does not lie in the session's memory any more: model.to(), an assignment to "
                 "its .data or load_state_dict(assign=True) after attach() has moved it, or FSDP2 of a torch before 2.13"
@@ -199,8 +202,8 @@ class Tensor:
             raise InvalidArgument(
                 f"parameter '{self.name}' was written to between two updates: a replica that comes back reads it "
                 "meanwhile, even if it was put back, and does not repeat it. To evaluate other weights take a copy of "
-                "the model, torch.func.functional_call() or, with ema=, session.averaged(); load weights before the "
-                "loop"
+                "the model, torch.func.functional_call() or, with ema=, session.averaged(); to keep weights within "
+                "bounds, torch.nn.utils.parametrize; load weights before the loop"
             )
 
     def refresh(self) -> None:
