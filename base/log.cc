@@ -13,6 +13,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/fd.h"
@@ -96,11 +97,13 @@ spdlog::logger& logger() {
 
 void set_logger(std::shared_ptr<spdlog::logger> its) {
   static std::mutex one_at_a_time;
-  // Never given back: while the process ends, threads may still have something to say.
-  static auto& kept = *new std::vector<std::shared_ptr<spdlog::logger>>;
+  // Not given back before the library goes: while the process ends, threads may still have something to say.
+  static std::vector<std::shared_ptr<spdlog::logger>>* kept = nullptr;
   const std::lock_guard lock(one_at_a_time);
   present_logger.store(its.get(), std::memory_order_release);
-  kept.push_back(std::move(its));
+  if (its == nullptr) return delete std::exchange(kept, nullptr);
+  if (kept == nullptr) kept = new std::vector<std::shared_ptr<spdlog::logger>>;
+  kept->push_back(std::move(its));
 }
 
 }  // namespace rejoin

@@ -18,7 +18,8 @@ void init_logging(const std::string& who, const std::string& level);
 // Where lines go: spdlog's default logger, unless another one is set, which then lives as long as the process, whatever
 // a program that shares spdlog does with it. Any thread.
 spdlog::logger& logger();
-void set_logger(std::shared_ptr<spdlog::logger> its);  // null: the default one again
+// Null: the default one again; those before are given back, so nobody may be writing any more.
+void set_logger(std::shared_ptr<spdlog::logger> its);
 
 // Standard error, which nobody may read: a terminal that was stopped, a full pipe. Who logs stands still for 10 ms at
 // most (one second for a critical line). What is not taken is left out, and how much is said with the next line. Any

@@ -59,7 +59,8 @@ TEST_F(Cluster, ANodeThatReachesACoordinatorUnderTwoAddressesIsNotSilent) {
   ASSERT_TRUE(commit_more(5));
   for (const auto& node : nodes) {
     EXPECT_EQ(node->evictions, 0);
-    for (const auto& one : node->all.status(true).at("all")) EXPECT_EQ(one.at("reason"), "");
+    const auto status = node->all.status(true);
+    for (const auto& one : status.at("all")) EXPECT_EQ(one.at("reason"), "");
     EXPECT_LE(node->ups, 2) << "where its connections are made one after the other";
   }
 }
