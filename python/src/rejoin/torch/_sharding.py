@@ -5,7 +5,6 @@ Each rank's session has its own shard of each parameter, padded as FSDP2 pads it
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable
 from typing import Any
@@ -60,12 +59,6 @@ class Shard:
         return [at[i] for i, placed in enumerate(parameter.placements) if not isinstance(placed, Replicate)]
 
     @property
-    def mark(self) -> str:
-        """Some of its bits: what has the same name and place on other ranks may be another expert's."""
-        some = self._of._sharded_param_data.detach().reshape(-1)[:1024].cpu().view(torch.uint8)
-        return hashlib.blake2b(some.numpy().tobytes(), digest_size=8).hexdigest()
-
-    @property
     def ranks(self) -> set[int]:
         """The ranks that have something of the parameter."""
         return set(self._of.sharded_param.device_mesh.mesh.flatten().tolist())
@@ -76,9 +69,10 @@ def first_copies(shards: dict[str, Shard], rank: int, gather: Callable[[str, byt
 
     Such as those that the mesh replicates, and those that tensor parallelism leaves whole, which have a mesh without
     it: ranks are compared that some parameter divides among them. Others, of stages of a pipeline say, may have
-    parameters of the same name; experts of these ranks, too, which differ in their bits.
+    parameters of the same name. Only what is the same at any time decides, not the shards' bits: a replica that comes
+    back has to find what the others have found.
     """
-    mine = {name: [*shard.place, shard.mark] for name, shard in shards.items()}
+    mine = {name: shard.place for name, shard in shards.items()}
     theirs = [json.loads(told) for told in gather("shards", json.dumps(mine).encode())]
     together = set[int]().union(*(shard.ranks for shard in shards.values()))
     before = [theirs[other] for other in sorted(together) if other < rank]
