@@ -153,8 +153,9 @@ void Coordinator::on_reduced(NodeId node, const proto::Reduced& reduced) {
   if (m == nullptr || m->incarnation.value != reduced.incarnation() || reduced.epoch() != epoch_.value ||
       reduced.step() != committed_.value + 1)
     return;  // stale
-  if (is_of_strangers(node, reduced.replica(), RankSet(reduced.ranks(), config_.ranks))) return;
-  members_.add_reduced(*m, RankSet(reduced.ranks(), config_.ranks));
+  const RankSet ranks(reduced.ranks(), config_.ranks);
+  if (is_of_strangers(node, reduced.replica(), ranks)) return;
+  members_.add_reduced(*m, ranks);
   m->computed.add(plausible(reduced.compute_us()));
   audit_.on_reduced(m->replica, reduced);
   try_commit();

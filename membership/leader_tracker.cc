@@ -45,8 +45,7 @@ LeaderTracker::Actions LeaderTracker::on_disconnected(std::size_t coordinator, T
   if (leader_ != coordinator) return actions;
   lose_leader(actions);
   // Where two connections lead to one coordinator, or a store was set back, another one has said so before.
-  for (std::size_t i = 0; i < coordinators_.size(); ++i)
-    if (coordinators_[i].says) weigh(i, true, actions);
+  weigh_all(actions);
   report(actions, false);
   return actions;
 }
@@ -120,6 +119,11 @@ void LeaderTracker::weigh(std::size_t from, bool first, Actions& actions) {
   if (leader_ == from && !of_ranks_) keep_to(leads.job(), actions);
 }
 
+void LeaderTracker::weigh_all(Actions& actions) {
+  for (std::size_t i = 0; i < coordinators_.size(); ++i)
+    if (coordinators_[i].says) weigh(i, true, actions);
+}
+
 void LeaderTracker::lose_leader(Actions& actions) {
   leader_.reset();
   leaderless_since_ = now_;
@@ -131,8 +135,7 @@ void LeaderTracker::keep_to(std::uint64_t job, Actions& actions) {
   if (job == 0 || job == job_) return;
   if (std::exchange(job_, job) != 0) term_ = led_term_ = 0;
   if (leader_ && is_of_another_job(*leader_)) lose_leader(actions);
-  for (std::size_t i = 0; i < coordinators_.size(); ++i)
-    if (coordinators_[i].says) weigh(i, true, actions);
+  weigh_all(actions);
   for (std::size_t i = 0; i < coordinators_.size(); ++i) tell_of_another_job(i, actions);
 }
 

@@ -59,6 +59,7 @@ class LeaderTracker {
   static void on_welcome(Coordinator& from, const proto::NodeWelcome& welcome);
   void on_leads(std::size_t from, const proto::Leads& leads, Actions& actions);
   void weigh(std::size_t from, bool first, Actions& actions);
+  void weigh_all(Actions& actions);
   void lose_leader(Actions& actions);
   void keep_to(std::uint64_t job, Actions& actions);
   void give_job_up(Actions& actions);
