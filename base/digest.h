@@ -9,8 +9,8 @@
 namespace rejoin {
 
 std::uint64_t digest(BytesView bytes);
-// Copies past the caches (base/streamed_copy.h), and returns digest(from). It digests a block and then copies that, so
-// that memory is read once. The two ranges do not overlap.
+// Copies past the caches (base/streamed_copy.h), and returns the digest of the very bytes that it has written, also
+// where somebody changes `from` meanwhile. Memory is read once. The two ranges do not overlap.
 std::uint64_t digest_and_copy(std::byte* to, BytesView from);
 // The same two without vector instructions beyond the baseline, for tests.
 std::uint64_t digest_plain(BytesView bytes);

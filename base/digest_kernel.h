@@ -23,17 +23,16 @@ static inline std::uint64_t combine(std::uint64_t so_far, std::uint64_t next) {
   return XXH3_64bits(both, sizeof both);
 }
 
-// Calls `after` with each block that has just been hashed.
-template <typename After>
-static inline std::uint64_t run(BytesView bytes, After after) {
+// Calls `fetch` with each block, and hashes the bytes that it returns.
+template <typename Fetch>
+static inline std::uint64_t run(BytesView bytes, Fetch fetch) {
   std::uint64_t result = bytes.size();
   std::array<std::uint64_t, kRun> hashes;
   for (std::size_t at = 0; at < bytes.size();) {
     std::size_t count = 0;
     for (; count < kRun && at < bytes.size(); ++count) {
       const std::size_t size = std::min(kBlock, bytes.size() - at);
-      hashes[count] = XXH3_64bits(bytes.data() + at, size);
-      after(bytes.subspan(at, size));
+      hashes[count] = XXH3_64bits(fetch(bytes.subspan(at, size)), size);
       at += size;
     }
     result = combine(result, XXH3_64bits(hashes.data(), count * sizeof hashes[0]));
@@ -42,12 +41,18 @@ static inline std::uint64_t run(BytesView bytes, After after) {
 }
 
 static inline std::uint64_t run(BytesView bytes) {
-  return run(bytes, [](BytesView) {});
+  return run(bytes, [](BytesView block) { return block.data(); });
 }
 
 static inline std::uint64_t run_and_copy(std::byte* to, BytesView from) {
-  const std::uint64_t result =
-      run(from, [&](BytesView block) { streamed_copy_unordered(to + (block.data() - from.data()), block); });
+  alignas(64) std::array<std::byte, kBlock> taken;  // stays in the first cache
+  const std::uint64_t result = run(from, [&](BytesView block) {
+    std::memcpy(taken.data(), block.data(), block.size());
+    // What follows reads these bytes, and not once more those that they were copied from.
+    asm volatile("" ::"r"(taken.data()) : "memory");
+    streamed_copy_unordered(to + (block.data() - from.data()), BytesView(taken).first(block.size()));
+    return taken.data();
+  });
   _mm_sfence();
   return result;
 }

@@ -124,14 +124,29 @@ void Mapping::reset() {
 Result<Mapping> Mapping::shareable(std::size_t size) {
   auto fd = make_sealed_memfd("rejoin", round_up(size, 4 * KiB));
   if (!fd) return tl::unexpected(fd.error());
-  struct stat status {};
-  if (::fstat(fd->get(), &status) != 0) return fail_errno("fstat");
   auto mapping = of(*fd, size);
   if (!mapping) return mapping;
-  mapping->file_ = std::move(*fd);
-  const std::lock_guard lock(shareables().mutex);
-  shareables().by_address[mapping->base_] = {size, mapping->file_.get(), status.st_ino};
+  if (auto shared = mapping->share(std::move(*fd)); !shared) return tl::unexpected(shared.error());
   return mapping;
+}
+
+Result<Mapping> Mapping::shareable_of(const Fd& fd, std::size_t size) {
+  constexpr std::size_t kWorthADescriptor = 1 * MiB;
+  auto mapping = of(fd, size);
+  if (!mapping || size < kWorthADescriptor) return mapping;
+  if (auto own = duplicate(fd.get()))
+    if (auto shared = mapping->share(std::move(*own)); !shared) return tl::unexpected(shared.error());
+  return mapping;
+}
+
+// Puts it among the shareable ones.
+Result<> Mapping::share(Fd file) {
+  struct stat status {};
+  if (::fstat(file.get(), &status) != 0) return fail_errno("fstat");
+  file_ = std::move(file);
+  const std::lock_guard lock(shareables().mutex);
+  shareables().by_address[base_] = {size_, file_.get(), status.st_ino};
+  return {};
 }
 
 std::optional<SharedFile> shared_file_of(std::span<const std::byte> memory) {

@@ -60,6 +60,8 @@ class Mapping {
   static Result<Mapping> anonymous(std::size_t size);  // private memory, page-aligned and zero
   // The same of a sealed memfd: other processes can map it, and copy out of it faster than out of private memory.
   static Result<Mapping> shareable(std::size_t size);
+  // The same of a memfd that another process has sealed. Of few bytes, or without a descriptor to spare, it is of().
+  static Result<Mapping> shareable_of(const Fd& fd, std::size_t size);
   std::byte* data() const { return base_; }
   std::size_t size() const { return size_; }
   std::span<std::byte> span() const { return {base_, size_}; }
@@ -67,6 +69,7 @@ class Mapping {
  private:
   Mapping(std::byte* base, std::size_t size) : base_(base), size_(size) {}
   void reset();
+  Result<> share(Fd file);
   std::byte* base_ = nullptr;
   std::size_t size_ = 0;
   Fd file_;  // of a shareable one

@@ -118,15 +118,17 @@ Result<> Joiner::on_message(ReplicaId source, const proto::Stream& message) {
   return fail(ErrorCode::corrupt, "a source sent a message that only joiners send");
 }
 
-void Joiner::on_written(ReplicaId source, std::uint64_t tag) {
+void Joiner::on_written(ReplicaId source, const transport::Event& event) {
   heard_of(source);
   const auto& manifest = view_.manifest();
-  const auto [part, column, coded, generation] = WriteTag::unpack(tag);
+  const auto [part, column, coded, generation] = WriteTag::unpack(event.value);
   if (coded || part >= manifest.parts().size()) return;     // nonsense: the digests at the end tell
   if (view_.kind() != transport::MemoryKind::host) return;  // no cache to profit from: all columns at once, at the end
   const local::Part& range = manifest.parts()[part];
   if (column >= manifest.columns(range)) return;
-  landed_.add({source, generation}, part, column, view_.digest(view_.column(range, column)));
+  const auto place = view_.column(range, column);
+  const auto known = event.digested ? event.digested->of(place) : std::nullopt;
+  landed_.add({source, generation}, part, column, known ? *known : view_.digest(place));
 }
 
 Result<> Joiner::on_sent(ReplicaId source, const proto::Sent& sent) {

@@ -96,8 +96,9 @@ class Joiner {
   void on_source_down(ReplicaId source);
   // Errors: `corrupt` where the message makes no sense; the caller then closes the source's connection.
   Result<> on_message(ReplicaId source, const proto::Stream& message);
-  // A write of the source has landed; the joiner takes its digest now, while its bytes are in the cache.
-  void on_written(ReplicaId source, std::uint64_t tag);
+  // A write of the source has landed. Where the event does not bring its digest the joiner takes that now, while the
+  // bytes are in the cache.
+  void on_written(ReplicaId source, const transport::Event& event);
   // Does what is due. While `busy`, writes are coming in, and verification waits for a quieter moment, since it costs
   // as much memory traffic as the stream.
   void work(TimePoint now, bool busy);

@@ -219,7 +219,7 @@ void Service::handle(const transport::Event& event, TimePoint now) {
     case EventKind::written: {
       auto found = fetching_.find(event.endpoint);
       if (found != fetching_.end())
-        ranks_.at(found->second.rank).joiner->on_written(found->second.source.replica, event.value);
+        ranks_.at(found->second.rank).joiner->on_written(found->second.source.replica, event);
       return;
     }
     case EventKind::closed: return lose(event.endpoint, event.error ? event.error->message : "closed");

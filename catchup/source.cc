@@ -275,7 +275,9 @@ void Source::write_part(SliceJob& job, std::size_t index, std::uint64_t digest) 
                       : transport::LocalRange{memory_.state[location.memory_range], location.offset},
          .remote = remote,
          .length = length,
-         .notify = WriteTag{part.pinned.part, column, coded, part.generation}.packed()});
+         .notify = WriteTag{part.pinned.part, column, coded, part.generation}.packed(),
+         .streamed = !coded,
+         .digested = !coded});
     slot += whole;
     part.wire_bytes += length;
   }

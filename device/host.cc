@@ -94,7 +94,7 @@ class HostDevice final : public Device {
     if (!actual) return tl::unexpected(actual.error());
     if (*actual < handles[0].size)
       return fail(ErrorCode::corrupt, "it has {} bytes and should have {}", *actual, handles[0].size);
-    auto made = Mapping::of(handles[0].fd, handles[0].size);
+    auto made = Mapping::shareable_of(handles[0].fd, handles[0].size);
     if (!made) return tl::unexpected(made.error());
     auto mapping = std::make_shared<Mapping>(std::move(*made));
     return Memory{mapping->span(), mapping};

@@ -67,6 +67,23 @@ TEST_P(Devices, MarksAreReachedInOrderAndSignalled) {
   EXPECT_EQ(*stream->reached(), last);
 }
 
+// So that a daemon's peers can map a trainer's state, and need not read it out of the daemon.
+TEST(Host, ImportedMemoryIsKnownByItsFileWhereItIsWorthADescriptor) {
+  auto device = make_host();
+  for (const std::size_t size : {1 * MiB - 4 * KiB, 1 * MiB + 4 * KiB}) {
+    const auto ours = *device->allocate(size);
+    const Handle handles[] = {*device->share({.memory = ours.bytes})};
+    const auto theirs = *device->import_shared(handles);
+    const auto before = *shared_file_of(ours.bytes);
+    const auto file = shared_file_of(theirs.bytes.subspan(100, 1000));
+    ASSERT_EQ(file.has_value(), size > 1 * MiB);
+    if (!file) continue;
+    EXPECT_EQ(file->inode, before.inode);
+    EXPECT_EQ(file->offset, 100u);
+    EXPECT_NE(file->fd, before.fd) << "it lasts as long as its mapping";
+  }
+}
+
 TEST(Host, SharedMemoryIsTheSameForWhoeverHoldsItsHandle) {
   constexpr std::size_t size = 300000;
   auto device = make_host();

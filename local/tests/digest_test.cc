@@ -3,7 +3,11 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <atomic>
 #include <random>
+#include <thread>
+
+#include "base/fd.h"
 
 namespace rejoin {
 namespace {
@@ -30,6 +34,27 @@ TEST(Digest, OnTheWayIsThatOfTheBytesAndTheyLandWhole) {
         EXPECT_EQ(to[at + length], std::byte{0xee});
         if (at > 0) EXPECT_EQ(to[at - 1], std::byte{0xee});
       }
+}
+
+// As when a trainer begins its update while a daemon copies. The writer has the memory mapped elsewhere.
+TEST(Digest, OnTheWayIsThatOfWhatLandedAlsoWhileTheBytesChange) {
+  constexpr std::size_t kSize = 512 * KiB;
+  const Fd file = *make_sealed_memfd("digest_test", kSize);
+  const auto from = *Mapping::of(file, kSize), theirs = *Mapping::of(file, kSize);
+  Bytes to(kSize);
+  std::atomic<bool> over = false;
+  std::atomic<std::uint64_t> rounds = 0;
+  std::thread writer([&] {
+    for (; !over.load(); rounds.fetch_add(1))
+      for (std::size_t at = 0; at < kSize; at += 64) theirs.data()[at] = static_cast<std::byte>(rounds.load());
+  });
+  for (const auto copy : {digest_and_copy, digest_and_copy_plain})
+    for (const auto since = rounds.load(); rounds.load() < since + 100;) {
+      const auto digested = copy(to.data(), from.span());
+      EXPECT_EQ(digested, digest(to));
+    }
+  over.store(true);
+  writer.join();
 }
 
 TEST(Digest, EveryByteAndItsPlaceMatter) {
