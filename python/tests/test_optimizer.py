@@ -198,7 +198,7 @@ def test_the_number_of_threads_is_no_matter(kind):
             columns = [value.clone()] + [torch.zeros_like(value) for _ in kept.moments]
             with _optimizer.one_thread(value.device):
                 for step in range(1, 4):
-                    _optimizer.apply(optimizer, [(group, kept, scratch, columns, gradient)], step)
+                    _optimizer.apply(optimizer, [(group, kept, scratch, columns, gradient, p)], step)
             assert torch.get_num_threads() == threads
             results.append(columns)
     finally:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rejoin.errors import InvalidArgument
-from rejoin.torch import _optimizer
+from rejoin.torch import _optimizer, _refusals
 from rejoin.torch._buffers import reduced_buffers
 from rejoin.torch._memory import tensor_at, type_of
 from rejoin.torch._sharding import gather_again, local
@@ -38,8 +38,9 @@ def check(
         raise InvalidArgument(f"gradients={gradients}: they are reduced in a type of floating point")
     if isinstance(metrics, str):
         raise InvalidArgument(f"metrics={metrics!r}: give a list of names, metrics=[{metrics!r}]")
-    _optimizer.refuse_wrappers(optimizer)
-    _optimizer.refuse_hooks(optimizer)
+    _refusals.refuse_wrappers(optimizer)
+    _refusals.refuse_hooks(optimizer)
+    _refusals.refuse_step_of_its_own(optimizer)
     if loss_scale is not None and (loss_scale < 1.0 or math.frexp(loss_scale)[0] != 0.5):
         raise InvalidArgument(f"loss_scale={loss_scale}: it is to be a power of 2, such as 65536")
 
@@ -79,12 +80,28 @@ def refuse_new_buffers(model: torch.nn.Module, tensors: list[Tensor]) -> None:
             )
 
 
-def refuse_buffers_of_forward(session: Session) -> None:
-    """Raise `InvalidArgument` in the first step where the model's first forward() has made buffers."""
-    if session._looked_for_buffers or session._model is None:
-        return
+def take_what_was_done_since(session: Session) -> None:
+    """Take what was written to the tensors between attach() and join(), and refuse what can't be trained so."""
+    assert session._model is not None and session._optimizer is not None
+    if session._rules.lr is None:
+        _refusals.refuse_schedule(session._optimizer)
+    with torch.no_grad():
+        for tensor in session._tensors:
+            tensor.check_place()
+            tensor.take_changes()
+            tensor.note_version()
     refuse_new_buffers(session._model, session._tensors)
-    session._looked_for_buffers = True
+
+
+def check_in_step(session: Session) -> None:
+    """Refuse a step that comes with another model than attach() was given, or with weights that others have changed."""
+    assert session._model is not None
+    for tensor in session._tensors:
+        tensor.check_place()
+        tensor.check_version()
+    if not session._looked_for_buffers:  # the model's first forward() may have made some
+        refuse_new_buffers(session._model, session._tensors)
+        session._looked_for_buffers = True
 
 
 def declare(session: Session, tensors: list[Tensor], bucket_bytes: int) -> None:

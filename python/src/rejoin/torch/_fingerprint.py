@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from rejoin.torch._optimizer import constants
+from rejoin.torch._settings import constants
 from rejoin.torch._update import Rules
 
 _MOST = 4096  # bytes

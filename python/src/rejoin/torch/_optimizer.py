@@ -18,7 +18,9 @@ from typing import Any
 import torch
 
 from rejoin.errors import InvalidArgument
+from rejoin.torch._attributes import attributes, gone_by, standing_for
 from rejoin.torch._memory import type_of
+from rejoin.torch._settings import settings
 
 MOST_MOMENTS = 7
 _LEAST_RATE = 0.01  # of the scratch tensors: with a rate of 0, as before a warm-up, no rule shows
@@ -75,44 +77,6 @@ def bare_copy(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) ->
     return copy
 
 
-def refuse_wrappers(optimizer: torch.optim.Optimizer) -> None:
-    """Raise `InvalidArgument` where the optimizer hands its step() on to another, which no `bare_copy` would have."""
-    for name, value in vars(optimizer).items():
-        for inner in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(inner, torch.optim.Optimizer) and inner is not optimizer:
-                raise InvalidArgument(
-                    f"{type(optimizer).__name__} wraps another optimizer (its '{name}' is of class "
-                    f"{type(inner).__name__}), whose state would be no part of the session: attach that one"
-                )
-
-
-def refuse_hooks(optimizer: torch.optim.Optimizer) -> None:
-    """Raise `InvalidArgument` where the optimizer has hooks, which a `bare_copy` has not."""
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
-        raise InvalidArgument(
-            "the optimizer has hooks on step(): a replica that catches up updates parts of tensors, without them. "
-            "Take them off, or do the same in the loop's body"
-        )
-
-
-def settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Give a group's settings without its parameters."""
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
-
-
-def constants(group: Mapping[str, Any], lr_follows_steps: bool) -> dict[str, str]:
-    """Give a group's settings that have to be the same in all steps and on all replicas, as exact text, by name: all,
-    but perhaps the learning rate."""
-    left_out = ("initial_lr", "lr") if lr_follows_steps else ("initial_lr",)
-    return {key: _text(value) for key, value in sorted(settings(group).items()) if key not in left_out}
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return str(value.tolist())
-    return getattr(value, "__qualname__", repr(value))  # of a function; its address is each process's own
-
-
 def _with_rate(group: Mapping[str, Any]) -> Mapping[str, Any]:
     rate = group.get("lr")
     if not isinstance(rate, (int, float, torch.Tensor)) or rate >= _LEAST_RATE:
@@ -151,13 +115,15 @@ def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     }
 
 
-def _stepped(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], value: torch.Tensor) -> dict[str, Any]:
-    parameter = torch.nn.Parameter(value)
+def _stepped(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], value: torch.Tensor, of: torch.Tensor | None
+) -> dict[str, Any]:
+    parameter = standing_for(of, value)
     parameter.grad = torch.zeros_like(value)
     tried = {**settings(group), "params": [parameter]}
-    before = repr(settings(tried))
+    before = repr(settings(tried)), _told(attributes(parameter))
     copy = bare_copy(optimizer, [tried])
-    name, attributes = type(optimizer).__name__, _attributes(copy)
+    name, of_copy = type(optimizer).__name__, _attributes(copy)
     try:
         copy.step()
     except Exception as error:  # whatever an optimizer says that needs a closure, sparse gradients, or the like
@@ -165,13 +131,18 @@ def _stepped(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], value: 
             f"{name} can't update a tensor of shape {tuple(value.shape)} with a dense gradient: "
             f"{type(error).__name__}: {error}. {USE}"
         ) from error
-    if repr(settings(tried)) != before or any(key is not parameter for key in copy.state):
+    if _told(attributes(parameter)) != before[1]:
+        raise InvalidArgument(
+            f"{name} keeps state of its own in attributes of the parameter, which its step() sets: a replica that "
+            f"catches up could not be given it. Let it be in state[parameter]. {USE}"
+        )
+    if repr(settings(tried)) != before[0] or any(key is not parameter for key in copy.state):
         raise InvalidArgument(
             f"{name} keeps state of its own in the group, and not for each parameter: a replica that catches up could "
             f"not be given it. {USE}"
         )
     now = _attributes(copy)
-    if changed := [name for name in now if now[name] != attributes.get(name)]:
+    if changed := [name for name in now if now[name] != of_copy.get(name)]:
         raise InvalidArgument(
             f"{name} keeps state of its own in its attribute '{changed[0]}', which its step() changes: a replica that "
             f"catches up could not be given it. Let it count for each parameter, in state[parameter]['step']. {USE}"
@@ -179,11 +150,38 @@ def _stepped(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], value: 
     return dict(copy.state[parameter])
 
 
+def goes_by(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], like: torch.Tensor, of: torch.Tensor
+) -> frozenset[str]:
+    """Find out by which attributes of a parameter the optimizer goes: some steps of a scratch parameter.
+
+    `like` has the parameter's dimensions, and the type that the optimizer is given.
+    """
+    value = torch.zeros(_small(like.dim()), dtype=like.dtype, device=like.device)
+
+    def steps(parameter: torch.nn.Parameter) -> None:
+        copy = bare_copy(optimizer, [{**settings(_with_rate(group)), "params": [parameter]}])
+        for counted in (1, 2, 10_000):  # some rules begin late
+            parameter.grad = torch.ones_like(value)
+            count = copy.state.get(parameter, {}).get("step")
+            if isinstance(count, torch.Tensor):
+                count.fill_(counted - 1)
+            elif count is not None:
+                copy.state[parameter]["step"] = type(count)(counted - 1)
+            copy.step()
+
+    return gone_by(of, value, steps)
+
+
 def _kept_of(
-    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], like: torch.Tensor, shape: tuple[int, ...]
+    optimizer: torch.optim.Optimizer,
+    group: Mapping[str, Any],
+    like: torch.Tensor,
+    shape: tuple[int, ...],
+    of: torch.Tensor | None,
 ) -> tuple[Kept, dict[str, Any]]:
     name = type(optimizer).__name__
-    state = _stepped(optimizer, group, torch.zeros(shape, dtype=like.dtype, device=like.device))
+    state = _stepped(optimizer, group, torch.zeros(shape, dtype=like.dtype, device=like.device), of)
     moments: list[str] = []
     types: list[torch.dtype] = []
     step = None
@@ -205,17 +203,21 @@ def _kept_of(
 
 
 def kept_by(
-    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], like: torch.Tensor, reserved: int = 0
+    optimizer: torch.optim.Optimizer,
+    group: Mapping[str, Any],
+    like: torch.Tensor,
+    reserved: int = 0,
+    of: torch.Tensor | None = None,
 ) -> tuple[Kept, dict[str, Any]]:
     """Find out what the optimizer keeps for a parameter of this group, type and as many dimensions as `like` has, by
-    one step of scratch parameters.
+    one step of scratch parameters, which stand for `of`.
 
     Returns that, and a scratch parameter's state. `reserved`: columns that are kept for something else. Raises
     `InvalidArgument` for state that has another shape, or is no count of steps.
     """
     name, group = type(optimizer).__name__, _with_rate(group)
-    kept, state = _kept_of(optimizer, group, like, _small(like.dim()))
-    if _kept_of(optimizer, group, like, _large(like.dim()))[0] != kept:
+    kept, state = _kept_of(optimizer, group, like, _small(like.dim()), of)
+    if _kept_of(optimizer, group, like, _large(like.dim()), of)[0] != kept:
         raise InvalidArgument(
             f"{name} keeps other state for large parameters than for small ones: a replica that catches up could not "
             f"be given it. {USE}"
@@ -236,11 +238,16 @@ def kept_by(
             f"{name} with dampening {group['dampening']} treats the first step of a parameter unlike the others: "
             "set it to 0"
         )
-    return replace(kept, from_zeros=_begins_with_zeros(optimizer, group, like, kept, state)), state
+    return replace(kept, from_zeros=_begins_with_zeros(optimizer, group, like, kept, state, of)), state
 
 
 def _begins_with_zeros(
-    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], like: torch.Tensor, kept: Kept, scratch: dict[str, Any]
+    optimizer: torch.optim.Optimizer,
+    group: Mapping[str, Any],
+    like: torch.Tensor,
+    kept: Kept,
+    scratch: dict[str, Any],
+    of: torch.Tensor | None,
 ) -> bool:
     random = torch.Generator().manual_seed(1)
 
@@ -248,12 +255,12 @@ def _begins_with_zeros(
         return torch.randn(_small(like.dim()), generator=random, device="cpu").to(like.dtype).to(like.device)
 
     value, gradient = drawn(), drawn()
-    parameter = torch.nn.Parameter(value.clone())
+    parameter = standing_for(of, value.clone())
     parameter.grad = gradient.clone()
     copy = bare_copy(optimizer, [{**settings(group), "params": [parameter]}])
     copy.step()
     columns = [value] + [torch.zeros_like(value, dtype=dtype) for dtype in kept.types]
-    apply(optimizer, [(group, kept, scratch, columns, gradient)], 1)
+    apply(optimizer, [(group, kept, scratch, columns, gradient, of)], 1)
     return _same([parameter.detach(), *(copy.state[parameter][name] for name in kept.moments)], columns)
 
 
@@ -277,14 +284,16 @@ def _nearly_orthogonal(gradient: torch.Tensor, weight: torch.Tensor) -> torch.Te
     return nearly.view_as(gradient)
 
 
-def self_check(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], like: torch.Tensor) -> bool:
-    """Say whether parts of a parameter with as many dimensions as `like` get the bits that the whole would: some steps
-    of scratch tensors, compared.
+def self_check(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], like: torch.Tensor, of: torch.Tensor | None = None
+) -> bool:
+    """Say whether parts of a parameter with as many dimensions as `like`, and `of`'s attributes, get the bits that the
+    whole would: some steps of scratch tensors, compared.
 
     Raises `InvalidArgument` where another tensor's gradient makes a difference, since a replica that catches up updates
     tensors apart from each other. Within `one_thread`, as all updates are.
     """
-    kept, scratch = kept_by(optimizer, group, like)
+    kept, scratch = kept_by(optimizer, group, like, of=of)
     name, group, shape = type(optimizer).__name__, _with_rate(group), _small(like.dim())
     count = math.prod(shape)
     borders = (0, 64, 192, 512, 576, count)  # as the session divides: multiples of 64
@@ -297,7 +306,7 @@ def self_check(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], like:
 
     def update(step: int, *parts: tuple[Sequence[torch.Tensor], torch.Tensor]) -> None:
         try:
-            apply(optimizer, [(group, kept, scratch, columns, gradient) for columns, gradient in parts], step)
+            apply(optimizer, [(group, kept, scratch, columns, gradient, of) for columns, gradient in parts], step)
         except Exception as error:
             raise InvalidArgument(
                 f"{name} can't update a part of a tensor, which has one dimension: {type(error).__name__}: {error}. "
@@ -359,15 +368,16 @@ def one_thread(device: torch.device) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-Part = tuple[Mapping[str, Any], Kept, Mapping[str, Any], Sequence[torch.Tensor], torch.Tensor]
+Part = tuple[Mapping[str, Any], Kept, Mapping[str, Any], Sequence[torch.Tensor], torch.Tensor, "torch.Tensor | None"]
 
 
 def apply(optimizer: torch.optim.Optimizer, parts: Sequence[Part], step: int) -> None:
-    """Update parts of parameters by step `step`: each with its group, what is kept, its columns and its gradient."""
+    """Update parts of parameters by step `step`: each with its group, what is kept, its columns, its gradient, and the
+    parameter that it stands for."""
     groups: dict[int, dict[str, Any]] = {}
     states: list[tuple[torch.nn.Parameter, dict[str, Any]]] = []
-    for group, kept, scratch, columns, gradient in parts:
-        parameter = torch.nn.Parameter(columns[0])
+    for group, kept, scratch, columns, gradient, of in parts:
+        parameter = standing_for(of, columns[0])
         parameter.grad = gradient
         groups.setdefault(id(group), {**settings(group), "params": []})["params"].append(parameter)
         states.append((parameter, kept.state(step - 1, columns[1:], scratch)))

@@ -19,6 +19,7 @@ from rejoin._daemon import local_daemon
 from rejoin.errors import InvalidArgument, RejoinError
 from rejoin.launch import Place, place_from_environment
 from rejoin.torch import _attach, _loop, _optimizer
+from rejoin.torch._attributes import told
 from rejoin.torch._buckets import Buckets
 from rejoin.torch._buffers import buffers_of
 from rejoin.torch._checkpoint import checkpoint_of, restore
@@ -210,16 +211,13 @@ class Session:
         """
         if self._model is None or self._optimizer is None or self._updates is None or self._ranks is None:
             raise InvalidArgument("join() before attach()")
-        with torch.no_grad():
-            for tensor in self._tensors:
-                tensor.check_place()
-                tensor.take_changes()
-                tensor.note_version()
-        _attach.refuse_new_buffers(self._model, self._tensors)
+        _attach.take_what_was_done_since(self)
+        if self._position is not None:
+            self._updates.settings.restored = _native.position_step(self._position)
         self._leaving.listen()
         with torch.no_grad():
             untrained = frozen(self._model, self._ranks, [tensor.value for tensor in self._tensors])
-        counted, others = self._updates.offset, (*self._data, untrained)
+        counted, others = self._updates.offset, (*self._data, untrained, told(self._tensors))
         self._native.set_fingerprint(fingerprint(self._optimizer, self._rules, self.device, counted, others))
         with self._leaving.waiting(at_once=True):
             self._native.join(self._position)
@@ -327,10 +325,7 @@ class Session:
         _attach.refuse_scaler(self._optimizer)
         if not self._in_step or self._updated or self._step is None or self._updates is None:
             raise InvalidArgument("optimizer.step() is due once in each step that session.steps() gives")
-        for tensor in self._tensors:
-            tensor.check_place()
-            tensor.check_version()
-        _attach.refuse_buffers_of_forward(self)
+        _attach.check_in_step(self)
         self._updates.check(self._step.number)
         self._buckets.bring_rest()
         try:

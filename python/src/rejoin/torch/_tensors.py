@@ -11,6 +11,7 @@ import torch
 
 from rejoin.errors import InvalidArgument
 from rejoin.torch import _optimizer
+from rejoin.torch._attributes import key_of, refuse_undivided
 from rejoin.torch._sharding import Shard, local, shards_of
 
 log = logging.getLogger("rejoin")
@@ -45,6 +46,7 @@ class Tensor:
     held: list[torch.Tensor] = field(default_factory=list)  # what lies in the session's memory, and others may get
     address: int = 0  # of the weight in the session's memory
     memory: list[int] = field(default_factory=list)  # where that was with attach()
+    goes_by: frozenset[str] = frozenset()  # attributes of the parameter that the optimizer's step() reads
     version: int = 0  # of the parameter, as autograd counts, when the session had written to it
 
     @property
@@ -151,7 +153,7 @@ class Tensor:
             self.columns[-1].copy_(self.columns[0])
 
     def check_place(self) -> None:
-        """Raise `InvalidArgument` where the model has another tensor by now, or the parameter another memory."""
+        """Raise `InvalidArgument` where the model has another buffer by now, or the parameter another memory."""
         if self.owner is not None and self.owner[0]._buffers.get(self.owner[1]) is not self.value:
             raise InvalidArgument(
                 f"buffer '{self.name}' is another tensor than with attach(), and would be each replica's own: write "
@@ -244,7 +246,8 @@ def parameters_of(
     tensors: list[Tensor] = []
     shards = shards_of(model)
     group_of = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
-    elementwise: dict[tuple[int, torch.dtype, int], tuple[_optimizer.Kept, dict[str, Any], bool]] = {}
+    read: dict[tuple[Any, ...], frozenset[str]] = {}
+    elementwise: dict[tuple[Any, ...], tuple[_optimizer.Kept, dict[str, Any], bool]] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
@@ -281,12 +284,17 @@ def parameters_of(
         dtype = torch.float32 if masters and parameter.dtype in (torch.bfloat16, torch.float16) else parameter.dtype
         if shard is not None and main_grad:
             raise InvalidArgument("main_grad=True of a model that fully_shard() has divided: it has no such gradients")
-        key = (group, dtype, parameter.dim())
+        settings: dict[str, Any] = optimizer.param_groups[group]
+        like = torch.empty((0,) * parameter.dim(), dtype=dtype, device=device)
+        carries = (group, dtype, parameter.dim(), *key_of(parameter))
+        if carries not in read:
+            read[carries] = _optimizer.goes_by(optimizer, settings, like, parameter)
+        goes_by = read[carries]
+        refuse_undivided(type(optimizer).__name__, name, parameter, goes_by, main_grad)
+        key = (group, dtype, parameter.dim(), *key_of(parameter, goes_by))
         if key not in elementwise:
-            settings: dict[str, Any] = optimizer.param_groups[group]
-            like = torch.empty((0,) * parameter.dim(), dtype=dtype, device=device)
-            kept, scratch = _optimizer.kept_by(optimizer, settings, like, reserved=int(averaged))
-            same = _optimizer.self_check(optimizer, settings, like)
+            kept, scratch = _optimizer.kept_by(optimizer, settings, like, int(averaged), parameter)
+            same = _optimizer.self_check(optimizer, settings, like, parameter)
             if shard is not None and not same:
                 raise InvalidArgument(
                     f"{type(optimizer).__name__} does not update element by element, and can't be given shards"
@@ -294,7 +302,11 @@ def parameters_of(
             elementwise[key] = (kept, scratch, same)
         kept, scratch, same = elementwise[key]
         reduced = gradients or dtype
-        tensors.append(Tensor(name, parameter, same, group, kept, scratch, shard, dtype, reduced, averaged, main_grad))
+        tensors.append(
+            Tensor(
+                name, parameter, same, group, kept, scratch, shard, dtype, reduced, averaged, main_grad, goes_by=goes_by
+            )
+        )
     if group_of:
         raise InvalidArgument(
             f"{len(group_of)} parameters of the optimizer are not the model's, or are frozen: they would not be "

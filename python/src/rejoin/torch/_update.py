@@ -12,9 +12,10 @@ import torch
 
 from rejoin import _native
 from rejoin.errors import InvalidArgument, Unavailable
-from rejoin.torch import _optimizer
+from rejoin.torch import _optimizer, _refusals
 from rejoin.torch._memory import tensor_at
 from rejoin.torch._ranks import REMEMBERED, Ranks
+from rejoin.torch._settings import Settings
 from rejoin.torch._sharding import first_copies
 from rejoin.torch._tensors import Tensor
 
@@ -59,7 +60,7 @@ class Update:
         # The optimizer's own step() takes the parameters as they are: all of them, and of the session's type.
         self._own_step = not any(t.shard is not None or t.has_master for t in tensors if t.is_parameter)
         self._optimizer_step: Callable[[], Any] = optimizer.step
-        self._settings = [_optimizer.constants(group, rules.lr is not None) for group in optimizer.param_groups]
+        self.settings = Settings(optimizer, tensors, rules.lr is not None)
         self._seen: dict[int, tuple[float, float]] = {}  # by step: this rank's part of the norm, and the loss's scale
         self._coefficients: dict[int, float | None] = {}  # by step, as far as they were asked for
         self._first_copies: set[str] | None = None  # parameters whose shards count here in the norm
@@ -137,24 +138,8 @@ class Update:
 
     def check(self, step: int) -> None:
         """Refuse a step, before anything of it is applied, that a replica which catches up would apply otherwise."""
-        _optimizer.refuse_hooks(self._optimizer)
-        for number, (group, before) in enumerate(zip(self._optimizer.param_groups, self._settings, strict=True)):
-            all_now = _optimizer.constants(group, self._rules.lr is not None)
-            for name, value in before.items():
-                now = all_now.get(name, "nothing")
-                if now == value:
-                    continue
-                if name == "lr":
-                    raise InvalidArgument(
-                        f"the learning rate of group {number} has changed from {value} to {now} under the session: "
-                        "give attach() lr=, a function of the step, so that a replica that catches up knows those of "
-                        "before; one that follows the loss, as ReduceLROnPlateau's, can't be had"
-                    )
-                raise InvalidArgument(
-                    f"{name} of the optimizer's group {number} has changed from {value} to {now} under the session: a "
-                    "replica that catches up applies steps of before with the settings of now. Leave it as it was with "
-                    "attach(): the learning rate alone may follow the step, by its lr="
-                )
+        _refusals.refuse_hooks(self._optimizer)
+        self.settings.check(step)
         self._rates(step)
 
     def _rates(self, step: int) -> list[float] | None:
@@ -266,6 +251,7 @@ class Update:
                     tensor.scratch,
                     [column.view(shape) for column in columns[: 1 + moments]],
                     _clipped(gradient.view(shape), coefficient, tensor.dtype),
+                    tensor.value,
                 )
             )
         if parts and coefficient is not None:

@@ -1,0 +1,61 @@
+"""What was done to an optimizer's object besides its class and settings, and no copy of it for parts would have."""
+
+from __future__ import annotations
+
+import torch
+
+from rejoin.errors import InvalidArgument
+
+LR = (
+    "give attach() lr=, a function of the step, so that a replica that catches up knows those of before; one that "
+    "follows the loss, as ReduceLROnPlateau's, can't be had"
+)
+
+
+def refuse_wrappers(optimizer: torch.optim.Optimizer) -> None:
+    """Raise `InvalidArgument` where the optimizer hands its step() on to another, which no `bare_copy` would have."""
+    for name, value in vars(optimizer).items():
+        for inner in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(inner, torch.optim.Optimizer) and inner is not optimizer:
+                raise InvalidArgument(
+                    f"{type(optimizer).__name__} wraps another optimizer (its '{name}' is of class "
+                    f"{type(inner).__name__}), whose state would be no part of the session: attach that one"
+                )
+
+
+def refuse_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """Raise `InvalidArgument` where the optimizer has hooks, which a `bare_copy` has not."""
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        raise InvalidArgument(
+            "the optimizer has hooks on step(): a replica that catches up updates parts of tensors, without them. "
+            "Take them off, or do the same in the loop's body"
+        )
+
+
+def refuse_step_of_its_own(optimizer: torch.optim.Optimizer) -> None:
+    """Raise `InvalidArgument` where a step() was put on the optimizer, which a replica that catches up would not call.
+
+    That of torch's schedulers, which only notes that it was called, does no harm.
+    """
+    step = vars(optimizer).get("step")
+    step = getattr(step, "__func__", step)
+    if getattr(step, "__globals__", {}).get("__name__") == "torch.optim.lr_scheduler":
+        step = getattr(step, "__wrapped__", None)
+    if step is not None and step is not type(optimizer).step:
+        raise InvalidArgument(
+            "another step() was put on the optimizer (optimizer.step = …, as by torch.compile(optimizer.step)), or it "
+            "is attached already: a replica that catches up updates parts of tensors with the step() of its class, "
+            f"{type(optimizer).__name__}. Let a class of your own, derived from that, have this step()"
+        )
+
+
+def refuse_schedule(optimizer: torch.optim.Optimizer) -> None:
+    """Raise `InvalidArgument` where the optimizer has a schedule, which may change its rates in a far step alone."""
+    scheduled = [number for number, group in enumerate(optimizer.param_groups) if "initial_lr" in group]
+    if scheduled or hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+        raise InvalidArgument(
+            "the optimizer has a schedule of torch.optim.lr_scheduler"
+            + (f" (there is an 'initial_lr' in its group {scheduled[0]})" if scheduled else "")
+            + f", which changes the learning rate under the session: {LR}. Where the rate is to stay what it is, let "
+            "lr= be so: lr=lambda step: 0.001"
+        )
