@@ -101,6 +101,7 @@ fully_shard(model)
 model[0].weight.lr_scale = 0.0
 session = Session(replica=0, rank=int(os.environ["RANK"]), socket="/nowhere/nobody")
 session.attach(model, Layerwise(model.parameters()))
+session._places.check()
 before = [tensor.columns[0].clone() for tensor in session._tensors]
 for pieces in (1, 2):
     for tensor in session._tensors:
@@ -109,6 +110,9 @@ for pieces in (1, 2):
         session._updates.apply(pieces, updates(session, pieces, pieces))
 stayed = [torch.equal(was, tensor.columns[0]) for was, tensor in zip(before, session._tensors)]
 print("right" if stayed == [True, False, False, False] else stayed)
+model(torch.ones(2, 4)).sum().backward()
+session._places._seen.clear()
+session._places.check()
 dist.destroy_process_group()
 """
 

@@ -82,9 +82,10 @@ def refuse_new_buffers(model: torch.nn.Module, tensors: list[Tensor]) -> None:
 
 def take_what_was_done_since(session: Session) -> None:
     """Take what was written to the tensors between attach() and join(), and refuse what can't be trained so."""
-    assert session._model is not None and session._optimizer is not None
+    assert session._model is not None and session._optimizer is not None and session._places is not None
     if session._rules.lr is None:
         _refusals.refuse_schedule(session._optimizer)
+    session._places.check()
     with torch.no_grad():
         for tensor in session._tensors:
             tensor.check_place()
@@ -93,13 +94,13 @@ def take_what_was_done_since(session: Session) -> None:
     refuse_new_buffers(session._model, session._tensors)
 
 
-def check_in_step(session: Session) -> None:
-    """Refuse a step that comes with another model than attach() was given, or with weights that others have changed."""
-    assert session._model is not None
-    for tensor in session._tensors:
-        tensor.check_place()
-        tensor.check_version()
-    if not session._looked_for_buffers:  # the model's first forward() may have made some
+def refuse_buffers_of_forward(session: Session) -> None:
+    """Raise `InvalidArgument` where a step's forward() has put other parameters into the model, or its first one has
+    made buffers."""
+    if session._model is None or session._places is None:
+        return
+    session._places.check()
+    if not session._looked_for_buffers:
         refuse_new_buffers(session._model, session._tensors)
         session._looked_for_buffers = True
 

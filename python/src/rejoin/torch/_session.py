@@ -28,6 +28,7 @@ from rejoin.torch._fingerprint import fingerprint
 from rejoin.torch._frozen import frozen
 from rejoin.torch._leaving import Leaving, Terminated
 from rejoin.torch._metrics import Metrics
+from rejoin.torch._places import Places
 from rejoin.torch._ranks import Ranks
 from rejoin.torch._sharding import groups_of
 from rejoin.torch._step import Step
@@ -80,6 +81,7 @@ class Session:
         self._sharded: list[Any] = []  # FSDP2's groups of the model's parameters
         self._optimizer: torch.optim.Optimizer | None = None
         self._updates: Update | None = None
+        self._places: Places | None = None
         self._joined = self._finished = self._ended = self._in_step = self._updated = False
         self._looked_for_buffers = False
         self._accumulating = self._contributed = self._averaging = False
@@ -171,6 +173,7 @@ class Session:
             self._loss_scale = torch.tensor([math.log2(loss_scale), 0.0], dtype=double, device=self.device)
             scale = Tensor("rejoin.loss_scale", self._loss_scale, False, dtype=double, gradient_dtype=double)
             tensors.append(scale)
+        self._places = Places(model, tensors, self._sharded)
         _attach.declare(self, tensors, bucket_bytes)
         self._updates = Update(self._native, optimizer, tensors, self._rules, self.device, self._ranks, scale)
         for tensor in tensors:
@@ -325,7 +328,10 @@ class Session:
         _attach.refuse_scaler(self._optimizer)
         if not self._in_step or self._updated or self._step is None or self._updates is None:
             raise InvalidArgument("optimizer.step() is due once in each step that session.steps() gives")
-        _attach.check_in_step(self)
+        for tensor in self._tensors:
+            tensor.check_place()
+            tensor.check_version()
+        _attach.refuse_buffers_of_forward(self)
         self._updates.check(self._step.number)
         self._buckets.bring_rest()
         try:
