@@ -97,12 +97,12 @@ def test_a_buffer_that_changes_its_shape_is_refused(tmp_path, monkeypatch, when)
             check()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool])
 @pytest.mark.parametrize("persistent", [False, True])
-def test_a_buffer_that_comes_after_attach_is_refused(tmp_path, persistent):
+def test_a_buffer_that_comes_after_attach_is_refused(tmp_path, persistent, dtype):
     model = torch.nn.Sequential(torch.nn.Linear(2, 2))
     one = attached(tmp_path, model)
-    model[0].register_buffer("u", torch.ones(2), persistent=persistent)
-    model[0].register_buffer("flag", torch.ones(2, dtype=torch.bool))
+    model[0].register_buffer("u", torch.ones(2, dtype=dtype), persistent=persistent)
     if not persistent:
         _attach.refuse_new_buffers(model, one._tensors)
         return

@@ -41,6 +41,27 @@ def make_model(kind: str = "adamw") -> torch.nn.Module:
     )
 
 
+class Flags(torch.nn.Module):
+    """Passes on what comes, and says in small integers that it did, and how often."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("begun", torch.tensor(False))
+        self.register_buffer("counts", torch.zeros(3, dtype=torch.uint8))
+        self.register_buffer("falls", torch.zeros(2, dtype=torch.int8))
+        self.register_buffer("rises", torch.zeros((), dtype=torch.int16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.begun.fill_(True)
+        self.counts.add_(7)
+        self.falls.sub_(3)
+        self.rises.add_(999)
+        return x
+
+    def told(self) -> str:
+        return " ".join(str(buffer.tolist()) for buffer in self.buffers())
+
+
 def make_optimizer(kind: str, model: torch.nn.Module) -> torch.optim.Optimizer:
     if kind == "sgd":
         return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -70,6 +91,8 @@ def main() -> None:
     parser.add_argument("--slow", action="store_true")
     parser.add_argument("--compile", metavar="BACKEND")
     parser.add_argument("--restore", action="store_true")
+    parser.add_argument("--changed", action="store_true")
+    parser.add_argument("--flags", action="store_true")
     parser.add_argument("--save-every", type=int, default=0)
     parser.add_argument("--leave-within", type=float)
     parser.add_argument("--group", action="store_true")
@@ -91,6 +114,8 @@ def main() -> None:
         mixed = {"mp_policy": policy} if given.optimizer == "mixed" else {}
         fully_shard(model[2], **mixed)
         fully_shard(model, **mixed)
+    if given.flags:
+        model.append(Flags())
     optimizer = make_optimizer(given.optimizer, model)
     session.attach(
         model,
@@ -208,6 +233,8 @@ def main() -> None:
     ):
         for step, (x, y) in session.steps(loader):
             now = step.number
+            if given.flags:
+                print(f"flags {now} {model[-1].told()}", flush=True)
             trained.write(json.dumps([step.number, step.samples]) + "\n")
             trained.flush()
             if given.sample_ms:

@@ -18,6 +18,15 @@ _SUMMED = {
     torch.bfloat16: torch.float64,
     torch.float32: torch.float64,
 }
+# Types that the session has not: what it keeps them in, and what they are added up in. A flag's mean is above 0 where
+# one is set, however that is rounded; and what all have equal is the integer that is nearest to their rounded mean, of
+# thousands of replicas, too.
+_SMALL = {
+    torch.bool: (torch.bfloat16, torch.bfloat16),
+    torch.uint8: (torch.int32, torch.float32),
+    torch.int8: (torch.int32, torch.float32),
+    torch.int16: (torch.int32, torch.float64),
+}
 _MOST_CHANGE = 2**31  # of an int64 in a step: times all samples, of which there are fewer than 2^32, it fits
 _MOST_FLOAT64 = 2.0**990  # times all samples it is no infinity
 
@@ -26,7 +35,7 @@ def buffers_of(model: torch.nn.Module, device: torch.device) -> Iterator[Tensor]
     """Give the persistent buffers that become their mean over the replicas, as tensors of a session."""
     for name, buffer in reduced_buffers(model):
         check_placed(name, buffer, device)
-        if buffer.dtype not in TYPES:
+        if buffer.dtype not in TYPES and buffer.dtype not in _SMALL:
             raise InvalidArgument(
                 f"buffer '{name}' has type {buffer.dtype}, of which Rejoin makes no mean: register it with "
                 "persistent=False where each replica makes it for itself, or keep it as float32 (torch.view_as_real())"
@@ -34,8 +43,8 @@ def buffers_of(model: torch.nn.Module, device: torch.device) -> Iterator[Tensor]
         if any(size > 1 and stride == 0 for size, stride in zip(buffer.shape, buffer.stride(), strict=True)):
             raise InvalidArgument(f"buffer '{name}' is expanded, and can't be written: register its clone()")
         prefix, _, own = name.rpartition(".")
-        owner, summed = (model.get_submodule(prefix), own), _SUMMED.get(buffer.dtype, buffer.dtype)
-        yield Tensor(name, buffer, owner=owner, dtype=buffer.dtype, gradient_dtype=summed)
+        kept, summed = _SMALL.get(buffer.dtype) or (buffer.dtype, _SUMMED.get(buffer.dtype, buffer.dtype))
+        yield Tensor(name, buffer, owner=(model.get_submodule(prefix), own), dtype=kept, gradient_dtype=summed)
 
 
 def reduced_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -46,9 +55,8 @@ def reduced_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]
             if buffer is None or name in module._non_persistent_buffers_set or id(buffer) in seen:
                 continue
             seen.add(id(buffer))
-            if buffer.dtype in (torch.bool, torch.uint8, torch.int8, torch.int16) or buffer.numel() == 0:
-                continue
-            yield (f"{prefix}.{name}" if prefix else name), buffer
+            if buffer.numel() > 0:
+                yield (f"{prefix}.{name}" if prefix else name), buffer
 
 
 def check_sums(contributions: list[tuple[Tensor, torch.Tensor]]) -> None:

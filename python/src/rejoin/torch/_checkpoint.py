@@ -51,7 +51,7 @@ def _as_updated(session: Session, of_model: dict[str, Any]) -> dict[str, torch.T
     others = [tensor for tensor in session._tensors if not tensor.is_parameter]
     if not session._joined:
         return {tensor.name: tensor.value for tensor in others}
-    updated = {tensor.name: tensor.view(tensor.columns[0]) for tensor in others}
+    updated = {tensor.name: tensor.view(tensor.columns[0]).to(tensor.value.dtype) for tensor in others}
     at = {_place(tensor.value): tensor for tensor in others if tensor.is_buffer}
     for name, value in of_model.items():  # one that is shared has several names
         tensor = at.get(_place(value)) if type(value) is torch.Tensor else None

@@ -125,10 +125,10 @@ class Session:
         from 1) and updates. `lr` is a function of the step alone, since a replica that catches up applies steps of
         before; without it the groups' learning rates stay what they are. `optimizer.step()` also clears the gradients.
 
-        Persistent buffers of floating point, int32 or int64 (BatchNorm's) become their mean over the replicas in each
-        step, and what is equal on all of them stays as it is; others, and frozen parameters, are each replica's own,
-        and have to be equal from the start. A parameter that gets no gradient in a step counts with zeros: also where
-        no replica has one, the optimizer's weight decay and moments move it, while torch alone would pass over it.
+        Persistent buffers (BatchNorm's, flags, counts) become their mean over the replicas in each step, those of bool
+        true where one of them is, and what is equal on all of them stays as it is; frozen parameters are each replica's
+        own, and have to be equal from the start. A parameter that gets no gradient in a step counts with zeros: also
+        where no replica has one, the optimizer's weight decay and moments move it, while torch alone passes over it.
         `skip_nonfinite`: a step whose mean gradient has an infinity or a NaN changes nothing, on all replicas.
 
         `loss_scale`: for float16, what `step.scale(loss)` multiplies by, at first: a power of 2. It halves when a mean

@@ -138,6 +138,10 @@ class Tensor:
             weight.add_(reduced)
         elif self.is_buffer and self.dtype == torch.float64:  # what has changed by the sum's rounding alone stays
             weight.copy_(torch.where((reduced - weight).abs() <= weight.abs() * _ROUNDED, weight, reduced))
+        elif self.is_buffer and self.value.dtype == torch.bool:  # where they differ, what one of them has set
+            weight.copy_(reduced > 0)
+        elif self.is_buffer and not self.dtype.is_floating_point and reduced.is_floating_point():
+            weight.copy_(reduced.round())
         else:
             weight.copy_(reduced)
 
