@@ -1,12 +1,17 @@
 """What a session has goes to and comes from safetensors and torch's distributed checkpoints."""
 
+import copy
+import re
 from types import SimpleNamespace
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from rejoin.errors import Unavailable  # noqa: E402
+from test_job import Job, check_equal  # noqa: E402
+from torch.optim import SGD  # noqa: E402
+
+from rejoin.errors import InvalidArgument, Mismatch, Unavailable  # noqa: E402
 from rejoin.torch import Session, _checkpoint, replacing  # noqa: E402
 
 
@@ -135,6 +140,101 @@ def test_what_the_optimizer_had_counted_before_the_job_is_exact_beyond_what_its_
     monkeypatch.setattr(_checkpoint, "_native", SimpleNamespace(position_step=lambda position: 11))
     other.load_state_dict(saved)
     assert other._updates.offset == before and other._position == "of step 11"
+
+
+def made(tmp_path, kind=torch.optim.AdamW, model=None, **settings) -> Session:
+    torch.manual_seed(1)
+    model = model or torch.nn.Linear(3, 2)
+    session = Session(replica=0, rank=0, socket=tmp_path / "nobody")
+    session.attach(model, kind(model.parameters(), **({"lr": 0.1, "momentum": 0.9} if kind is SGD else {})), **settings)
+    return session
+
+
+@pytest.fixture
+def saved(tmp_path, monkeypatch) -> dict:
+    """A checkpoint of step 20 of a job with AdamW and the metrics "loss" and "norm"."""
+    one = made(tmp_path, metrics=["loss", "norm"])
+    for tensor in one._tensors:
+        for number, column in enumerate(tensor.columns):
+            column.fill_(0.25 * (number + 1))
+        tensor.refresh()
+    one._metrics.values.copy_(torch.tensor([3.0, 5.0]))
+    one._tensors[-1].take_changes()
+    one._updates.count_all(20)
+    monkeypatch.setattr(one, "_native", SimpleNamespace(position=lambda: "of step 20", committed=lambda: 20))
+    monkeypatch.setattr(one, "_joined", True)
+    monkeypatch.setattr(_checkpoint, "_native", SimpleNamespace(position_step=lambda position: 20))
+    return copy.deepcopy(one.state_dict())
+
+
+@pytest.mark.parametrize(
+    "names, values", [(["norm", "acc"], [5.0, 0.0]), (["loss", "acc", "norm"], [3.0, 0.0, 5.0]), ([], [])]
+)
+def test_a_job_goes_on_with_other_metrics(tmp_path, saved, names, values):
+    one = made(tmp_path, metrics=names)
+    if names:
+        with pytest.raises(InvalidArgument, match=r"has the metrics \['loss', 'norm'\], .*changed=True"):
+            one.load_state_dict(saved)
+    one.load_state_dict(saved, changed=True)
+    assert one._metrics.values.tolist() == values
+    assert float(one._optimizer.state[one._model.weight]["step"]) == 20 and one._updates.offset == 0
+    assert (one._position, one._compares) == ("of step 20", False)
+
+
+def test_a_checkpoint_of_before_tells_no_names_of_metrics(tmp_path, saved):
+    of_rank = saved["rejoin"]["rank0"]
+    of_rank["position"] = of_rank["position"].partition(" metrics=")[0]
+    same, more = made(tmp_path, metrics=["loss", "norm"]), made(tmp_path, metrics=["loss"])
+    same.load_state_dict(saved)
+    assert same._metrics.values.tolist() == [3.0, 5.0] and same._compares
+    with pytest.raises(InvalidArgument, match="has 2 metrics, and attach.. was given .'loss'.: .*changed=True"):
+        more.load_state_dict(saved)
+    more.load_state_dict(saved, changed=True)
+    assert more._metrics.values.tolist() == [0.0]
+
+
+def test_a_job_goes_on_with_an_average_a_scale_and_another_optimizer(tmp_path, saved):
+    one = made(tmp_path, SGD, metrics=["loss", "norm"], ema=0.9, loss_scale=1024.0)
+    one.load_state_dict(saved, changed=True)
+    weight = one._tensors[0]
+    assert all(bool((column == value).all()) for column, value in zip(weight.columns, [0.25, 0.0, 0.25], strict=True))
+    assert one._loss_scale.tolist() == [10.0, 0.0]
+    # What begins anew counts from the job's next step on, so that AdamW corrects its moments as it should.
+    without = {**saved, "optimizer": {"state": {}, "param_groups": []}}
+    other = made(tmp_path, metrics=["loss", "norm"])
+    other.load_state_dict(without, changed=True)
+    assert other._updates.offset == -20 and float(other._optimizer.state[other._model.weight]["step"]) == 0
+
+
+def test_a_job_goes_on_with_another_optimizer_and_an_average_and_loses_a_replica(tmp_path):
+    Job(tmp_path, "--save-every", "20", steps=20).wait()
+    directory = tmp_path / "second"
+    directory.mkdir()
+    (directory / "checkpoint.pt").write_bytes((tmp_path / "checkpoint.pt").read_bytes())
+    changed = ["--optimizer", "sgd", "--ema", "0.9", "--restore"]
+    job = Job(directory, *changed, "--changed", replicas=2, steps=70, kill={1: ("forward", 30)})
+    assert "replica 1 ended with signal SIGKILL" in job.wait()
+    steps = [[int(step) for step in re.findall(r"^step (\d+) mean", job.log(replica), re.M)] for replica in (0, 1)]
+    assert min(steps[0]) == 21 and max(steps[1]) == 70
+    check_equal(job, 2)
+
+
+def test_a_state_that_differs_names_the_remedy_in_python(tmp_path, saved, monkeypatch):
+    one = made(tmp_path, metrics=["loss", "norm"], ema=0.9)
+    one.load_state_dict(saved)
+    given = []
+
+    def join(position, compare):
+        given.append((position, compare))
+        if compare:
+            raise Mismatch("its digest is 1, and should be 2; where they are meant to differ, give join() the position")
+
+    monkeypatch.setattr(one, "_native", SimpleNamespace(set_fingerprint=lambda text: None, join=join))
+    with pytest.raises(Mismatch, match=r"should be 2; where .* session.load_state_dict\(state, changed=True\)"):
+        one.join()
+    one.load_state_dict(saved, changed=True)
+    one.join()
+    assert given == [("of step 20", True), ("of step 20", False)]
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):

@@ -130,7 +130,7 @@ def main() -> None:
         loss_scale=given.loss_scale,
     )
     if given.restore:
-        session.load_state_dict(torch.load(given.out / "checkpoint.pt", weights_only=True))
+        session.load_state_dict(torch.load(given.out / "checkpoint.pt", weights_only=True), changed=given.changed)
     data = make_data()
     loader = torch.utils.data.DataLoader(
         data,

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rejoin import _native
-from rejoin.errors import InvalidArgument
+from rejoin.errors import InvalidArgument, Mismatch
 from rejoin.torch import _optimizer
 
 if TYPE_CHECKING:
+    from rejoin.torch._metrics import Metrics
     from rejoin.torch._session import Session
 
 # Behind a position: what the optimizer had counted before the job, which its own counts, of float32, tell up to 2^24.
-# It is no key of its own, as dcp.load() refuses a checkpoint without one, such as an older one.
-_COUNTED = " counted="
+# Behind that the metrics' names. They are no keys of their own, as dcp.load() refuses a checkpoint without one, such as
+# an older one.
+_COUNTED, _METRICS = " counted=", " metrics="
+_REMEDY = "where that is meant, session.load_state_dict(state, changed=True)"
 
 
 def checkpoint_of(session: Session) -> dict[str, Any]:
@@ -33,8 +38,9 @@ def checkpoint_of(session: Session) -> dict[str, Any]:
     masters = {t.name: t.optimizers(t.columns[0]) for t in parameters if t.has_master}
     average = {t.name: t.optimizers(t.columns[-1]) for t in parameters if t.averaged}
     state.update({name: of for name, of in (("masters", masters), ("average", average)) if of})
+    beside = f"{_COUNTED}{session._updates.offset}{_METRICS}{json.dumps(session._metrics.names)}"
     of_rank: dict[str, Any] = {
-        "position": f"{session._native.position()}{_COUNTED}{session._updates.offset}" if session._joined else None,
+        "position": f"{session._native.position()}{beside}" if session._joined else None,
         "version": session._native.committed() if session._joined else 0,
         "metrics": updated.get("rejoin.metrics"),  # of the last step: a part of the state
         "loss_scale": session._loss_scale,
@@ -64,7 +70,22 @@ def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
-def restore(session: Session, state: Mapping[str, Any]) -> None:
+@contextmanager
+def remedy_in_python() -> Iterator[None]:
+    """Within this block, in which the session joins: where the state is another one than the position's, say it so."""
+    try:
+        yield
+    except Mismatch as error:
+        what, found, _ = str(error).partition("; where they are meant to differ, ")
+        if not found:
+            raise
+        raise Mismatch(
+            f"{what}; where metrics, average, loss scale, masters, buffers or the optimizer are meant to be others "
+            "than the checkpoint's, session.load_state_dict(state, changed=True)"
+        ) from None
+
+
+def restore(session: Session, state: Mapping[str, Any], changed: bool = False) -> None:
     """Take the state in as `Session.load_state_dict()` says."""
     if session._model is None or session._optimizer is None or session._updates is None or session._joined:
         raise InvalidArgument("load_state_dict() comes after attach() and before join()")
@@ -73,13 +94,15 @@ def restore(session: Session, state: Mapping[str, Any]) -> None:
     if "rejoin" in state and place is None:
         known = ", ".join(state["rejoin"])
         raise InvalidArgument(f"the checkpoint knows {known}, and this is rank {session.rank} of its replica")
-    position, _, counted = (place["position"] or "" if place is not None else "").partition(_COUNTED)
+    position, _, beside = (place["position"] or "" if place is not None else "").partition(_COUNTED)
+    counted, _, names = beside.partition(_METRICS)
     version = _native.position_step(position) if position else 0
     if place is not None:
-        _load_own("metrics", session._metrics.state, place.get("metrics"))
-        _load_own("loss_scale", session._loss_scale, place.get("loss_scale"))
-    _load_optimizer(session, state["optimizer"]["state"], version, int(counted) if counted else None)
-    session._position = position or None
+        _load_metrics(session._metrics, place.get("metrics"), json.loads(names) if names else None, changed)
+        if session._loss_scale is not None and place.get("loss_scale") is not None:
+            session._loss_scale.copy_(place["loss_scale"])
+    _load_optimizer(session, state["optimizer"]["state"], version, int(counted) if counted else None, changed)
+    session._position, session._compares = position or None, not changed
     buffers = place.get("buffers", {}) if place is not None else {}
     with torch.no_grad():
         for tensor in session._tensors:
@@ -95,15 +118,22 @@ def restore(session: Session, state: Mapping[str, Any]) -> None:
                 tensor.take(tensor.columns[-1], state.get("average", {}).get(tensor.name, tensor.value))
 
 
-def _load_own(name: str, to: torch.Tensor | None, values: torch.Tensor | None) -> None:
-    if to is None or values is None:
+# By name; those that the checkpoint does not have begin with zeros. Older ones have no names.
+def _load_metrics(metrics: Metrics, values: torch.Tensor | None, names: list[str] | None, changed: bool) -> None:
+    if values is None or metrics.state is None:
         return
-    if values.shape != to.shape:
-        raise InvalidArgument(f"the checkpoint has {values.numel()} {name}, and attach() was given {to.numel()}")
-    to.copy_(values)
+    if names is None and len(values) == len(metrics.names):
+        names = list(metrics.names)
+    if names != list(metrics.names) and not changed:
+        has = f"the metrics {names}" if names is not None else f"{len(values)} metrics"
+        raise InvalidArgument(f"the checkpoint has {has}, and attach() was given {list(metrics.names)}: {_REMEDY}")
+    loaded = dict(zip(names or (), values.tolist(), strict=True)) if names is not None else {}
+    metrics.values.copy_(torch.tensor([loaded.get(name, 0.0) for name in metrics.names], dtype=values.dtype))
 
 
-def _load_optimizer(session: Session, state: Mapping[int, Mapping[str, Any]], version: int, before: int | None) -> None:
+def _load_optimizer(
+    session: Session, state: Mapping[int, Mapping[str, Any]], version: int, before: int | None, changed: bool
+) -> None:
     assert session._optimizer is not None and session._updates is not None
     held = {id(tensor.value): tensor for tensor in session._tensors}
     order = [p for group in session._optimizer.param_groups for p in group["params"]]
@@ -121,6 +151,10 @@ def _load_optimizer(session: Session, state: Mapping[int, Mapping[str, Any]], ve
     counted = _optimizer.counted((t.name, t.kept, state.get(number, {})) for number, t in enumerate(tensors))
     for number, kept in state.items():
         tensors[number].take_state(kept)
-    if state and counted is not None:
+    begins = changed and not any(set(t.kept.moments) & set(state.get(n, {})) for n, t in enumerate(tensors))
+    if begins and counted is not None:  # another optimizer: it counts from the job's next step on
+        session._updates.offset = -version
+        session._updates.count_all(version)
+    elif state and counted is not None:
         session._updates.offset = before if before is not None else counted - version
         session._updates.count_all(version)

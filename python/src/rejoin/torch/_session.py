@@ -22,7 +22,7 @@ from rejoin.torch import _attach, _loop, _optimizer
 from rejoin.torch._attributes import told
 from rejoin.torch._buckets import Buckets
 from rejoin.torch._buffers import buffers_of
-from rejoin.torch._checkpoint import checkpoint_of, restore
+from rejoin.torch._checkpoint import checkpoint_of, remedy_in_python, restore
 from rejoin.torch._data import Batches, Fetcher
 from rejoin.torch._fingerprint import fingerprint
 from rejoin.torch._frozen import frozen
@@ -93,6 +93,7 @@ class Session:
         self._position: str | None = None
         self._is_busy = False
         self._fetchers: dict[int, Fetcher] = {}
+        self._compares = True  # the state with the position's digest
         self._data: list[str] = []  # what batches() was told
         self._group: SessionGroup | None = None
 
@@ -222,8 +223,8 @@ class Session:
             untrained = frozen(self._model, self._ranks, [tensor.value for tensor in self._tensors])
         counted, others = self._updates.offset, (*self._data, untrained, told(self._tensors))
         self._native.set_fingerprint(fingerprint(self._optimizer, self._rules, self.device, counted, others))
-        with self._leaving.waiting(at_once=True):
-            self._native.join(self._position)
+        with self._leaving.waiting(at_once=True), remedy_in_python():
+            self._native.join(self._position, self._compares)
         self._joined = True
 
     def leave(self) -> None:
@@ -355,6 +356,10 @@ class Session:
 
     def state_digest(self) -> int:
         """Digest of weights and optimizer state: equal on all replicas after the same step."""
+
+        `changed`: metrics, average, loss scale, masters, buffers or the optimizer are meant to be others than those of
+        the checkpoint; what it has of them is taken, the rest begins anew, and nobody compares the state with the
+        position's digest. Else `join` raises `Mismatch` where anything differs.
         return self._native.state_digest()
 
     def state_dict(self) -> dict[str, Any]:
@@ -367,13 +372,13 @@ class Session:
         """
         return checkpoint_of(self)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], *, changed: bool = False) -> None:
         """Restore what `state_dict` gave, or a plain PyTorch job's {"model": …, "optimizer": …}, before join().
 
         Every replica does, also one that is started again later: how many steps the optimizer had counted before the
         job began comes from here, and the coordinator refuses a replica that counts otherwise.
         """
-        restore(self, state)
+        restore(self, state, changed)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
