@@ -51,8 +51,8 @@ def show_function(node, is_method=False):
     kinds = [ast.unparse(one) for one in node.decorator_list]
     result = "" if node.returns is None else ast.unparse(node.returns)
     shown = node.name if "property" in kinds else f"{node.name}({arguments_of(node, is_method)})"
-    if "contextmanager" in kinds:
-        shown = f"with {shown}"
+    if "contextmanager" in kinds or result.startswith("AbstractContextManager["):
+        shown = f"with {shown}" + " as bool" * result.endswith("[bool]")
     elif result != "None":
         shown += f" -> {result}"
     return f"**`{shown}`**\n\n{text_of(node)}\n"

@@ -72,8 +72,9 @@ def main() -> None:
         optimizer.zero_grad()
         if step.number % 10 == 0:
             print(f"step {step.number} loss {step.mean('loss'):.4f}", flush=True)
-    if session.leads:
-        torch.save(model.state_dict(), "gpt.pt")
+    with session.final_save("gpt.pt") as mine:
+        if mine:
+            torch.save(model.state_dict(), "gpt.pt")
 
 
 if __name__ == "__main__":

@@ -224,6 +224,20 @@ def test_a_job_that_ends_says_how_far_it_has_come(tmp_path):
     assert told == "rejoin-run: finished: step 20 is committed\n"
 
 
+@pytest.mark.parametrize("others", [False, True])
+def test_a_job_whose_last_state_has_died_with_all_that_had_it_does_not_end_well(tmp_path, others):
+    died = tmp_path / "died"
+    more = """
+    def _status(self):
+        members = [{"replica": 0, "role": "contributor"}, {"replica": 1, "role": ROLE}]
+        return {"finished": True, "committed": 20, "members": members}
+""".replace("ROLE", repr("contributor" if others else "catching_up"))
+    job = job_of(tmp_path, f"[[ -e {died} ]] && exit 0; touch {died}; kill -9 $$", "exit 0", more=more)
+    _, told = job.communicate(timeout=60)
+    assert "replica 0 ended with signal SIGKILL, and is started again" in told
+    assert ("a final save, may not be done" in told, job.returncode) == ((False, 0) if others else (True, 1)), told
+
+
 # What `rejoin status` is told is no address for each daemon of a job; nor are the names of another one's files.
 def test_the_page_is_named_and_what_variables_say_of_another_daemon_is_not_taken(tmp_path, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as other:

@@ -280,12 +280,18 @@ def main() -> None:
                 last = session.state_digest()
     assert next(session.steps(loader), None) is None, "a loop over data epochs goes on here"
     writing.join()
-    if now and step.leads and ranks == 1:
-        torch.save(session.state_dict(), given.out / "final.pt")
-    if now and step.leads and ranks > 1:
-        shards = [p.to_local() for p in model.parameters()]
-        moments = [optimizer.state[p]["exp_avg_sq"].to_local() for p in model.parameters()]
-        torch.save([shards, moments], given.out / f"final.{session.rank}.pt")
+    holds(now, "final")
+    with session.final_save(given.out / "final.pt") as mine:
+        dies(now, "final" if mine else "not mine")
+        if mine and ranks == 1:
+            with rj.replacing(given.out / "final.pt") as file:
+                torch.save(session.state_dict(), file)
+                dies(now, "saved")
+            print("final save", flush=True)
+        elif mine:
+            shards = [p.to_local() for p in model.parameters()]
+            moments = [optimizer.state[p]["exp_avg_sq"].to_local() for p in model.parameters()]
+            torch.save([shards, moments], given.out / f"final.{session.rank}.pt")
     print(f"{who}end {session.committed} {last if now else 0:016x}", flush=True)
     if ranks > 1:
         dist.destroy_process_group()

@@ -3,8 +3,9 @@
     rejoin-run --replicas 3 --batch 32 --steps 1000 -- python train.py
 
 What dies is started again, until the job is finished: kill -9 any of it. The exit status is 0 when each replica has
-ended with 0, or has left after a signal; 1 when the job was given up or could not start; 2 for wrong arguments. A fresh
-directory is made in the temporary one, and nobody removes it.
+ended with 0, or has left after a signal; 1 when the job was given up, could not start, or lost all that had its last
+state before their scripts had ended; 2 for wrong arguments. A fresh directory is made in the temporary one, and
+nobody removes it.
 """
 
 from __future__ import annotations
@@ -26,13 +27,14 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rejoin import _native
 from rejoin._programs import path
+from rejoin._run_commands import by_torchrun, of_daemons
 
 _PR_SET_PDEATHSIG = 1
 _ENDS_WITHIN_SECONDS = 10.0
@@ -63,26 +65,6 @@ def _how(status: int) -> str:
         return f"signal {signal.Signals(-status).name}"
     except ValueError:  # most real-time signals have no name
         return f"signal {-status}"
-
-
-# Torchrun's own way to run a script, by way of a program that ends with it.
-def _by_torchrun(ranks: int, command: list[str]) -> list[str]:
-    if "python" in Path(command[0]).name:
-        command = [sys.executable, "-u", *command[1:]]
-    worker = str(Path(__file__).with_name("_torchrun_worker.py"))
-    # The shell becomes torchrun: its workers are told which process they are to end with.
-    return ["sh", "-c", '_TORCHRUN=$$ exec "$@"', "sh", sys.executable, "-m", "torch.distributed.run", "--standalone",
-            "--nproc-per-node", str(ranks), worker, *command]  # fmt: skip
-
-
-# A job has several daemons: no two can have one socket or port, nor a role that one variable gives to all of them.
-def _of_daemons(environment: Mapping[str, str]) -> dict[str, str]:
-    variables = dict(environment)
-    for name in ("SOCKET", "COORDINATOR", "COORDINATOR_ROLE", "RELAY", "ADDRESS_FILE"):
-        variables.pop(f"REJOIN_{name}", None)
-    if not variables.get("REJOIN_STATUS", "").endswith(":0"):  # a port that is free
-        variables.pop("REJOIN_STATUS", None)
-    return variables
 
 
 @dataclass
@@ -127,6 +109,7 @@ class Job:
         self._look_at = math.inf
         self._committed: int | None = None  # when it was first seen
         self._was_finished = False  # before anything was trained
+        self._died_at_the_end: set[str] = set()  # replicas, after the last commit
         self._told: set[str] = set()
         self._addresses = directory / "coordinator.json"
         self._key = directory / "job.key"
@@ -155,7 +138,7 @@ class Job:
     def _daemon(self, name: str, *flags: str) -> _Process:
         command = [path("rejoind"), "--job-key-file", str(self._key), "--name", name, *flags]
         command += ["--silence-ms", str(self._arguments.silence_ms)]
-        return self._start(_Process(name, command, _of_daemons(os.environ), self._directory / f"{name}.log"))
+        return self._start(_Process(name, command, of_daemons(os.environ), self._directory / f"{name}.log"))
 
     def start(self) -> None:
         """Start everything."""
@@ -182,7 +165,7 @@ class Job:
                 "REJOIN_SOCKET": str(socket),
                 "REJOIN_REPLICA": str(replica),
             }
-            command = _by_torchrun(given.ranks, given.command) if given.ranks > 1 else list(given.command)
+            command = by_torchrun(given.ranks, given.command) if given.ranks > 1 else list(given.command)
             output = None if given.show else self._directory / f"replica{replica}.log"
             self._replicas.append(self._start(_Process(f"replica {replica}", command, environment, output)))
 
@@ -216,10 +199,18 @@ class Job:
         else:
             self._look_at = time.monotonic() + _LOOKS_EVERY_SECONDS
 
-    def _look_at_the_end(self) -> None:
+    # The exit status: 1 where all that had the last state have died before their scripts had ended.
+    def _look_at_the_end(self) -> int:
         status = self._status()
-        if status.get("finished") and not self._was_finished:
-            self._say(f"finished: step {status['committed']} is committed")
+        if not status.get("finished") or self._was_finished:
+            return 0
+        self._say(f"finished: step {status['committed']} is committed")
+        had = {f"replica {one['replica']}" for one in status.get("members", []) if one["role"] == "contributor"}
+        if not had or had - self._died_at_the_end:
+            return 0
+        self._say("each replica that had the state of the last step has died before its script had ended: what it "
+                  "was to do at the end, such as a final save, may not be done")  # fmt: skip
+        return 1
 
     # Who starts a job looks at the terminal, and not into the logs, until it has begun.
     def _look_at_waits(self) -> None:
@@ -259,8 +250,7 @@ class Job:
                 for process in self._all:
                     if not self._look_after(process):
                         return 1
-            self._look_at_the_end()
-            return 0
+            return self._look_at_the_end()
         finally:
             self._stop()
 
@@ -305,6 +295,8 @@ class Job:
         if is_replica and (status == 0 or self._ending):
             process.ended = True
             return True
+        if is_replica and not self._was_finished and self._status().get("finished"):
+            self._died_at_the_end.add(process.name)
         return self._again(process, f"ended with {_how(status)}")
 
     def _again(self, process: _Process, what: str) -> bool:

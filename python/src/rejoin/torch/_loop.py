@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import DataLoader
 
 from rejoin.errors import InvalidArgument, RejoinError
-from rejoin.torch._attach import lay
+from rejoin.torch import _attach
 from rejoin.torch._data import LONGEST_WAIT, Fetcher
+from rejoin.torch._leaving import Terminated
 from rejoin.torch._sharding import gather_again
 from rejoin.torch._step import Step
 from rejoin.torch._tensors import Tensor
@@ -141,13 +142,36 @@ def averaged(session: Session) -> Iterator[None]:
         raise InvalidArgument("averaged() without averages: attach(…, ema=0.999)")
     if session._in_step and not session._updated:
         raise InvalidArgument("averaged() comes after optimizer.step()")
-    lay(session, -1)
+    _attach.lay(session, -1)
     session._averaging = True
     try:
         yield
     finally:
         session._averaging = False
-        lay(session, 0)
+        _attach.lay(session, 0)
+
+
+def commit(session: Session, closure: Callable[[], float] | None) -> None:
+    """End a step: the optimizer's step(), as the script calls it."""
+    if closure is not None:
+        raise InvalidArgument("optimizer.step() with a closure: a step is computed once")
+    assert session._optimizer is not None
+    _attach.refuse_scaler(session._optimizer)
+    if not session._in_step or session._updated or session._step is None or session._updates is None:
+        raise InvalidArgument("optimizer.step() is due once in each step that session.steps() gives")
+    for tensor in session._tensors:
+        tensor.check_place()
+        tensor.check_version()
+    _attach.refuse_buffers_of_forward(session)
+    session._updates.check(session._step.number)
+    session._buckets.bring_rest()
+    try:
+        update(session, session._step.number)
+    except Terminated:
+        with suppress(RejoinError):
+            session.leave()
+        raise
+    session._updated = True
 
 
 def update(session: Session, step: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import struct
 import time
 from collections import deque
@@ -79,28 +80,45 @@ class Ranks:
             total += struct.unpack("<d", packed)[0]
         return total
 
-    def gather(self, name: str, mine: bytes) -> list[bytes]:
-        """Give what each rank says under this name, in their order; once for each name. Waits for the others."""
+    def gather(self, name: str, mine: bytes, patient: bool = False) -> list[bytes]:
+        """Give what each rank says under this name, in their order; once for each name. Waits for the others.
+
+        `patient`: however long it takes, and when this replica has left the job.
+        """
         if self._store is None:
             return [mine]
         self._store.set(f"{name}/{self.rank}", mine)
         keys = [f"{name}/{rank}" for rank in range(self._size)]
-        self._wait(f"its '{name}'", keys)
+        self._wait(f"its '{name}'", keys, patient)
         return list(self._store.multi_get(keys))
+
+    def first_says(self, name: str, first: Callable[[], bool] | None) -> bool:
+        """Give what `first` gives on rank 0, on all ranks, which wait for it however long it takes; once for each name.
+
+        The other ranks have none.
+        """
+        if self._store is None:
+            assert first is not None
+            return first()
+        if first is not None:
+            self._store.set(name, b"1" if first() else b"0")
+        self._wait(f"'{name}'", [name], patient=True)
+        return bool(self._store.get(name) == b"1")
 
     # A rank that is stopped, or has died, is found by its daemon, and the whole replica is out. One that hangs in its
     # update is found here alone: the job takes it for one that evaluates, or writes a checkpoint, between steps.
-    def _wait(self, what: str, keys: list[str]) -> None:
+    def _wait(self, what: str, keys: list[str], patient: bool = False) -> None:
         looked_at = turn_at = time.monotonic()
         waited = 0.0  # as far as this process saw it: where it was stopped, others may have told meanwhile
-        limit = LONGEST_WAIT_SECONDS + 8 * max(self._steps, default=0.0)
+        limit = math.inf if patient else LONGEST_WAIT_SECONDS + 8 * max(self._steps, default=0.0)
         with self._leaving.waiting(at_once=False):
             while missing := self._missing(keys):
                 now = time.monotonic()
                 if now - looked_at > 0.1:
                     looked_at = now
                     self._leaving.look()
-                    self._check()
+                    if not patient:
+                        self._check()
                 if waited > limit:
                     raise Unavailable(
                         f"rank {missing[0]} of this replica has not told {what} for {limit:.0f} s: it hangs, or died"

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import math
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ from rejoin.torch._buckets import Buckets
 from rejoin.torch._buffers import buffers_of
 from rejoin.torch._checkpoint import checkpoint_of, remedy_in_python, restore
 from rejoin.torch._data import Batches, Fetcher
+from rejoin.torch._final import final_save
 from rejoin.torch._fingerprint import fingerprint
 from rejoin.torch._frozen import frozen
 from rejoin.torch._leaving import Leaving, Terminated
@@ -91,11 +93,12 @@ class Session:
         self._rules = Rules()
         self._ranks: Ranks | None = None
         self._position: str | None = None
+        self._compares = True  # the state with the position's digest
         self._is_busy = False
         self._fetchers: dict[int, Fetcher] = {}
-        self._compares = True  # the state with the position's digest
         self._data: list[str] = []  # what batches() was told
         self._group: SessionGroup | None = None
+        self._since, self._saves = time.time(), 0  # final ones
 
     @classmethod
     def from_environment(cls, device: torch.device | str = "cpu", **settings: Any) -> Session:
@@ -276,15 +279,13 @@ class Session:
         log.info("replica %d rank %d leaves after step %d", self.replica, self.rank, self._native.committed())
         self.leave()
 
-    @contextmanager
-    def warm_up(self) -> Iterator[None]:
+    def warm_up(self) -> AbstractContextManager[None]:
         """Do within this block, before join(), what is slow the first time and has to leave no trace.
 
         Such as forward and backward of a compiled model, with data of the shape to come. Gradients are dropped
         afterwards; the model's buffers and torch's random numbers are what they were. The others wait for nothing.
         """
-        with _loop.warmed_up(self):
-            yield
+        return _loop.warmed_up(self)
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -323,25 +324,7 @@ class Session:
                 tensor.gradient.zero_()
 
     def _commit(self, closure: Callable[[], float] | None = None) -> float | None:
-        if closure is not None:
-            raise InvalidArgument("optimizer.step() with a closure: a step is computed once")
-        assert self._optimizer is not None
-        _attach.refuse_scaler(self._optimizer)
-        if not self._in_step or self._updated or self._step is None or self._updates is None:
-            raise InvalidArgument("optimizer.step() is due once in each step that session.steps() gives")
-        for tensor in self._tensors:
-            tensor.check_place()
-            tensor.check_version()
-        _attach.refuse_buffers_of_forward(self)
-        self._updates.check(self._step.number)
-        self._buckets.bring_rest()
-        try:
-            _loop.update(self, self._step.number)
-        except Terminated:
-            with suppress(RejoinError):
-                self.leave()
-            raise
-        self._updated = True
+        _loop.commit(self, closure)
         return None
 
     @property
@@ -356,10 +339,6 @@ class Session:
 
     def state_digest(self) -> int:
         """Digest of weights and optimizer state: equal on all replicas after the same step."""
-
-        `changed`: metrics, average, loss scale, masters, buffers or the optimizer are meant to be others than those of
-        the checkpoint; what it has of them is taken, the rest begins anew, and nobody compares the state with the
-        position's digest. Else `join` raises `Mismatch` where anything differs.
         return self._native.state_digest()
 
     def state_dict(self) -> dict[str, Any]:
@@ -377,21 +356,34 @@ class Session:
 
         Every replica does, also one that is started again later: how many steps the optimizer had counted before the
         job began comes from here, and the coordinator refuses a replica that counts otherwise.
+
+        `changed`: metrics, average, loss scale, masters, buffers or the optimizer are meant to be others than those of
+        the checkpoint; what it has of them is taken, the rest begins anew, and nobody compares the state with the
+        position's digest. Else `join` raises `Mismatch` where anything differs.
         """
         restore(self, state, changed)
 
-    @contextmanager
-    def averaged(self) -> Iterator[None]:
+    def averaged(self) -> AbstractContextManager[None]:
         """Let the model's parameters be their moving averages (`ema`) within this block, to evaluate or save them.
 
         Between steps: after `optimizer.step()`, in the loop's body.
         """
-        with _loop.averaged(self):
-            yield
+        return _loop.averaged(self)
+
+    def final_save(self, path: str | os.PathLike[str]) -> AbstractContextManager[bool]:
+        """Let one replica write the job's result, after the loop: true within its block, false in the others'.
+
+        All replicas wait at the block's beginning until `path` is written; where the one that writes dies, or its block
+        raises, the next one's is true. Whose turn it is a lock says, of a small file beside `path` (`gpt.pt.saved`):
+        where replicas have disks of their own, one writes on each. It is true where `leads` is, and nobody waits,
+        when replicas have left before the job's end, or the file system has no locks. On a replica that came back when
+        the job was finished it is false at once. With several ranks all of them enter the block.
+        """
+        return final_save(self, path)
 
     @property
     def leads(self) -> bool:
-        """Whether this replica led the last step that it trained: true on one, for what one does for all at the end."""
+        """Whether this replica led the last step that it trained: true on one; if it dies, on none."""
         return self._step is not None and self._step.leads and self.version is not None
 
     @property
