@@ -134,7 +134,7 @@ def test_data_sets_are_compared_when_replicas_join(tmp_path, monkeypatch):
         one = session(tmp_path)
         one.attach(model, torch.optim.AdamW(model.parameters()))
         one.batches(**{"size": 100, **settings})
-        monkeypatch.setattr(one, "_native", SimpleNamespace(set_fingerprint=told.append, join=lambda position: None))
+        monkeypatch.setattr(one, "_native", SimpleNamespace(set_fingerprint=told.append, join=lambda *_: None))
         one.join()
     assert "; data of 100 samples, seed 0, shuffle True, shards 1" in told[0], told
     assert len(set(told)) == 5 and told[-2] == told[-1], "which shard it is, is a rank's own"
@@ -184,7 +184,7 @@ def test_what_is_frozen_after_attach_is_still_the_sessions_and_comes_from_the_ot
         one.attach(model, torch.optim.AdamW([*model[0].parameters(), *model[2].parameters()]))
         model[2].requires_grad_(False)
         model[2].weight.fill_(value)
-        monkeypatch.setattr(one, "_native", SimpleNamespace(set_fingerprint=told.append, join=lambda position: None))
+        monkeypatch.setattr(one, "_native", SimpleNamespace(set_fingerprint=told.append, join=lambda *_: None))
         one.join()
     assert "2 frozen: 1.weight" in told[0] and told[0] == told[1], told
 
