@@ -3,6 +3,8 @@
 import os
 import signal
 import subprocess
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ from test_job import RUNNING, Job  # noqa: E402
 from test_run import until  # noqa: E402
 from writer import session  # noqa: E402
 
-from rejoin.torch import _final  # noqa: E402
+from rejoin.torch import _final, _leaving, _ranks  # noqa: E402
 
 
 @pytest.mark.parametrize("place", ["final", "saved"])
@@ -67,6 +69,29 @@ def test_the_others_wait_for_the_one_that_writes_and_one_of_them_takes_over_when
     (tmp_path / "first.go").touch()
     assert first.wait(60) == 0 and other.wait(60) == 0
     assert (tmp_path / "other.False").exists() and path.read_text() == "first"
+
+
+def test_all_ranks_of_a_replica_write_and_it_counts_when_all_have(tmp_path):
+    store, path, seen = torch.distributed.HashStore(), tmp_path / "gpt", []
+    first_has_written = threading.Event()
+
+    def rank(number: int) -> None:
+        ranks = _ranks.Ranks(0, _leaving.Leaving(), lambda: pytest.fail("it has left, and asks for nobody"))
+        ranks.rank, ranks._size, ranks._store = number, 2, store
+        one = session()
+        one._ranks = ranks
+        for _ in range(2):
+            with _final.final_save(one, path) as mine:
+                seen.append(mine)
+                if mine and number == 0:
+                    first_has_written.set()
+                elif mine:
+                    assert first_has_written.wait(60)
+                    assert (tmp_path / "gpt.saved").read_text() == ""
+
+    with ThreadPoolExecutor() as threads:
+        list(threads.map(rank, (0, 1)))
+    assert seen == [True, True, False, False]
 
 
 def test_what_is_written_counts_for_this_job_and_this_state_alone(tmp_path):
