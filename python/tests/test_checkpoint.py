@@ -1,14 +1,12 @@
 """What a session has goes to and comes from safetensors and torch's distributed checkpoints."""
 
 import copy
-import re
 from types import SimpleNamespace
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from test_job import Job, check_equal  # noqa: E402
 from torch.optim import SGD  # noqa: E402
 
 from rejoin.errors import InvalidArgument, Mismatch, Unavailable  # noqa: E402
@@ -204,19 +202,6 @@ def test_a_job_goes_on_with_an_average_a_scale_and_another_optimizer(tmp_path, s
     other = made(tmp_path, metrics=["loss", "norm"])
     other.load_state_dict(without, changed=True)
     assert other._updates.offset == -20 and float(other._optimizer.state[other._model.weight]["step"]) == 0
-
-
-def test_a_job_goes_on_with_another_optimizer_and_an_average_and_loses_a_replica(tmp_path):
-    Job(tmp_path, "--save-every", "20", steps=20).wait()
-    directory = tmp_path / "second"
-    directory.mkdir()
-    (directory / "checkpoint.pt").write_bytes((tmp_path / "checkpoint.pt").read_bytes())
-    changed = ["--optimizer", "sgd", "--ema", "0.9", "--restore"]
-    job = Job(directory, *changed, "--changed", replicas=2, steps=70, kill={1: ("forward", 30)})
-    assert "replica 1 ended with signal SIGKILL" in job.wait()
-    steps = [[int(step) for step in re.findall(r"^step (\d+) mean", job.log(replica), re.M)] for replica in (0, 1)]
-    assert min(steps[0]) == 21 and max(steps[1]) == 70
-    check_equal(job, 2)
 
 
 def test_a_state_that_differs_names_the_remedy_in_python(tmp_path, saved, monkeypatch):
