@@ -124,6 +124,13 @@ try:
         path = variables["LOCATION_1"]["valueFrom"]["fieldRef"]["fieldPath"]
         expect(path == "metadata.labels['example.com/zone']", f"a part of the location is {path}")
         expect(list(variables).index("LOCATION_1") < list(variables).index("REJOIN_LOCATION"), "a location is made of what comes after it")
+    # Helm reads the numbers of a values file as floats, which it prints as 1e+06.
+    large = {"replicas": 3, "ranks": 8, "batch": 1234567, "steps": 1000000, "user": 1000660000, "restarts": 2000000, "terminationGracePeriodSeconds": 1000000}
+    rendered = render(folder, "job", given | large)
+    expect("e+0" not in rendered, f"large numbers are not whole: {[line for line in rendered.splitlines() if 'e+0' in line]}")
+    for line in ('REJOIN_STEPS, value: "1000000"', 'REJOIN_BATCH, value: "1234567"', "runAsUser: 1000660000", "backoffLimit: 2000000"):
+        expect(line in rendered, f"large numbers: there is no {line}")
+    check("large numbers", list(yaml.safe_load_all(rendered)))
     expect("REJOIN_STORE" not in alone and "job-coordinator-1" not in alone, "one coordinator has a store, or another beside it")
     for wrong, word in (({"image": ""}, "image is not given"), ({"command": []}, "command is not given"), ({"replicas": 0}, "replicas"),
                         ({"coordinator": {"etcd": ""}}, "give coordinator.etcd"), ({"replica": 3}, "replica")):
