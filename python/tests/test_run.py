@@ -245,6 +245,12 @@ def test_the_page_is_named_and_what_variables_say_of_another_daemon_is_not_taken
         for name in ("SOCKET", "ADDRESS_FILE"):
             monkeypatch.setenv(f"REJOIN_{name}", str(tmp_path / "other"))
         monkeypatch.setenv("REJOIN_COORDINATOR", "127.0.0.1:1")
+        monkeypatch.setenv("REJOIN_STORE", "etcd:127.0.0.1:1")
+        monkeypatch.setenv("REJOIN_JOB", "of-a-cluster")
+        monkeypatch.setenv("REJOIN_ETCD_CA", "/nowhere")
+        monkeypatch.setenv("REJOIN_TRANSPORT", "tcp")
+        monkeypatch.setenv("REJOIN_DATA_LISTEN", os.environ["REJOIN_STATUS"])
+        monkeypatch.setenv("REJOIN_ADVERTISE", "203.0.113.1")
         job = started(tmp_path)
         said = lines_until(job, "logs are in")
         page = json.loads((tmp_path / "coordinator.json").read_text())["status"]
@@ -261,6 +267,22 @@ def test_the_page_is_named_and_what_variables_say_of_another_daemon_is_not_taken
         job.terminate()
         told = job.communicate(timeout=60)[1]
     assert "is started again" not in told
+    assert not {"REJOIN_DATA_LISTEN", "REJOIN_ADVERTISE"} & run.without_addresses(os.environ).keys()
+
+
+# It would have the same settings again.
+def test_a_job_ends_at_once_where_the_settings_of_a_daemon_are_wrong(tmp_path):
+    more = """
+        output = Path(sys.argv[1]) / "node0.log"
+        self._start(run._Process("node0", ["bash", "-c", "echo what is wrong; exit 2"], None, output))
+"""
+    job = job_of(tmp_path, "trap 'exit 0' TERM; while :; do sleep 0.05; done", more=more)
+    _, told = job.communicate(timeout=60)
+    assert job.returncode == 1, told
+    assert told == (
+        "rejoin-run: node0 ended with status 2: its settings are wrong, and would be again: the job ends. "
+        f"{tmp_path}/node0.log ends so:\nwhat is wrong\n\n"
+    )
 
 
 def test_a_second_one_in_the_same_directory_is_refused_and_leaves_the_first_ones_files(tmp_path):

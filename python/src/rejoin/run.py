@@ -33,10 +33,12 @@ from pathlib import Path
 from typing import Any
 
 from rejoin import _native
+from rejoin._job_variables import of_daemons, without_addresses
 from rejoin._programs import path
-from rejoin._run_commands import by_torchrun, of_daemons
+from rejoin._run_commands import by_torchrun
 
 _PR_SET_PDEATHSIG = 1
+_WRONG_SETTINGS = 2  # of a daemon's exit statuses
 _ENDS_WITHIN_SECONDS = 10.0
 _TORCHRUN_ENDS_WITHIN_SECONDS = 40.0  # it gives its workers 30
 _DIRECTLY = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the coordinator is on this machine
@@ -161,7 +163,7 @@ class Job:
             threads = max(1, (os.cpu_count() or 1) // (given.replicas * given.ranks))
             environment = {
                 "OMP_NUM_THREADS": str(threads),  # more than there are cores would wait for each other
-                **os.environ,
+                **without_addresses(os.environ),
                 "REJOIN_SOCKET": str(socket),
                 "REJOIN_REPLICA": str(replica),
             }
@@ -297,6 +299,10 @@ class Job:
             return True
         if is_replica and not self._was_finished and self._status().get("finished"):
             self._died_at_the_end.add(process.name)
+        if not is_replica and status == _WRONG_SETTINGS:
+            self._say(f"{process.name} ended with {_how(status)}: its settings are wrong, and would be again: the job "
+                      f"ends. {self._tail(process)}")  # fmt: skip
+            return False
         return self._again(process, f"ended with {_how(status)}")
 
     def _again(self, process: _Process, what: str) -> bool:

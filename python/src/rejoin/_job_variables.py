@@ -1,0 +1,35 @@
+"""What the processes of a job on one machine take over of the environment.
+
+A shell may have the variables of a node, or of the coordinators, of a cluster's job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+
+def _unless_free(variables: dict[str, str], name: str) -> None:
+    if not variables.get(name, "").endswith(":0"):  # a port that is free
+        variables.pop(name, None)
+
+
+def without_addresses(environment: Mapping[str, str]) -> dict[str, str]:
+    """Give these variables without addresses of data: of several processes on one machine none can have another's."""
+    variables = dict(environment)
+    variables.pop("REJOIN_ADVERTISE", None)
+    _unless_free(variables, "REJOIN_DATA_LISTEN")
+    return variables
+
+
+def of_daemons(environment: Mapping[str, str]) -> dict[str, str]:
+    """Give what daemons take of them: no two can have one socket or port, nor a role that one variable gives to all."""
+    variables = without_addresses(environment)
+    _unless_free(variables, "REJOIN_STATUS")
+    not_theirs = {f"REJOIN_{name}" for name in (
+        "SOCKET", "COORDINATOR", "COORDINATOR_ROLE", "RELAY", "ADDRESS_FILE", "STORE", "JOB",
+    )}  # fmt: skip
+    return {
+        name: value
+        for name, value in variables.items()
+        if name not in not_theirs and not name.startswith("REJOIN_ETCD_")
+    }
