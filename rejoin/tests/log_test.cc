@@ -3,11 +3,20 @@
 
 #include <fcntl.h>
 #include <gtest/gtest.h>
+#include <sys/socket.h>
+#include <sys/un.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
+#include <cerrno>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <ctime>
+#include <filesystem>
+#include <regex>
 #include <string>
 #include <thread>
 #include <vector>
@@ -16,6 +25,7 @@
 #include "base/log.h"
 #include "rejoin/prepare_process.h"
 #include "rejoin/session.h"
+#include "tests/process.h"
 
 namespace rejoin {
 namespace {
@@ -86,6 +96,75 @@ TEST_F(Log, AStandardErrorThatNobodyReadsKeepsNobodyAndWhatIsLeftOutIsCounted) {
   testing::internal::CaptureStderr();
   logger().warn("for people again");
   EXPECT_NE(testing::internal::GetCapturedStderr().find("for people again"), std::string::npos);
+}
+
+// What lines go to for as long as this lives in the place of standard error.
+class PipeAsStandardError {
+ public:
+  PipeAsStandardError() : before_(::fcntl(STDERR_FILENO, F_DUPFD_CLOEXEC, 0)) {
+    int ends[2];
+    EXPECT_EQ(::pipe2(ends, O_CLOEXEC), 0);
+    reader_ = Fd(ends[0]);
+    const Fd writer(ends[1]);
+    EXPECT_EQ(::dup2(writer.get(), STDERR_FILENO), STDERR_FILENO);
+  }
+  ~PipeAsStandardError() { ::dup2(before_.get(), STDERR_FILENO); }
+  std::string read() const {
+    std::string text(std::size_t{1} << 16, 0);
+    text.resize(static_cast<std::size_t>(std::max<ssize_t>(::read(reader_.get(), text.data(), text.size()), 0)));
+    return text;
+  }
+
+ private:
+  const Fd before_;
+  Fd reader_;
+};
+
+// Jobs last for weeks, and their machines are in several zones.
+TEST(StandardError, HasTheDateAndTheTimeInUtcOfEachLine) {
+  const PipeAsStandardError pipe;
+  ::setenv("TZ", "XYZ-7", 1);
+  ::tzset();
+  const auto now = std::time(nullptr);
+  spdlog::logger("who", standard_error()).warn("for people");
+  ::unsetenv("TZ");
+  ::tzset();
+  const std::string line = pipe.read();
+  std::tm read{};
+  const char* rest = ::strptime(line.c_str(), "%Y-%m-%dT%H:%M:%S", &read);
+  ASSERT_NE(rest, nullptr) << line;
+  EXPECT_LE(std::abs(::timegm(&read) - now), 60) << line;
+  EXPECT_TRUE(std::regex_match(rest, std::regex("\\.[0-9]{3}Z warning \\[who\\] for people\n"))) << line;
+}
+
+TEST(StandardError, TellsTheJournalTheLevelAndNobodyElse) {
+  const test::Scratch scratch;
+  const auto first = [&](const std::string& folder, spdlog::level::level_enum level) {
+    const std::string path = scratch.path + folder;
+    std::filesystem::create_directories(path);
+    sockaddr_un address{};
+    address.sun_family = AF_UNIX;
+    std::snprintf(address.sun_path, sizeof address.sun_path, "%s/stdout", path.c_str());
+    ::unlink(address.sun_path);
+    const auto* to = reinterpret_cast<const sockaddr*>(&address);
+    const Fd listener(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0)),
+        caller(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0)), before(::fcntl(STDERR_FILENO, F_DUPFD_CLOEXEC, 0));
+    EXPECT_TRUE(::bind(listener.get(), to, sizeof address) == 0 && ::listen(listener.get(), 1) == 0 &&
+                ::connect(caller.get(), to, sizeof address) == 0)
+        << std::strerror(errno);
+    const Fd journal(::accept(listener.get(), nullptr, nullptr));
+    ::dup2(caller.get(), STDERR_FILENO);
+    spdlog::logger("who", standard_error()).log(level, "line");
+    ::dup2(before.get(), STDERR_FILENO);
+    char line[3] = {};
+    EXPECT_EQ(::read(journal.get(), line, sizeof line), 3);
+    return std::string(line, 3);
+  };
+  EXPECT_EQ(first("/systemd/journal", spdlog::level::info), "<6>");
+  EXPECT_EQ(first("/systemd/journal", spdlog::level::warn), "<4>");
+  EXPECT_EQ(first("/systemd/journal", spdlog::level::err), "<3>");
+  EXPECT_EQ(first("/systemd/journal", spdlog::level::critical), "<2>");
+  EXPECT_NE(first("/other", spdlog::level::warn).front(), '<');
 }
 
 // In a child, whose spdlog ends.
