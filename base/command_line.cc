@@ -6,15 +6,15 @@
 #include <algorithm>
 #include <cctype>
 #include <cmath>
-#include <cstring>
 #include <map>
 #include <numeric>
-#include <set>
 #include <sstream>
 
 #include "base/bytes.h"
 #include "base/fail.h"
 #include "base/longest_time.h"
+#include "base/number.h"
+#include "base/settings_file.h"
 
 namespace rejoin {
 
@@ -84,6 +84,9 @@ bool is_set(std::string_view name) {
   return false;
 }
 
+// A flag that nothing but the command line can give.
+bool is_no_setting(const std::string& name) { return name == "help" || name == "version" || name == "config"; }
+
 // A misspelt variable would have no effect, and nobody would know.
 void warn_of_unknown_variables() {
   for (char** variable = environ; variable != nullptr && *variable != nullptr; ++variable) {
@@ -108,95 +111,54 @@ void warn_once() {
 class Settings : public CLI::ConfigBase {
  public:
   explicit Settings(const CLI::App& app) : app_(app) {}
+  // CLI11's own reader would cut a value at a '#' in quotes, and make a list of one with commas.
   std::vector<CLI::ConfigItem> from_config(std::istream& file) const override {
     std::stringstream text;
     text << file.rdbuf();
-    read_lines(text.str());
-    auto settings = CLI::ConfigBase::from_config(text);
-    std::vector<std::string> known;
-    for (const auto* option : app_.get_options())
-      for (const auto& name : option->get_lnames())
-        if (name != "help" && name != "version" && name != "config") known.push_back(name);
-    for (const auto& item : settings) {
-      const std::string name = item.fullname();
-      const bool border = item.name == "++" || item.name == "--";  // of a section
-      if (border || std::find(known.begin(), known.end(), name) != known.end()) continue;
-      std::string lower = name;
-      for (char& letter : lower) letter = letter == '_' ? '-' : static_cast<char>(std::tolower(letter));
-      const auto near = nearest(lower, known);
-      throw CLI::ConfigError(fmt::format("{}: no setting is called '{}'; {}--help names all", place_of(item.name), name,
-                                         near ? fmt::format("the nearest is '{}', and ", *near) : ""),
-                             CLI::ExitCodes::ConfigError);
+    lines_.clear();
+    const auto read = parse_settings(text.str());
+    if (!read) refuse(fmt::format("{} {}", path(), read.error().message));
+    std::vector<CLI::ConfigItem> settings;
+    for (const auto& setting : *read) {
+      lines_.emplace(setting.name, setting.line);
+      check_known(setting.name);
+      // A variable wins; CLI11 would let the file. And nothing is what an empty one without a default has anyway.
+      const auto* option = app_.get_option("--" + setting.name);
+      if (is_set(option->get_envname()) || (setting.value.empty() && option->get_default_str() == "")) continue;
+      settings.push_back({.parents = {}, .name = setting.name, .inputs = {setting.value}});
     }
-    for (const auto& item : settings)
-      if (const auto* option = app_.get_option_no_throw("--" + item.fullname());
-          option != nullptr &&
-          item.inputs.size() > static_cast<std::size_t>(std::max(1, option->get_items_expected_max())))
-        throw CLI::ConfigError(
-            fmt::format("{}: '{}' has {} values. One with blanks stands in quotes; a comment stands on "
-                        "a line of its own",
-                        place_of(item.name), item.name, item.inputs.size()),
-            CLI::ExitCodes::ConfigError);
-    // A variable wins; CLI11 would let the file. And nothing is what an empty one without a default has anyway.
-    std::erase_if(settings, [&](const CLI::ConfigItem& item) {
-      const auto* option = app_.get_option_no_throw("--" + item.fullname());
-      if (option == nullptr) return false;
-      const bool empty = item.inputs.size() == 1 && item.inputs.front().empty();
-      return is_set(option->get_envname()) || (empty && option->get_default_str() == "");
-    });
     return settings;
   }
 
   bool has(const std::string& name) const { return lines_.contains(name); }
   // "FILE line 3", where the name is set.
-  std::string place_of(const std::string& name) const {
-    const auto line = lines_.find(name);
-    return app_.get_config_ptr()->results().front() +
-           (line == lines_.end() ? "" : fmt::format(" line {}", line->second));
-  }
+  std::string place_of(const std::string& name) const { return fmt::format("{} line {}", path(), lines_.at(name)); }
 
  private:
-  // What CLI11 would take for something: a line without a name, a value whose quotes do not close, and a name that
-  // stands a second time, whose value it would drop.
-  void read_lines(const std::string& text) const {
-    std::set<std::string> section;  // names
-    lines_.clear();
-    std::size_t number = 0;
-    for (const auto& line : split(text, '\n')) {
-      ++number;
-      const std::size_t begin = line.find_first_not_of(" \t\r"), end = line.find_first_of(" \t\r=", begin);
-      if (begin != std::string::npos && line[begin] == '[') section.clear();
-      if (begin == std::string::npos || line[begin] == '#' || line[begin] == ';' || line[begin] == '[') continue;
-      const std::string name = line.substr(begin, end - begin);
-      lines_.emplace(name, number);
-      const bool named = !name.empty() && std::all_of(name.begin(), name.end(), [](unsigned char letter) {
-        return std::isalnum(letter) != 0 || std::strchr("-_.+", letter) != nullptr;
-      });
-      // A flag may stand alone. CLI11 takes whatever stands before the first '=' for the name.
-      const std::size_t next = line.find_first_not_of(" \t\r", std::min(end, line.size()));
-      const bool assigns = next == std::string::npos || line[next] == '=' || line[next] == '#';
-      if (!named || !assigns || std::count(line.begin(), line.end(), '"') % 2 != 0)
-        throw CLI::ConfigError(fmt::format("{}: '{}' is not of the form name = value{}", place_of(name),
-                                           printable(std::string_view(line).substr(begin), 200),
-                                           !named     ? ""
-                                           : !assigns ? ": it has no '=' behind the name"
-                                                      : ": its quotes do not close"),
-                               CLI::ExitCodes::ConfigError);
-      if (!section.insert(name).second)
-        throw CLI::ConfigError(
-            fmt::format("{}: '{}' is set once more in line {}: take one of them out", place_of(name), name, number),
-            CLI::ExitCodes::ConfigError);
-    }
+  std::string path() const { return app_.get_config_ptr()->results().front(); }
+  [[noreturn]] static void refuse(const std::string& why) { throw CLI::ConfigError(why, CLI::ExitCodes::ConfigError); }
+  void check_known(const std::string& name) const {
+    std::vector<std::string> known;
+    for (const auto* option : app_.get_options())
+      for (const auto& its : option->get_lnames())
+        if (!is_no_setting(its)) known.push_back(its);
+    if (std::find(known.begin(), known.end(), name) != known.end()) return;
+    std::string lower = name;
+    for (char& letter : lower) letter = letter == '_' ? '-' : static_cast<char>(std::tolower(letter));
+    const auto near = nearest(lower, known);
+    refuse(fmt::format("{}: no setting is called '{}'; {}--help names all", place_of(name), name,
+                       near ? fmt::format("the nearest is '{}', and ", *near) : ""));
   }
 
   const CLI::App& app_;
-  mutable std::map<std::string, std::size_t> lines_;  // where each name stands first; from_config() is const
+  mutable std::map<std::string, std::size_t> lines_;  // where each name stands; from_config() is const
 };
 
 // CLI11 names the flag also where a variable or the settings file has set it.
 void name_source(const CLI::App& app, const std::vector<std::string>& arguments, std::string& message) {
   for (const auto* option : app.get_options()) {
     for (const auto& name : option->get_lnames()) {
+      if (is_no_setting(name)) continue;
       const std::string flag = "--" + name;
       const auto gives = [&](const std::string& argument) {
         return argument == flag || argument.starts_with(flag + "=");
@@ -242,6 +204,30 @@ Result<> parsed(const CLI::App& app, const std::vector<std::string>& arguments, 
   return {};
 }
 
+// CLI11 would read 010 as 8.
+void take_zeros_off(std::string& digits) {
+  const std::size_t sign = digits.starts_with('-') ? 1 : 0;
+  while (digits.size() > sign + 1 && digits[sign] == '0' && std::isdigit(static_cast<unsigned char>(digits[sign + 1])))
+    digits.erase(sign, 1);
+}
+
+// Of a flag whose value is a whole number: no other digits than decimal ones, as everywhere else.
+std::string in_decimal(std::string& text) {
+  std::int64_t number = 0;
+  std::uint64_t large = 0;
+  if (!text.empty() && !parse_number(text, number) && !parse_number(text, large))
+    return fmt::format("'{}' is not a whole number in decimal digits", text);
+  take_zeros_off(text);
+  return {};
+}
+
+template <typename T>
+constexpr bool kWholeNumber = std::is_integral_v<T> && !std::is_same_v<T, bool>;
+template <typename T>
+constexpr bool kWholeNumber<std::optional<T>> = kWholeNumber<T>;
+template <typename T>
+constexpr bool kWholeNumber<std::vector<T>> = kWholeNumber<T>;
+
 }  // namespace
 
 Flag Flag::required() { return option_->required(), *this; }
@@ -251,7 +237,18 @@ Flag Flag::environment(const char* variable) {
 }
 Flag Flag::show_default() { return option_->capture_default_str(), *this; }
 Flag Flag::separated_by(char border) { return option_->delimiter(border), *this; }
-Flag Flag::sized() { return option_->transform(CLI::AsSizeValue(false)), *this; }
+Flag Flag::sized() {
+  // The one that is added last is asked first.
+  option_->transform(CLI::AsSizeValue(false));
+  const auto decimal = [](std::string& text) {
+    const std::size_t unit = text.find_first_not_of("0123456789");
+    if (unit != text.npos && text.find_first_of("0123456789", unit) != text.npos)
+      return fmt::format("'{}' is not a number of bytes in decimal digits, with K, M or G behind it", text);
+    take_zeros_off(text);
+    return std::string();
+  };
+  return option_->transform(CLI::Validator(decimal, "")), *this;
+}
 Flag Flag::range(std::int64_t least, std::int64_t most) { return option_->check(CLI::Range(least, most)), *this; }
 Flag Flag::real_range(double least, double most) {
   const auto number = [](const std::string& text) {
@@ -280,7 +277,9 @@ CommandLine::~CommandLine() = default;
 
 template <typename T>
 Flag CommandLine::add(const char* names, T& value, const char* help) {
-  return Flag(app_->add_option(names, value, help));
+  auto* option = app_->add_option(names, value, help);
+  if constexpr (kWholeNumber<T>) option->transform(CLI::Validator(in_decimal, ""));
+  return Flag(option);
 }
 template Flag CommandLine::add(const char*, std::string&, const char*);
 template Flag CommandLine::add(const char*, bool&, const char*);
@@ -300,7 +299,8 @@ Flag CommandLine::add(const char* names, std::chrono::milliseconds& value, const
   constexpr std::int64_t most = kLongestTimeMs;
   auto* option = app_->add_option_function<std::int64_t>(
       names, [&value](const std::int64_t& given) { value = std::chrono::milliseconds(given); }, help);
-  return Flag(option->default_str(std::to_string(value.count()))->check(CLI::Range(std::int64_t{0}, most)));
+  option->default_str(std::to_string(value.count()))->transform(CLI::Validator(in_decimal, ""));
+  return Flag(option->check(CLI::Range(std::int64_t{0}, most)));
 }
 
 Flag CommandLine::flag(const char* names, bool& value, const char* help) {

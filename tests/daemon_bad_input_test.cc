@@ -158,7 +158,8 @@ TEST(BadInput, EachGetsOneLineThatSaysWhatAndHowToMendIt) {
          {nobody, "REJOIN_FLIGHT_DIR=Off"});
   expect({kMinimal}, "no daemon socket: set SessionConfig::socket, --socket or REJOIN_SOCKET");
   expect({kMinimal}, "start rejoind on this node with --socket", {nobody, "REJOIN_PATIENCE_MS=100"});
-  expect({kMinimal}, "REJOIN_* settings: Could not convert: REJOIN_REPLICA = first", {"REJOIN_REPLICA=first"});
+  expect({kMinimal}, "REJOIN_* settings: REJOIN_REPLICA: 'first' is not a whole number in decimal digits",
+         {"REJOIN_REPLICA=first"});
   expect({kMinimal}, "--data-listen (REJOIN_DATA_LISTEN): address 'zzz' is not of the form host:port",
          {nobody, "REJOIN_DATA_LISTEN=zzz"});
   expect({kMinimal}, "--data-listen (REJOIN_DATA_LISTEN): this machine can't listen on 203.0.113.7: ",

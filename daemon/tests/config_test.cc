@@ -126,26 +126,40 @@ TEST(Settings, WhatDoesNotGoTogetherIsRefusedWithWhatToDo) {
   expect({"--coordinator", "--constant-batch", "--replicas", "1024", "--batch", "4194304"}, "1024 × 4194304 samples");
 }
 
-// Reads a settings file with this text. Errors: with what begins them, the file's name, taken off.
-Result<> read_file(CommandLine& line, const std::string& text) {
-  const std::string path = fmt::format("{}settings.{}", testing::TempDir(), ::getpid());
-  std::ofstream(path, std::ios::binary) << text;
-  auto read = line.parse(std::vector<std::string>{"--config", path});
-  std::filesystem::remove(path);
-  if (!read && read.error().message.starts_with(path + " ")) read.error().message.erase(0, path.size() + 1);
-  return read;
-}
-
-// What is printed at the start is a settings file.
-TEST(Settings, TheDefaultsCanBeReadBack) {
-  Config config, again;
-  CommandLine line(""), other("");
-  bind(line, config);
-  bind(other, again);
-  ASSERT_TRUE(line.parse({"--job-key-file", "key", "--coordinator", "--listen", "[::1]:0"}));
-  const auto read = read_file(other, line.settings());
-  ASSERT_TRUE(read) << read.error().message << "\n" << line.settings();
-  EXPECT_EQ(again.listen, "[::1]:0");
+// Places and nodes are often numbered with zeros in front.
+TEST(Settings, NumbersAreDecimalWithZerosInFrontToo) {
+  Config config;
+  ASSERT_TRUE(
+      parse({"--batch", "010", "--silence-ms", "02000", "--steps", "0100", "--full-mesh-members", "00"}, config));
+  EXPECT_EQ(config.batch, 10u);
+  EXPECT_EQ(config.silence_ms, 2000u);
+  EXPECT_EQ(config.steps, 100u);
+  EXPECT_EQ(config.full_mesh_members, 0u);
+  std::uint64_t bytes = 0;
+  std::optional<std::uint32_t> maybe;
+  std::vector<int> several;
+  std::chrono::milliseconds wait{};
+  CommandLine line("");
+  line.add("--bytes", bytes, "").sized();
+  line.add("--maybe", maybe, "");
+  line.add("--several", several, "").separated_by(',');
+  line.add("--wait-ms", wait, "");
+  ASSERT_TRUE(line.parse({"--bytes", "010K", "--maybe", "08", "--several", "09,-011", "--wait-ms", "0123"}));
+  EXPECT_EQ(bytes, 10u << 10);
+  EXPECT_EQ(maybe, 8u);
+  EXPECT_EQ(several, (std::vector<int>{9, -11}));
+  EXPECT_EQ(wait.count(), 123);
+  for (const auto& wrong : std::vector<std::vector<std::string>>{{"--bytes", "0x10"},
+                                                                 {"--bytes", "0x10K"},
+                                                                 {"--maybe", "0x10"},
+                                                                 {"--several", "1,0b1"},
+                                                                 {"--wait-ms", "0x10"},
+                                                                 {"--maybe", "1.0"},
+                                                                 {"--bytes", "99999999999999999999"}}) {
+    const auto refused = line.parse(wrong);
+    ASSERT_FALSE(refused) << wrong[0] << " " << wrong[1];
+    EXPECT_NE(refused.error().message.find(wrong[0]), std::string::npos) << refused.error().message;
+  }
 }
 
 TEST(Settings, DurationsAreWholeMilliseconds) {
@@ -194,57 +208,6 @@ TEST(Settings, AWrongVariableIsNamedByItsNameAndNotItsFlags) {
   ::unsetenv("REJOIN_STEPS");
   EXPECT_EQ(why.find("REJOIN_STEPS: 'soon'"), 0u) << why;
   EXPECT_EQ(of_the_flag.find("--steps: 'late'"), 0u) << of_the_flag;
-}
-
-// Why this settings file is refused.
-std::string refusal_of_file(const std::string& text) {
-  Config config;
-  CommandLine line("");
-  bind(line, config);
-  const auto parsed = read_file(line, "job-key-file = key\n" + text);
-  return parsed ? "" : parsed.error().message;
-}
-
-TEST(Settings, AWrongLineOfAFileIsNamed) {
-  for (const auto& [text, says] : std::vector<std::pair<std::string, std::string>>{
-           {"\nreplicas = four\n", "line 3: replicas: "},
-           {"replica = 4\n", "line 2: no setting is called 'replica'; the nearest is 'replicas'"},
-           {"REPLICAS = 4\n", "line 2: no setting is called 'REPLICAS'; the nearest is 'replicas'"},
-           {"version = 4\n", "line 2: no setting is called 'version'; --help names all"},
-           {"name = a\nreplicas 3\n", "line 3: 'replicas 3' is not of the form name = value: it has no '='"},
-           {"=3\n", "line 2: '=3' is not of the form name = value"},
-           {"name = \"a\nb\"\n", "line 2: 'name = \"a' is not of the form name = value: its quotes do"},
-           {"name = a\nreplicas = 2\n\nname = b\n", "line 2: 'name' is set once more in line 5: take one of them out"},
-           {{"b\0\x01x\n", 5}, "line 2: 'b??x' is not of the form name = value"},
-           {"name = a\nb\"\n", "line 3: 'b\"' is not of the form name = value"},
-           {"audit = maybe\n", "line 2: audit: 'maybe' is not auto, off, or a number of steps"},
-           {"drop-replica = 1\n", "line 2: drop-replica: '1' is not REPLICA@STEP"},
-           {"log-directory = here ; mine\n", "line 2: 'log-directory' has 3 values"},
-       }) {
-    const std::string why = refusal_of_file(text);
-    EXPECT_EQ(why.find(says), 0u) << text << why;
-  }
-}
-
-TEST(Settings, AVariableWinsOverTheFileAndAFlagOverBoth) {
-  ::setenv("REJOIN_REPLICAS", "5", 1);
-  const std::string path = fmt::format("{}settings.{}", testing::TempDir(), ::getpid());
-  std::ofstream(path) << "job-key-file = key\nreplicas = 4\nranks = 7\n";
-  const auto replicas = [&](std::vector<std::string> arguments) {
-    Config config;
-    CommandLine line("");
-    bind(line, config);
-    arguments.insert(arguments.end(), {"--config", path});
-    const auto parsed = line.parse(arguments);
-    EXPECT_TRUE(parsed) << parsed.error().message;
-    EXPECT_EQ(config.ranks, 7u);
-    return config.replicas;
-  };
-  EXPECT_EQ(replicas({}), 5u);
-  EXPECT_EQ(replicas({"--replicas", "6"}), 6u);
-  ::unsetenv("REJOIN_REPLICAS");
-  EXPECT_EQ(replicas({}), 4u);
-  std::filesystem::remove(path);
 }
 
 TEST(Settings, AFileThatIsNoneIsNamed) {
