@@ -1,5 +1,6 @@
 #include "daemon/certificates.h"
 
+#include <fmt/chrono.h>
 #include <fmt/format.h>
 #include <openssl/err.h>
 #include <openssl/pem.h>
@@ -188,15 +189,31 @@ Result<> check_valid_now(const X509* certificate, const std::string& path) {
   return {};
 }
 
+WallTime wall_time_of(const ASN1_TIME* time) {
+  tm parts{};
+  REJOIN_CHECK(::ASN1_TIME_to_tm(time, &parts) == 1, "a certificate that was verified has no time");
+  return WallTime(std::chrono::seconds(::timegm(&parts)));
+}
+
 // Others with the same CAs would refuse it: this is said by whom it belongs to, before anybody asks.
-Result<> check_signed(SSL_CTX* context, X509* own, const CertificateFiles& files) {
+Result<OwnCertificate> check_signed(SSL_CTX* context, X509* own, const CertificateFiles& files) {
   STACK_OF(X509)* chain = nullptr;
   (void)::SSL_CTX_get0_chain_certs(context, &chain);
   const std::unique_ptr<X509_STORE_CTX, decltype(&::X509_STORE_CTX_free)> verifying(::X509_STORE_CTX_new(),
                                                                                     &::X509_STORE_CTX_free);
   if (!verifying || ::X509_STORE_CTX_init(verifying.get(), ::SSL_CTX_get_cert_store(context), own, chain) != 1)
     return fail(ErrorCode::exhausted, "OpenSSL has no memory to verify --tls-cert {}", files.cert);
-  if (::X509_verify_cert(verifying.get()) == 1) return {};
+  if (::X509_verify_cert(verifying.get()) == 1) {
+    OwnCertificate its{.text = {}, .from = WallTime::min(), .until = WallTime::max()};
+    const STACK_OF(X509)* path = ::X509_STORE_CTX_get0_chain(verifying.get());
+    for (int i = 0; i < sk_X509_num(path); ++i) {
+      const X509* one = sk_X509_value(path, i);
+      its.from = std::max(its.from, wall_time_of(::X509_get0_notBefore(one)));
+      its.until = std::min(its.until, wall_time_of(::X509_get0_notAfter(one)));
+    }
+    its.text = fmt::format("{}, valid until {:%Y-%m-%d %H:%M:%S} UTC", subject_of(own), its.until);
+    return its;
+  }
   const int error = ::X509_STORE_CTX_get_error(verifying.get());
   ::ERR_clear_error();
   return fail(ErrorCode::invalid_argument,
@@ -239,7 +256,7 @@ FileStamps::FileStamps(const CertificateFiles& files) {
   }
 }
 
-Result<std::string> use_certificates(SSL_CTX* context, const CertificateFiles& files) {
+Result<OwnCertificate> use_certificates(SSL_CTX* context, const CertificateFiles& files) {
   const auto authorities = read_certificates("--tls-ca", files.ca);
   if (!authorities) return tl::unexpected(authorities.error());
   const auto chain = read_certificates("--tls-cert", files.cert);
@@ -267,10 +284,11 @@ Result<std::string> use_certificates(SSL_CTX* context, const CertificateFiles& f
                 files.ca, why == nullptr ? "it says no reason" : why);
   }
   ::X509_STORE_set_flags(store, X509_V_FLAG_PARTIAL_CHAIN);  // an intermediate CA may be all that is trusted
-  if (auto is_signed = check_signed(context, own, files); !is_signed) return tl::unexpected(is_signed.error());
+  auto is_signed = check_signed(context, own, files);
+  if (!is_signed) return is_signed;
   ::SSL_CTX_set_verify(context, SSL_VERIFY_PEER | SSL_VERIFY_FAIL_IF_NO_PEER_CERT, &on_verified);
   ::SSL_CTX_set_max_cert_list(context, kLongestChain);
-  return fmt::format("{}, valid until {}", subject_of(own), time_of(::X509_get0_notAfter(own)));
+  return is_signed;
 }
 
 void examine(SSL* connection, PeerCertificate& peer, bool server) {

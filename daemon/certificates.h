@@ -6,6 +6,7 @@
 #include <sys/stat.h>
 
 #include <array>
+#include <chrono>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -42,10 +43,16 @@ class FileStamps {
   std::array<Stamp, 3> stamps_{};
 };
 
+using WallTime = std::chrono::sys_seconds;
+struct OwnCertificate {
+  std::string text;  // for people: whose it is, and until when it is valid
+  // When it is valid, together with those of the CAs that lead to it.
+  WallTime from, until;
+};
 // Gives a context the own certificate with its key, and the CA's, and makes it ask whoever is at the other end for a
-// certificate. Returns the own certificate, for people: whose it is, and until when it is valid. Errors name the file
-// and the remedy: it can't be read, others may read the key, the key does not fit, the certificate is not valid now.
-Result<std::string> use_certificates(SSL_CTX* context, const CertificateFiles& files);
+// certificate. Errors name the file and the remedy: it can't be read, others may read the key, the key does not fit,
+// the certificate is not valid now.
+Result<OwnCertificate> use_certificates(SSL_CTX* context, const CertificateFiles& files);
 
 // What one handshake has to know of the other side's certificate, and what it has found. It outlives the handshake.
 struct PeerCertificate {

@@ -20,6 +20,8 @@ constexpr std::string_view kByKey = "\x10rejoin control 3", kByCertificates = "\
 static_assert(kByKey.size() == std::size_t{0x10} + 1 && kByCertificates.size() == std::size_t{0x22} + 1);
 constexpr const char* kSuite = "TLS_AES_128_GCM_SHA256";
 constexpr unsigned char kSuiteId[] = {0x13, 0x01};
+constexpr Duration kTriedAgainAfter = std::chrono::seconds(1);
+constexpr Duration kSoon = std::chrono::days(7);
 constexpr std::string_view kExported = "EXPERIMENTAL rejoin control";
 
 const unsigned char* unsigned_of(BytesView bytes) { return reinterpret_cast<const unsigned char*>(bytes.data()); }
@@ -176,9 +178,10 @@ Result<std::shared_ptr<const JobKeys::ControlTls>> JobKeys::ControlTls::make(
     std::shared_ptr<const std::vector<JobKey>> keys, const CertificateFiles& files) {
   auto tls = std::make_shared<ControlTls>(std::move(keys), files);
   tls->read_.emplace(files);
-  const auto own = use_certificates(tls->context_->native_handle(), files);
+  auto own = use_certificates(tls->context_->native_handle(), files);
   if (!own) return tl::unexpected(own.error());
-  spdlog::info("control connections need certificates; ours: {}", *own);
+  tls->own_ = std::move(*own);
+  spdlog::info("control connections need certificates; ours: {}", tls->own_->text);
   return tls;
 }
 
@@ -206,17 +209,44 @@ std::unique_ptr<asio::ssl::context> JobKeys::ControlTls::new_context() const {
 
 asio::ssl::context& JobKeys::ControlTls::context() const {
   if (!files_.given()) return *context_;
-  if (const FileStamps now(files_); now != *read_) {
-    read_ = now;
-    auto context = new_context();
-    if (const auto own = use_certificates(context->native_handle(), files_); own) {
-      spdlog::info("the certificates have changed; ours: {}", *own);
-      context_ = std::move(context);  // connections that are there keep the old one
-    } else {
-      spdlog::warn("the certificates have changed, and those read before stay in use: {}", own.error().message);
-    }
+  const FileStamps stamps(files_);
+  const TimePoint now = std::chrono::steady_clock::now();
+  const bool changed = stamps != *read_;
+  if (!changed && !(failed_ && now - failed_->at >= kTriedAgainAfter)) return *context_;
+  read_ = stamps;
+  auto context = new_context();
+  if (auto own = use_certificates(context->native_handle(), files_); own) {
+    spdlog::info("the certificates have changed; ours: {}", own->text);
+    context_ = std::move(context);  // connections that are there keep the old one
+    own_ = std::move(*own);
+    failed_.reset();
+    ends_soon_ = Seldom(kSoonSaidAgainAfter), has_ended_ = Seldom(kEndSaidAgainAfter);
+  } else {
+    const std::string& why = own.error().message;
+    if (changed || failed_->why != why)
+      spdlog::warn("the certificates have changed, and those read before stay in use: {}", why);
+    failed_ = Failure{why, now};
   }
   return *context_;
+}
+
+void JobKeys::ControlTls::look_after() const {
+  if (!files_.given()) return;
+  (void)context();
+  const auto left = own_->until - std::chrono::system_clock::now();
+  const auto soon = std::min<Duration>(kSoon, (own_->until - own_->from) / 3);
+  if (left >= soon) return;
+  const bool ended = left <= Duration::zero();
+  if (!(ended ? has_ended_ : ends_soon_).may_say(std::chrono::steady_clock::now())) return;
+  const std::string found = failed_ ? fmt::format("; what is there now can't be used: {}", failed_->why) : "";
+  if (ended)
+    spdlog::error(
+        "our certificate --tls-cert {} ({}) has ended: connections that are there stay, and new ones are refused by "
+        "whoever is at the other end; renew it{}",
+        files_.cert, own_->text, found);
+  else
+    spdlog::warn("our certificate --tls-cert {} ({}) ends soon: renew it; it is read without a restart{}", files_.cert,
+                 own_->text, found);
 }
 
 // OpenSSL takes a pre-shared key for a session that is resumed; there are no others here.

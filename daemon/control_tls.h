@@ -19,8 +19,10 @@
 #include <string>
 #include <vector>
 
+#include "base/clock.h"
 #include "base/proof.h"
 #include "base/refusals.h"
+#include "base/seldom.h"
 #include "daemon/auth.h"
 
 namespace rejoin::daemon {
@@ -42,9 +44,15 @@ struct JobKeys::ControlTls {
   ControlTls& operator=(const ControlTls&) = delete;
 
   // Returns the context for the next connection. It reads certificates again that have changed. Where the new ones
-  // can't be used those read before stay, and a line in the log says so.
+  // can't be used those read before stay, a line in the log says so, and they are tried again now and then: time may
+  // cure what is wrong with them.
   asio::ssl::context& context() const;
   const CertificateFiles& files() const { return files_; }
+  // The certificate in use; null: there are none.
+  const OwnCertificate* own() const { return own_ ? &*own_ : nullptr; }
+  // Reads what has changed also where nobody connects. Logs once a day that the certificate in use ends soon: within a
+  // week or, of one that lives for less than three, the last third of its life; once an hour that it has ended.
+  void look_after() const;
 
   // Says whether a handshake that is done has proven the job key; with certificates it never has.
   bool proved_the_key(const SSL* connection) const;
@@ -69,8 +77,16 @@ struct JobKeys::ControlTls {
 
   std::unique_ptr<const std::vector<Key>> keys_;
   CertificateFiles files_;
+  static constexpr Duration kSoonSaidAgainAfter = std::chrono::hours(24), kEndSaidAgainAfter = std::chrono::hours(1);
   mutable std::unique_ptr<asio::ssl::context> context_;
+  mutable std::optional<OwnCertificate> own_;
   mutable std::optional<FileStamps> read_;  // what the files were when they were read last
+  struct Failure {
+    std::string why;
+    TimePoint at;
+  };
+  mutable std::optional<Failure> failed_;  // of those that were read last
+  mutable Seldom ends_soon_{kSoonSaidAgainAfter}, has_ended_{kEndSaidAgainAfter};
 };
 
 }  // namespace rejoin::daemon

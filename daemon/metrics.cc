@@ -297,6 +297,15 @@ std::string metrics_text(const json& status, const JobHistory* history, TimePoin
   metrics.gauge("build_info", "1, with what runs here.", 1,
                 {{"version", release()}, {"protocol", std::to_string(membership::kProtocolVersion)}});
   if (status.contains("refused")) add_refusals(metrics, status.at("refused"), {{"by", "daemon"}});
+  if (status.contains("certificate")) {
+    const auto& own = status.at("certificate");
+    metrics.gauge("certificate_begins_timestamp_seconds",
+                  "When the certificate in use, and those of its CAs, have become valid, since 1970.",
+                  number(own, "valid_from"));
+    metrics.gauge("certificate_expires_timestamp_seconds",
+                  "When the certificate in use, or that of one of its CAs, expires, since 1970.",
+                  number(own, "valid_until"));
+  }
   if (status.contains("coordinator_role") && history != nullptr)
     add_coordinator(metrics, status.at("coordinator_role"), *history, now);
   if (status.contains("relay_role")) add_relay(metrics, status.at("relay_role"));

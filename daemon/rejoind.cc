@@ -20,6 +20,7 @@
 #include "base/log.h"
 #include "base/refusals.h"
 #include "daemon/config.h"
+#include "daemon/control_tls.h"
 #include "daemon/coordinator_server.h"
 #include "daemon/listen.h"
 #include "daemon/metrics.h"
@@ -34,6 +35,8 @@
 
 namespace rejoin::daemon {
 namespace {
+
+constexpr auto kCertificatesLookedAfter = std::chrono::minutes(1);
 
 // A file of another kind would be lost, where a flag was mistaken for another.
 Result<> check_address_file(const std::string& path) {
@@ -215,6 +218,9 @@ Result<> run(Config& c, const JobKeys& keys) {
     if (relay) json["relay_role"] = relay->status();
     if (server) json["node_role"] = server->status();
     json["refused"] = refusals_json(refusals::counted());
+    if (const auto* own = keys.control().own(); own != nullptr)
+      json["certificate"] = {{"valid_from", own->from.time_since_epoch().count()},
+                             {"valid_until", own->until.time_since_epoch().count()}};
     return json;
   };
   StatusPages pages({.status = say, .history = [&]() -> const JobHistory* {
@@ -237,6 +243,15 @@ Result<> run(Config& c, const JobKeys& keys) {
     again.async_wait(tell);
   };
   tell({});
+  // A certificate may be renewed, or end, while nobody connects.
+  asio::steady_timer later(io);
+  std::function<void(asio::error_code)> look_after = [&](asio::error_code cancelled) {
+    if (cancelled || keys.control().own() == nullptr) return;
+    keys.control().look_after();
+    later.expires_after(kCertificatesLookedAfter);
+    later.async_wait(look_after);
+  };
+  look_after({});
   io.run();
   manager->stopping();
   events::record(events::Kind::ended, {}, "in order");

@@ -10,6 +10,7 @@
 #include <fstream>
 
 #include "daemon/auth.h"
+#include "daemon/control_tls.h"
 #include "daemon/framed.h"
 #include "daemon/tests/authority.h"
 #include "daemon/tests/meeting.h"
@@ -256,6 +257,54 @@ TEST(Certificates, ThatHaveChangedAreReadAgainAndThoseBeforeStayWhereTheNewOnesA
   EXPECT_THAT(meet(peer, rotated).server, AllOf(HasSubstr("CN=peer"), HasSubstr("is not signed by a CA")));
   std::filesystem::remove(files.ca);
   EXPECT_TRUE(meet(peer, rotated).refused);
+}
+
+// A CA's clock may be ahead of ours, and a certificate may be laid ready before it begins.
+TEST(Certificates, ThatWereNotValidYetWhenTheyWereLookedAtAreTakenOnceTheyAre) {
+  const Authority old("old"), authority;
+  auto files = old.sign("rotated");
+  files.ca = old.ca_and(authority);
+  const JobKeys rotated = keys_with(files), peer = keys_with(authority.sign("peer"));
+  EXPECT_TRUE(meet(peer, rotated).refused) << "only who has the new certificate is taken by this peer";
+  const auto renewed = authority.sign("renewed", {.from = 2});
+  std::filesystem::rename(renewed.key, files.key);
+  std::filesystem::rename(renewed.cert, files.cert);
+  (void)meet(peer, rotated);  // they are looked at, as early as this machine is quick enough for
+  EXPECT_TRUE(test::eventually([&] { return meet(peer, rotated).in; }));
+}
+
+TEST(Certificates, OneThatEndsSoonOrHasEndedIsNamedInTheLogNowAndThen) {
+  const Authority authority;
+  auto files = authority.sign("renewed", {.from = -3600, .until = 3600});
+  const JobKeys keys = keys_with(files);
+  const auto said = [&] {
+    testing::internal::CaptureStdout();
+    keys.control().look_after();
+    return testing::internal::GetCapturedStdout();
+  };
+  EXPECT_EQ(said(), "") << "half of its life is left";
+  const auto put = [&](long until) {
+    const auto next = authority.sign("next", {.from = -3600, .until = until});
+    std::filesystem::rename(next.key, files.key);
+    std::filesystem::rename(next.cert, files.cert);
+  };
+  put(600);
+  EXPECT_THAT(said(),
+              AllOf(HasSubstr("certificates have changed"), HasSubstr("CN=next"), HasSubstr("ends soon: renew it")));
+  EXPECT_EQ(said(), "") << "it was said just now";
+  std::string lines;
+  for (long until = 1; lines.find("certificates have changed; ours") == lines.npos; until *= 2) {
+    ASSERT_LE(until, 64);
+    put(until);
+    lines = said();
+  }
+  EXPECT_TRUE(test::eventually([&] { return (lines = said()) != ""; }, std::chrono::seconds(100)));
+  EXPECT_THAT(lines, AllOf(HasSubstr("error"), HasSubstr("CN=next"), HasSubstr("has ended"), HasSubstr("renew it")));
+  EXPECT_EQ(said(), "");
+  put(3600);
+  EXPECT_THAT(said(), HasSubstr("the certificates have changed; ours: CN=next"));
+  EXPECT_EQ(said(), "");
+  EXPECT_LT(keys.control().own()->until, std::chrono::system_clock::now() + std::chrono::hours(1));
 }
 
 TEST(Certificates, FilesThatCannotBeUsedAreNamedWithTheRemedy) {
