@@ -26,7 +26,8 @@ void send_all(NodeListener& nodes, const std::vector<std::pair<std::vector<membe
 using WriteTimes = membership::ReplicatedCoordinator::Latency;
 
 // Ends the process when decisions can't be kept any more: deciding without remembering could decide twice. Ranks wait;
-// a restarted coordinator goes on from what was kept. A status of 2 is for settings that are wrong.
+// a restarted coordinator goes on from what was kept. A status of 2, after which supervisors start nothing, is for what
+// somebody must mend first: settings that are wrong, a log that was cut.
 [[noreturn]] void end_of_deciding(const std::string& why, int status = 4);
 
 nlohmann::json status_of(const membership::Coordinator& machine, const NodeListener& nodes, TimePoint now);

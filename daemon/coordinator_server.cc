@@ -22,6 +22,10 @@ membership::JobConfig with_id(membership::JobConfig job) {
   return job;
 }
 
+// Where somebody has cut or removed the log a supervisor is not to start the coordinator again: it would go on from
+// what is left, or begin another log in the place where an operator is to put the copy.
+int exit_status_for(ErrorCode code) { return code == ErrorCode::corrupt || code == ErrorCode::not_found ? 2 : 4; }
+
 bool is_of_several(const proto::LogRecord& record) { return record.has_led() || record.snapshot().position() != 0; }
 
 }  // namespace
@@ -90,7 +94,7 @@ void CoordinatorServer::carry_out(const membership::Actions& actions) {
     if (code == ErrorCode::exhausted) remedy = "; free space and start the coordinator again";
     if (code == ErrorCode::io)
       remedy = "; see to the disk (dmesg tells of it), copy the log directory, and start the coordinator again";
-    end_of_deciding(written.error().message + remedy);
+    end_of_deciding(written.error().message + remedy, exit_status_for(code));
   }
   if (!actions.append.empty()) {
     const TimePoint ended = now();
@@ -113,7 +117,9 @@ void CoordinatorServer::compact_log() {
   if (auto compacted = log_.compact(machine_.snapshot()); compacted)
     spdlog::info("the decision log is compacted after step {}, from {} to {}", machine_.committed(),
                  human_bytes(before), human_bytes(log_.size()));
-  else if (log_.failed()) end_of_deciding(compacted.error().message + ". Start the coordinator again");
+  else if (log_.failed())
+    end_of_deciding(compacted.error().message + ". Start the coordinator again",
+                    exit_status_for(compacted.error().code));
   else
     spdlog::warn(
         "the decision log is not compacted, and goes on growing: {}. Where its disk is full, archives beside it "
