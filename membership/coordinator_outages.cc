@@ -110,6 +110,17 @@ void Coordinator::tell_who_differs(const std::vector<ReplicaId>& replicas, const
       older = older || its[number].version != right[number].version;
       if (its[number].digest != right[number].digest) differing.add(RankSet(number));
     }
+    const auto [came, last] = versions(replicas_.at(id));
+    if (came == last && came > committed_ && steps_rolled_back_ == 0) {
+      differed_at_start_[id] = fmt::format(
+          "replica {} has come with the state of step {}, and catches up from step {}, the last that is committed, "
+          "although nothing was ever rolled back: the log is an older copy, or that state is another job's. To go on "
+          "from step {} end the job before its checkpoint is gone, and put the whole log back, or start with a new "
+          "--log-directory, or all of several coordinators with a new --job",
+          id, came, committed_, came);
+      warn("{}", differed_at_start_[id]);
+      continue;
+    }
     if (older) {
       note("replica {} has come with the state of step {}, and catches up", id, its.front().version);
       continue;

@@ -113,8 +113,8 @@ std::pair<Step, Step> Coordinator::versions(const ReplicaState& replica) {
   return {Step(low->version), Step(high->version)};
 }
 
-// A step that this job has not committed: it was rolled back, or the state is another job's. A job that has committed
-// nothing may go on from any.
+// A step that this job has not committed: it was rolled back, the log is an older copy, or the state is another job's.
+// A job that has committed nothing may go on from any.
 bool Coordinator::foreign(Step version) const {
   return version > committed_ && (committed_ != Step{} || steps_rolled_back_ > 0);
 }
@@ -214,6 +214,13 @@ std::vector<std::string> Coordinator::unfit(const std::vector<ReplicaId>& replic
   std::vector<std::string> all;
   for (auto id : replicas)
     if (const auto [low, high] = versions(replicas_.at(id)); low != high) all.push_back(text_of_mixed(id, low, high));
+    else if (foreign(low) && steps_rolled_back_ == 0)
+      all.push_back(fmt::format(
+          "replica {}: it has come with the state of step {}, and step {} is the last that is committed, and nothing "
+          "was ever rolled back: the log is an older copy, or the state is another job's. Put the whole log back; or, "
+          "to go on from step {}, start the coordinator with a new --log-directory, or all of several with a new "
+          "--job; or, to give up what was trained since, bring a checkpoint of step {} or before",
+          id, low, committed_, low, committed_));
     else if (foreign(low))
       all.push_back(
           fmt::format("replica {}: it has come with the state of step {}, and step {} is the last that is committed: "

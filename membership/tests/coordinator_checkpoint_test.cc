@@ -250,6 +250,31 @@ TEST(Coordinator, NothingGoesOnFromAStepThatWasRolledBack) {
   EXPECT_EQ(bench.coordinator.members().size(), 3u);
 }
 
+// Everything was lost, and the log was put back from a backup that is older than the checkpoints.
+TEST(Coordinator, AStateThatIsLaterThanALogWithoutARollBackIsSaidToBeOfAWholerLog) {
+  Bench backup;
+  backup.start();
+  backup.steps(1);
+  Bench bench(backup.log);
+  bench.nobody_comes_back();
+  for (std::uint32_t r : {0u, 1u, 2u}) bench.up(r, 2, 3);
+  bench.link_all();
+  EXPECT_EQ(bench.contributors(), 0u);
+  EXPECT_TRUE(bench.waits_for("nothing was ever rolled back: the log is an older copy, or the state is another job's"));
+  EXPECT_TRUE(bench.waits_for("Put the whole log back; or, to go on from step 3, start the coordinator with a new"));
+
+  bench.down(0, 2);
+  bench.up(0, 3, 1);
+  bench.link_all();
+  EXPECT_EQ(bench.contributors(), 1u) << "somebody has the state of the log's last step";
+  const auto alarms = bench.coordinator.alarms();
+  ASSERT_EQ(alarms.size(), 2u);
+  EXPECT_NE(alarms.front().find("replica 1 has come with the state of step 3, and catches up from step 1"),
+            std::string::npos)
+      << alarms.front();
+  EXPECT_NE(alarms.front().find("the log is an older copy"), std::string::npos) << alarms.front();
+}
+
 // It stays in the settings of who forgets it, and the job has gone on.
 TEST(Coordinator, AnOperatorsWordToRollBackIsUsedOnce) {
   Bench first;
