@@ -90,7 +90,7 @@ void bind(CommandLine& line, Config& c) {
       .check(log_level());
   line.setting("--events", c.events, "REJOIN_EVENTS", "directory for event files (see rejoin trace)");
   line.setting("--flight-dir", c.flight, "REJOIN_FLIGHT_DIR",
-               "directory for the flight recording (see rejoin explain); none: /dev/shm/rejoin-USER; off")
+               "directory for the flight recording (see rejoin explain); none: /dev/shm/rejoin-UID; off")
       .check(flight_directory());
   line.setting("--name", c.node.name, "REJOIN_NODE", "this node's name in logs").check(node_name());
   line.setting(

@@ -58,7 +58,7 @@ void SessionConfig::bind(CommandLine& line) {
                "auto: the progress thread runs on the NUMA node of the GPU, or of the NICs; off: anywhere");
   line.setting("--events", events, "REJOIN_EVENTS", "directory for this process's event file (see rejoin trace)");
   line.setting("--flight-dir", flight, "REJOIN_FLIGHT_DIR",
-               "directory for this process's flight recording (see rejoin explain); none: /dev/shm/rejoin-USER; off");
+               "directory for this process's flight recording (see rejoin explain); none: /dev/shm/rejoin-UID; off");
   line.setting(
       "--flip-bit-at", flip_bit_at, "REJOIN_FLIP_BIT_AT",
       "a drill: in this step one bit of what the all-reduce brings here is flipped, as if on its way; 0: never");
