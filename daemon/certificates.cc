@@ -256,6 +256,10 @@ FileStamps::FileStamps(const CertificateFiles& files) {
   }
 }
 
+bool OwnCertificate::ends_soon(std::chrono::system_clock::time_point now) const {
+  return until - now < std::min<std::chrono::seconds>(std::chrono::days(7), (until - from) / 3);
+}
+
 Result<OwnCertificate> use_certificates(SSL_CTX* context, const CertificateFiles& files) {
   const auto authorities = read_certificates("--tls-ca", files.ca);
   if (!authorities) return tl::unexpected(authorities.error());

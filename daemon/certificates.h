@@ -48,6 +48,8 @@ struct OwnCertificate {
   std::string text;  // for people: whose it is, and until when it is valid
   // When it is valid, together with those of the CAs that lead to it.
   WallTime from, until;
+  // Within a week or, of one that lives for less than three, the last third of its life; also where it has ended.
+  bool ends_soon(std::chrono::system_clock::time_point now) const;
 };
 // Gives a context the own certificate with its key, and the CA's, and makes it ask whoever is at the other end for a
 // certificate. Errors name the file and the remedy: it can't be read, others may read the key, the key does not fit,

@@ -21,7 +21,6 @@ static_assert(kByKey.size() == std::size_t{0x10} + 1 && kByCertificates.size() =
 constexpr const char* kSuite = "TLS_AES_128_GCM_SHA256";
 constexpr unsigned char kSuiteId[] = {0x13, 0x01};
 constexpr Duration kTriedAgainAfter = std::chrono::seconds(1);
-constexpr Duration kSoon = std::chrono::days(7);
 constexpr std::string_view kExported = "EXPERIMENTAL rejoin control";
 
 const unsigned char* unsigned_of(BytesView bytes) { return reinterpret_cast<const unsigned char*>(bytes.data()); }
@@ -233,10 +232,9 @@ asio::ssl::context& JobKeys::ControlTls::context() const {
 void JobKeys::ControlTls::look_after() const {
   if (!files_.given()) return;
   (void)context();
-  const auto left = own_->until - std::chrono::system_clock::now();
-  const auto soon = std::min<Duration>(kSoon, (own_->until - own_->from) / 3);
-  if (left >= soon) return;
-  const bool ended = left <= Duration::zero();
+  const auto now = std::chrono::system_clock::now();
+  if (!own_->ends_soon(now)) return;
+  const bool ended = own_->until <= now;
   if (!(ended ? has_ended_ : ends_soon_).may_say(std::chrono::steady_clock::now())) return;
   const std::string found = failed_ ? fmt::format("; what is there now can't be used: {}", failed_->why) : "";
   if (ended)

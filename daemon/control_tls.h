@@ -50,8 +50,8 @@ struct JobKeys::ControlTls {
   const CertificateFiles& files() const { return files_; }
   // The certificate in use; null: there are none.
   const OwnCertificate* own() const { return own_ ? &*own_ : nullptr; }
-  // Reads what has changed also where nobody connects. Logs once a day that the certificate in use ends soon: within a
-  // week or, of one that lives for less than three, the last third of its life; once an hour that it has ended.
+  // Reads what has changed also where nobody connects. Logs once a day that the certificate in use ends soon, and once
+  // an hour that it has ended.
   void look_after() const;
 
   // Says whether a handshake that is done has proven the job key; with certificates it never has.

@@ -6,6 +6,7 @@
 #include "base/bytes.h"
 #include "base/fail.h"
 #include "base/ring_links.h"
+#include "daemon/control_tls.h"
 #include "transport/factory.h"
 
 namespace rejoin::daemon {
@@ -81,6 +82,10 @@ std::optional<JobKeys> examine_keys(const DoctorSettings& s, const Probes& probe
                       fmt::format("{}{}{} can be read, and is kept from others", s.key_file,
                                   s.other_key_file.empty() ? "" : " and ", s.other_key_file),
                       ""});
+  if (const auto* own = keys->control().own(); own != nullptr && own->ends_soon(std::chrono::system_clock::now()))
+    findings.push_back({Verdict::warn, "key",
+                        fmt::format("the certificate {} ({}) ends soon", s.certificates.cert, own->text),
+                        "renew it: a daemon that runs reads it again, and one that starts with an expired one ends"});
   return std::move(*keys);
 }
 

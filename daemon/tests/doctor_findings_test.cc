@@ -4,6 +4,7 @@
 #include <cerrno>
 #include <nlohmann/json.hpp>
 
+#include "daemon/tests/authority.h"
 #include "daemon/tests/doctor_node.h"
 
 namespace rejoin::daemon {
@@ -48,6 +49,14 @@ TEST_F(DoctorFindings, WithoutAKeyShowsItToNobody) {
   expect("key", "FAIL", {"no such file -> ", "openssl rand"});
   expect("coordinator", "skipped", {"no key"});
   expect("peer", "skipped", {"no key"});
+}
+
+TEST_F(DoctorFindings, WarnsOfACertificateThatEndsSoon) {
+  const test::Authority authority;
+  s.certificates = authority.sign("long", {.from = -3600, .until = 3600});
+  EXPECT_EQ(lines("key").find("WARN"), std::string::npos) << lines("key");
+  s.certificates = authority.sign("short", {.from = -3600, .until = 600});
+  expect("key", "WARN", {"short.pem (CN=short, valid until 20", "ends soon -> renew it"});
 }
 
 TEST_F(DoctorFindings, TellsWhyASocketCannotBeUsed) {

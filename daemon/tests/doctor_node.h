@@ -83,7 +83,8 @@ struct DoctorFindings : testing::Test {
     Probes probes;
     probes.keys = [this](const std::string&, const std::string&) -> Result<JobKeys> {
       if (!key) return tl::unexpected(key.error());
-      return JobKeys(JobKey("0123456789abcdef"));
+      JobKeys keys(JobKey("0123456789abcdef"));
+      return s.certificates.given() ? JobKeys::with_certificates(std::move(keys), s.certificates) : keys;
     };
     probes.socket = [this](const std::string&) { return socket; };
     probes.coordinators = [this](const std::string&, const JobKeys&) { return coordinators; };
