@@ -23,7 +23,7 @@ constexpr const char* kSuffix = ".flight";
 constexpr std::size_t kMostLeft = 48, kMostJoblessLeft = 8;
 constexpr std::uint64_t kMostBytesLeft = 160 * MiB, kShareLeft = 4;  // … and of the file system one part of so many
 
-// Where recordings are if nobody says where: /dev/shm/rejoin-USER, or in /tmp where there is no /dev/shm. USER is a
+// Where recordings are if nobody says where: /dev/shm/rejoin-UID, or in /tmp where there is no /dev/shm. UID is a
 // number.
 std::string default_directory();
 // For who reads there. Error: it is there, and is another's, or others may write to it.

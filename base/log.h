@@ -1,4 +1,4 @@
-// Logging: spdlog, one logger a process, lines on stderr with monotonic milliseconds so that several processes line up.
+// Logging: spdlog, one logger a process, lines on stderr with date and time in UTC, so that several machines' line up.
 #pragma once
 
 #include <spdlog/spdlog.h>
@@ -22,8 +22,9 @@ spdlog::logger& logger();
 void set_logger(std::shared_ptr<spdlog::logger> its);
 
 // Standard error, which nobody may read: a terminal that was stopped, a full pipe. Who logs stands still for 10 ms at
-// most (one second for a critical line). What is not taken is left out, and how much is said with the next line. Any
-// thread.
+// most (one second for a critical line). What is not taken is left out, and how much is said with the next line. A line
+// has the date and the time in UTC, the level and the logger's name; where it goes to systemd's journal, the level as
+// that knows it before. Any thread.
 std::shared_ptr<spdlog::sinks::sink> standard_error();
 
 }  // namespace rejoin
