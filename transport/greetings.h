@@ -7,6 +7,7 @@
 #include <deque>
 #include <optional>
 #include <string>
+#include <string_view>
 
 #include "base/clock.h"
 #include "base/deadlines.h"
@@ -19,7 +20,9 @@ namespace rejoin::transport {
 class Greetings {
  public:
   void set_silence(Duration silence) { patience_ = deadlines::kDataProof.of(silence); }
-  std::string too_late() const { return fmt::format("it does not answer in {:.1f} s", seconds(patience_)); }
+  std::string too_late(std::string_view what = "it does not answer") const {
+    return fmt::format("{} in {:.1f} s", what, seconds(patience_));
+  }
   void add(EndpointId id, TimePoint now) {
     look(now);
     since_.push_back({id, attended_});

@@ -1,6 +1,7 @@
 #include "transport/socket_address.h"
 
 #include <arpa/inet.h>
+#include <net/if.h>
 #include <netdb.h>
 #include <netinet/in.h>
 
@@ -30,14 +31,23 @@ Result<SocketAddress> SocketAddress::resolve(const std::string& text) {
 }
 
 Result<std::deque<SocketAddress>> SocketAddress::resolve_all(const std::string& text) {
+  return find(text, AI_NUMERICSERV);
+}
+
+Result<SocketAddress> SocketAddress::numeric(const std::string& text) {
+  return find(text, AI_NUMERICSERV | AI_NUMERICHOST).map([](const auto& all) { return all.front(); });
+}
+
+Result<std::deque<SocketAddress>> SocketAddress::find(const std::string& text, int flags) {
   const auto parts = split(text);
   if (!parts) return tl::unexpected(parts.error());
   addrinfo hints{};
   hints.ai_socktype = SOCK_STREAM;
-  hints.ai_flags = AI_NUMERICSERV;
+  hints.ai_flags = flags;
   addrinfo* found = nullptr;
   if (int error = ::getaddrinfo(parts->host.c_str(), std::to_string(parts->port).c_str(), &hints, &found); error != 0)
-    return fail(ErrorCode::invalid_argument, "address '{}': {}", text, ::gai_strerror(error));
+    return fail(error == EAI_AGAIN || error == EAI_SYSTEM ? ErrorCode::unavailable : ErrorCode::invalid_argument,
+                "address '{}': {}", text, ::gai_strerror(error));
   std::deque<SocketAddress> all;
   for (const addrinfo* each = found; each != nullptr; each = each->ai_next) {
     SocketAddress& address = all.emplace_back();
@@ -64,7 +74,13 @@ std::string SocketAddress::format(const sockaddr_storage& address) {
   if (address.ss_family == AF_INET6) {
     const auto& in6 = reinterpret_cast<const sockaddr_in6&>(address);
     ::inet_ntop(AF_INET6, &in6.sin6_addr, host, sizeof host);
-    return fmt::format("[{}]:{}", host, ntohs(in6.sin6_port));
+    std::string scope;
+    if (in6.sin6_scope_id != 0) {
+      char name[IF_NAMESIZE] = "";
+      scope = ::if_indextoname(in6.sin6_scope_id, name) != nullptr ? fmt::format("%{}", name)
+                                                                   : fmt::format("%{}", in6.sin6_scope_id);
+    }
+    return fmt::format("[{}{}]:{}", host, scope, ntohs(in6.sin6_port));
   }
   const auto& in4 = reinterpret_cast<const sockaddr_in&>(address);
   ::inet_ntop(AF_INET, &in4.sin_addr, host, sizeof host);

@@ -90,15 +90,20 @@ Result<Address> TcpEngine::listen(const Address& where) {
   return Address{SocketAddress::format(bound)};
 }
 
-TcpEngine::Endpoint& TcpEngine::adopt(Fd socket, Stage stage) {
+TcpEngine::Endpoint& TcpEngine::make_endpoint(Stage stage) {
   auto endpoint = std::make_unique<Endpoint>();
   do endpoint->id = EndpointId(unguessable_.next());
-  while (endpoint->id.value == kListener);
+  while (endpoint->id.value == kListener || endpoint->id.value == kNames);
   endpoint->stage = stage;
   endpoint->buffer.resize(stage == Stage::accepting ? kStrangersBuffer : kQuietBuffer);
-  take_up(*endpoint, std::move(socket));
-  Endpoint& adopted = *endpoint;
-  endpoints_[adopted.id.value] = std::move(endpoint);
+  Endpoint& made = *endpoint;
+  endpoints_[made.id.value] = std::move(endpoint);
+  return made;
+}
+
+TcpEngine::Endpoint& TcpEngine::adopt(Fd socket, Stage stage) {
+  Endpoint& adopted = make_endpoint(stage);
+  take_up(adopted, std::move(socket));
   return adopted;
 }
 
@@ -122,19 +127,39 @@ void TcpEngine::limit_unacknowledged(const Endpoint& endpoint) const {
 
 Result<EndpointId> TcpEngine::connect(const Address& peer, BytesView hello) {
   if (auto checked = check_hello(hello); !checked) return tl::unexpected(checked.error());
-  auto addresses = SocketAddress::resolve_all(peer.text);
-  if (!addresses) return tl::unexpected(addresses.error());
-  auto socket = begin_connection(*addresses);
-  if (!socket) return fail(socket.error().code, "connecting to {}: {}", peer.text, socket.error().message);
-  Endpoint& endpoint = adopt(std::move(*socket), Stage::connecting);
-  endpoint.further = std::move(*addresses);
-  endpoint.addresses += static_cast<std::uint32_t>(endpoint.further.size());
-  limit_unacknowledged(endpoint);
+  if (auto formed = SocketAddress::split(peer.text); !formed) return tl::unexpected(formed.error());
+  Endpoint& endpoint = make_endpoint(Stage::connecting);
+  const auto address = SocketAddress::numeric(peer.text);
+  const auto begun = address ? begin_connection(endpoint, {*address})
+                             : names_.ask(peer.text, endpoint.id.value, epoll_.get(), kNames, clock_.now());
+  if (!begun) {
+    endpoints_.erase(endpoint.id.value);
+    return fail(begun.error().code, "connecting to {}: {}", peer.text, begun.error().message);
+  }
   endpoint.secret = peer.secret;
   endpoint.hello.assign(hello.begin(), hello.end());
   calls_.add(endpoint.id, clock_.now());
   call(endpoint);
   return endpoint.id;
+}
+
+Result<> TcpEngine::begin_connection(Endpoint& endpoint, std::deque<SocketAddress> addresses) {
+  auto socket = begin_connection(addresses);
+  if (!socket) return tl::unexpected(socket.error());
+  endpoint.further = std::move(addresses);
+  endpoint.addresses = 1 + static_cast<std::uint32_t>(endpoint.further.size());
+  take_up(endpoint, std::move(*socket));
+  return {};
+}
+
+// Of a peer whose name takes its time no other one hears less.
+void TcpEngine::look_at_names() {
+  for (auto& [asker, addresses] : names_.take(clock_.now(), silence_ / 4)) {
+    Endpoint* endpoint = find(EndpointId(asker));
+    if (endpoint == nullptr || endpoint->stage != Stage::connecting) continue;
+    const auto begun = addresses.and_then([&](auto& found) { return begin_connection(*endpoint, std::move(found)); });
+    if (!begun) fail_endpoint(*endpoint, ErrorCode::unavailable, begun.error().message);
+  }
 }
 
 // To the first of these that does not fail at once; it and those before it are taken out.
@@ -220,6 +245,7 @@ void TcpEngine::fail_endpoint(Endpoint& endpoint, ErrorCode code, std::string wh
   endpoint.stage = Stage::failed;
   endpoint.failure = std::move(why);
   calls_.remove(endpoint.id);
+  names_.forget(endpoint.id.value);
   if (unseen) refuse(endpoint, code);
   hang_up(epoll_, endpoint.socket, process_);  // the fence
   endpoint.out.clear();
@@ -253,6 +279,7 @@ void TcpEngine::close(EndpointId id) {
   if (endpoint->stage == Stage::open && ::getpid() == process_) flush(*endpoint);
   if (endpoint = find(id); endpoint == nullptr) return;
   calls_.remove(id);
+  names_.forget(id.value);
   hang_up(epoll_, endpoint->socket, process_);
   fail_operations(*endpoint, {ErrorCode::cancelled, "the endpoint was closed"});
   endpoints_.erase(id.value);

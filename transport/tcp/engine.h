@@ -18,6 +18,7 @@
 #include "transport/endpoints.h"
 #include "transport/event_queue.h"
 #include "transport/handshake.h"
+#include "transport/names.h"
 #include "transport/regions.h"
 #include "transport/socket_address.h"
 #include "transport/strangers.h"
@@ -34,7 +35,7 @@ void set_option(const Fd& socket, int level, int name, int value);
 // only costs timers there.
 void use_no_pacing_inside_a_machine(const Fd& socket);
 
-constexpr std::uint64_t kListener = 0;  // epoll tag; endpoint ids are never 0
+constexpr std::uint64_t kListener = 0, kNames = 1;  // epoll tags; no endpoint has such an id
 // What is read ahead of one connection: of most of a large job's no more than a message now and then.
 constexpr std::size_t kBuffer = 128 * KiB, kQuietBuffer = 4 * KiB, kStrangersBuffer = 1 * KiB;
 // Less while large bodies come, one among so many frames at least: what is read ahead of them has to be copied to their
@@ -70,6 +71,7 @@ class TcpEngine final : public Engine {
   std::optional<Duration> round_trip(EndpointId endpoint) const override;
 
  private:
+  // One that connects has no socket before its peer's name is resolved.
   enum class Stage { connecting, greeting, accepting, open, failed };
 
   // A frame on its way out. `body` points into `owned` or into a region.
@@ -141,9 +143,12 @@ class TcpEngine final : public Engine {
 
   Endpoint* find(EndpointId id) { return find_endpoint(endpoints_, id); }
   Result<Endpoint*> open_endpoint(EndpointId id) { return find_open_endpoint(endpoints_, id); }
+  Endpoint& make_endpoint(Stage stage);
   Endpoint& adopt(Fd socket, Stage stage);
   void take_up(Endpoint& endpoint, Fd socket);
   void limit_unacknowledged(const Endpoint& endpoint) const;
+  Result<> begin_connection(Endpoint& endpoint, std::deque<SocketAddress> addresses);
+  void look_at_names();
   Result<Fd> begin_connection(std::deque<SocketAddress>& addresses) const;
   Result<Fd> begin_connection(const SocketAddress& address) const;
   void finish_connecting(Endpoint& endpoint);
@@ -198,6 +203,7 @@ class TcpEngine final : public Engine {
   Acceptor acceptor_{kListener};
   Strangers strangers_;
   Greetings calls_;                 // of ours, from connect() on
+  Names names_;                     // of peers
   Seldom damaged_{kSameLineAgain};  // a line in the log
   Unguessable unguessable_;
   Regions regions_{unguessable_};

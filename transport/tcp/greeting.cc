@@ -24,6 +24,7 @@ void TcpEngine::accept_all() {
 }
 
 void TcpEngine::look_after_greetings() {
+  if (names_.waits()) look_at_names();
   if (strangers_.empty() && calls_.empty() && !acceptor_.waits()) return;
   const TimePoint now = clock_.now();
   acceptor_.look(epoll_, listener_, now);
@@ -31,7 +32,8 @@ void TcpEngine::look_after_greetings() {
   while (const auto id = calls_.overdue(now)) {
     Endpoint& call = *find(*id);
     const bool there = call.stage != Stage::connecting;  // its kernel is
-    fail_endpoint(call, there ? ErrorCode::timeout : ErrorCode::unavailable, calls_.too_late());
+    fail_endpoint(call, there ? ErrorCode::timeout : ErrorCode::unavailable,
+                  call.socket ? calls_.too_late() : calls_.too_late("its name is not resolved"));
   }
 }
 

@@ -1,9 +1,7 @@
 // The TCP backend over a wire that flips bits.
 #include <arpa/inet.h>
-#include <dlfcn.h>
 #include <fmt/format.h>
 #include <gtest/gtest.h>
-#include <netdb.h>
 #include <netinet/in.h>
 #include <poll.h>
 #include <sys/socket.h>
@@ -204,7 +202,7 @@ TEST(TcpEngines, AListenerThatDoesNotAnswerIsGivenUp) {
   EXPECT_EQ(end->code, ErrorCode::timeout);
 }
 
-// This program's getaddrinfo() knows it: nobody listens at the first of its addresses.
+// Nobody listens at the first of them: see name_server.h.
 TEST(TcpEngines, APeerIsReachedByAnyAddressThatItsNameHas) {
   auto server = make_engine({}).value(), client = make_engine({}).value();
   const std::string address = server->listen({"127.0.0.1:0"})->text;
@@ -247,12 +245,3 @@ TEST(TcpEngines, OneThatWantsTheKernelToEncryptAndOneThatDoesNotUnderstandEachOt
 
 }  // namespace
 }  // namespace rejoin::transport::tcp
-
-// Takes the place of the C library's: two.addresses.test has two addresses.
-extern "C" int getaddrinfo(const char* name, const char* service, const addrinfo* hints, addrinfo** found) {
-  using Own = int(const char*, const char*, const addrinfo*, addrinfo**);
-  static auto* own = reinterpret_cast<Own*>(::dlsym(RTLD_NEXT, "getaddrinfo"));
-  if (name == nullptr || std::string_view(name) != "two.addresses.test") return own(name, service, hints, found);
-  if (const int error = own("127.0.0.9", service, hints, found); error != 0) return error;
-  return own("127.0.0.1", service, hints, &(*found)->ai_next);
-}
