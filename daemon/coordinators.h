@@ -29,7 +29,8 @@ class Coordinators {
   void finish(std::function<void()> over);
   // Connects anew with the one that leads if that was last heard too long ago.
   void check(TimePoint heard);
-  void tick(TimePoint now);  // at least every silence / 8
+  const Upstream::Ends& ends() const { return all_[leader_.value_or(0)]->ends(); }  // of the one that leads, or led
+  void tick(TimePoint now);                                                         // at least every silence / 8
   // Of one: its address, whether it is connected, as whoever asks knows, and why not. Of several: the same of the one
   // that leads, `leader` with its term, and `all`.
   nlohmann::json status(bool connected) const;

@@ -16,6 +16,7 @@
 #include "daemon/auth.h"
 #include "daemon/certificates.h"
 #include "daemon/store_settings.h"
+#include "transport/advertise.h"
 
 namespace rejoin::daemon {
 
@@ -76,8 +77,9 @@ struct CoordinatorFacts {
 };
 
 struct HostFacts {
-  std::string unresolved;  // why; the rest is known where it is empty
-  bool loopback = false, own = false;
+  std::string unresolved;                                  // why; the rest is known where it is empty
+  bool loopback = false, own = false, link_local = false;  // the first of its addresses
+  bool v4 = true, v6 = false;                              // it has addresses of these
 };
 
 struct LimitFacts {
@@ -155,7 +157,7 @@ struct Probes {
   std::function<SocketFacts(const std::string& socket)> socket;
   std::function<std::vector<CoordinatorFacts>(const std::string& addresses, const JobKeys& keys)> coordinators;
   std::function<HostFacts(const std::string& host)> host;
-  std::function<std::string(const std::string& peer)> own_host_towards;
+  std::function<transport::OwnHosts(const std::string& peer)> own_hosts_towards;
   // Connects with another daemon's catch-up stream, which proves the key, and says no more. Errors:
   // `invalid_argument` where it is a setting of this side.
   std::function<Result<>(const std::string& peer, const JobKeys& keys)> peer;

@@ -62,8 +62,53 @@ void examine_coordinators(const DoctorSettings& s, const std::vector<Coordinator
         {Verdict::warn, "coordinator", "none of them leads", "look at the coordinators' status, and at etcd"});
 }
 
-// What other nodes are told of this one's catch-up stream, as the daemon makes it of its settings.
-void examine_advertised(const DoctorSettings& s, const Probes& probes, bool remote, Findings& findings) {
+struct Fault {
+  Verdict verdict{};
+  std::string found, remedy;
+};
+
+struct Listener {
+  transport::HostPort at;
+  HostFacts facts;
+  bool everywhere = false;
+  std::string known;  // an address that it can be told by; empty: there is none
+};
+
+std::string families_of(const HostFacts& facts) { return facts.v4 ? facts.v6 ? "IPv4 and IPv6" : "IPv4" : "IPv6"; }
+
+// Why others do not find what listens there at `host`, and what to do; nothing where they do.
+std::optional<Fault> fault_of(const std::string& host, const HostFacts& facts, const Listener& listener,
+                              const std::string& advertise, bool remote) {
+  const std::string know = listener.known.empty() ? "an address of this machine" : listener.known;
+  if (!facts.unresolved.empty())
+    return Fault{Verdict::fail, fmt::format("{}: {}", host, facts.unresolved),
+                 "give --advertise an address, or see to DNS"};
+  if (facts.loopback && remote)
+    return Fault{Verdict::fail,
+                 fmt::format("{}: other nodes can't reach it, and a coordinator is on another machine", host),
+                 advertise.empty() && !listener.everywhere ? fmt::format("--data-listen 0.0.0.0:{}", listener.at.port)
+                                                           : fmt::format("--advertise {}", know)};
+  const bool v4 = listener.facts.v4 || listener.at.host == "::";
+  if (facts.own && !(facts.v4 && v4) && !(facts.v6 && listener.facts.v6))
+    return Fault{
+        Verdict::fail,
+        fmt::format("others are told {}, over {} alone, and the daemon listens on {}, over {} alone", host,
+                    families_of(facts), listener.at.host, families_of(listener.facts)),
+        fmt::format("--data-listen [::]:{}, which listens over both, or --advertise {}", listener.at.port, know)};
+  if (facts.link_local)
+    return Fault{
+        Verdict::warn,
+        fmt::format("{}: a link-local address, of use where the others' interface has the same name alone", host),
+        fmt::format("--advertise {}", know)};
+  if (facts.own) return std::nullopt;
+  return Fault{Verdict::warn, fmt::format("{} is no address of this machine", host),
+               fmt::format("right where addresses are translated; otherwise --advertise {}", know)};
+}
+
+// What other nodes are told of this one's catch-up stream, as the daemon makes it of its settings. `towards`: a
+// coordinator.
+void examine_advertised(const DoctorSettings& s, const Probes& probes, const std::string& towards, bool remote,
+                        Findings& findings) {
   const auto say = [&](Verdict verdict, std::string found, std::string remedy) {
     findings.push_back({verdict, "advertised", std::move(found), std::move(remedy)});
   };
@@ -76,32 +121,28 @@ void examine_advertised(const DoctorSettings& s, const Probes& probes, bool remo
   }
   const auto listening = transport::SocketAddress::split(s.data_listen);
   if (!listening) return findings.push_back(failed("advertised", listening.error(), "give --data-listen HOST:PORT"));
-  const std::string first = split(s.coordinators, ',').front();
-  const bool everywhere = listening->host == "0.0.0.0" || listening->host == "::";
-  const std::string known = probes.own_host_towards(first);
-  const auto hosts = !s.advertise.empty() ? split(s.advertise, ',') : std::vector{everywhere ? known : listening->host};
-  bool all_right = true;
-  for (const auto& host : hosts) {
-    const auto facts = probes.host(host);
-    all_right = false;
-    if (!facts.unresolved.empty())
-      say(Verdict::fail, fmt::format("{}: {}", host, facts.unresolved), "give --advertise an address, or see to DNS");
-    else if (facts.loopback && remote)
-      say(Verdict::fail, fmt::format("{}: other nodes can't reach it, and a coordinator is on another machine", host),
-          s.advertise.empty() && !everywhere ? fmt::format("--data-listen 0.0.0.0:{}", listening->port)
-                                             : fmt::format("--advertise {}", known));
-    else if (!facts.own)
-      say(Verdict::warn, fmt::format("{} is no address of this machine", host),
-          fmt::format("right where addresses are translated; otherwise --advertise {}", known));
-    else all_right = true;
-    if (!all_right) break;
-  }
-  const auto bound = probes.host(listening->host);
-  if (all_right && remote && !everywhere && bound.loopback)
+  Listener listener{.at = *listening,
+                    .facts = probes.host(listening->host),
+                    .everywhere = transport::listens_everywhere({s.data_listen})};
+  const auto own =
+      remote ? probes.own_hosts_towards(towards) : transport::or_loopback(probes.own_hosts_towards(towards));
+  const auto told = transport::with_own_host_for_any({listener.everywhere ? s.data_listen : "[::]:1"}, own);
+  if (!transport::listens_everywhere(told)) listener.known = transport::SocketAddress::split(told.text)->host;
+  if (s.advertise.empty() && listener.everywhere && listener.known.empty())
+    return say(Verdict::fail,
+               fmt::format("the daemon listens on {}{}, and this machine has no {}address that others could be told",
+                           listening->host, own.v6.empty() ? "" : ", over IPv4 alone", own.v6.empty() ? "" : "IPv4 "),
+               fmt::format("{}--advertise with an address that others reach",
+                           own.v6.empty() ? "" : fmt::format("--data-listen [::]:{}, or ", listening->port)));
+  const auto hosts = !s.advertise.empty() ? split(s.advertise, ',')
+                                          : std::vector{listener.everywhere ? listener.known : listening->host};
+  for (const auto& host : hosts)
+    if (auto fault = fault_of(host, probes.host(host), listener, s.advertise, remote))
+      return say(fault->verdict, std::move(fault->found), std::move(fault->remedy));
+  if (remote && !listener.everywhere && listener.facts.loopback)
     return say(Verdict::fail,
                fmt::format("others are told {}, and the daemon listens on {} alone", s.advertise, listening->host),
                fmt::format("--data-listen 0.0.0.0:{}", listening->port));
-  if (!all_right) return;
   if (listening->port == 0)
     return say(Verdict::ok, fmt::format("others are told {}, and a port that the system picks", fmt::join(hosts, ", ")),
                "where a firewall is between nodes, give it a port to let pass: --data-listen HOST:PORT");
@@ -113,16 +154,19 @@ void examine_advertised(const DoctorSettings& s, const Probes& probes, bool remo
 void examine_network(const DoctorSettings& s, const Probes& probes, const std::optional<JobKeys>& keys,
                      Findings& findings) {
   bool remote = false;
+  std::string towards;
   if (s.coordinators.empty()) findings.push_back({Verdict::skipped, "coordinator", "no --connect", ""});
   else if (!keys) findings.push_back({Verdict::skipped, "coordinator", "there is no key to show", ""});
   else {
     const auto all = probes.coordinators(s.coordinators, *keys);
     examine_coordinators(s, all, findings);
     remote = std::ranges::any_of(all, [](const auto& one) { return one.remote; });
+    const auto answers = std::ranges::find_if(all, [](const auto& one) { return one.answered; });
+    if (!all.empty()) towards = (answers == all.end() ? all.front() : *answers).address;
   }
   if (s.coordinators.empty() || !keys)
     findings.push_back({Verdict::skipped, "advertised", "nobody to be told an address: no coordinator was tried", ""});
-  else examine_advertised(s, probes, remote, findings);
+  else examine_advertised(s, probes, towards, remote, findings);
   if (s.peers.empty()) findings.push_back({Verdict::skipped, "peer", "no --peer", ""});
   for (const auto& peer : s.peers) {
     if (!keys) {

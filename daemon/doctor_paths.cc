@@ -69,8 +69,9 @@ std::uint32_t Pairs::mtu(const Rail& rail, const std::string& towards) const {
   }
   const std::string name = rail.name.substr(0, rail.name.find(';'));
   const auto local = name.find(':');
-  return interface_mtu(local != std::string::npos ? name.substr(local + 1)
-                                                  : transport::own_host_towards(with_port(towards, own_port_)));
+  if (local != std::string::npos) return interface_mtu(name.substr(local + 1));
+  const auto host = transport::own_host_towards(with_port(towards, own_port_));
+  return host ? interface_mtu(*host) : 0;
 }
 
 // With its first rail alone, before it has said where the others are.

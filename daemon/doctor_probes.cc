@@ -9,6 +9,7 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <asio/ip/address.hpp>
 #include <cstring>
 #include <fstream>
@@ -178,6 +179,10 @@ HostFacts probe_host(const std::string& host, std::chrono::milliseconds patience
   asio::error_code error;
   facts.loopback = asio::ip::make_address(first, error).is_loopback();
   facts.own = transport::SocketAddress::check_own({first, 0}).has_value();
+  facts.link_local = transport::is_link_local({with_port(first, 0)});
+  const auto of_v6 = [](const std::string& one) { return one.find(':') != std::string::npos; };
+  facts.v6 = std::ranges::any_of(*addresses, of_v6);
+  facts.v4 = !std::ranges::all_of(*addresses, of_v6);
   return facts;
 }
 
@@ -216,8 +221,8 @@ Probes real_probes(const DoctorSettings& s) {
     return probe_coordinators(addresses, keys, s.patience);
   };
   probes.host = [&s](const std::string& host) { return probe_host(host, s.patience); };
-  probes.own_host_towards = [&s](const std::string& peer) {
-    return transport::own_host_towards(resolved(peer, s.patience).value_or(""));
+  probes.own_hosts_towards = [&s](const std::string& peer) {
+    return transport::own_hosts_towards(resolved(peer, s.patience).value_or(""));
   };
   probes.peer = [&s](const std::string& peer, const JobKeys& keys) {
     return probe_peer(peer, s.transport, keys, s.patience);

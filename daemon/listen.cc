@@ -27,10 +27,13 @@ Result<std::string> listen_on(asio::ip::tcp::acceptor& acceptor, const std::stri
   if (!error) acceptor.bind(*endpoint, error);
   if (!error) acceptor.listen(backlog, error);
   if (error) return fail(ErrorCode::unavailable, "{}", error.message());
-  const auto bound = acceptor.local_endpoint();
-  const std::string host = bound.address().to_string();
-  return bound.address().is_v6() ? fmt::format("[{}]:{}", host, bound.port())
-                                 : fmt::format("{}:{}", host, bound.port());
+  return text_of(acceptor.local_endpoint());
+}
+
+std::string text_of(const asio::ip::tcp::endpoint& endpoint) {
+  const std::string host = endpoint.address().to_string();
+  return endpoint.address().is_v6() ? fmt::format("[{}]:{}", host, endpoint.port())
+                                    : fmt::format("{}:{}", host, endpoint.port());
 }
 
 bool without_descriptors(const asio::error_code& error) {

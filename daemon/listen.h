@@ -10,6 +10,7 @@
 namespace rejoin::daemon {
 
 Result<asio::ip::tcp::endpoint> endpoint_of(const std::string& text);
+std::string text_of(const asio::ip::tcp::endpoint& endpoint);
 // Listens there; returns the address in use (the port where the system chose it). The error has the system's message.
 Result<std::string> listen_on(asio::ip::tcp::acceptor& acceptor, const std::string& where);
 

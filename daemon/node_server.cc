@@ -28,7 +28,12 @@ NodeServer::NodeServer(asio::io_context& io, const NodeOptions& options, const J
       reports_as_(random_number()),
       coordinators_(io, options.coordinator, options.name, keys, options.silence,
                     [this](proto::LeaderView& view) { machine_.write_hosts(view); },
-                    {.up = [this] { carry_out(machine_.on_coordinator_up(now())); },
+                    {.up =
+                         [this] {
+                           find_own_hosts(true);
+                           place_trainers();
+                           carry_out(machine_.on_coordinator_up(now()));
+                         },
                      .message =
                          [this](const proto::ToNode& message) {
                            if (message.has_inquiry()) look_after(message.inquiry());
@@ -59,7 +64,7 @@ Result<std::unique_ptr<NodeServer>> NodeServer::start(asio::io_context& io, cons
   server->host_ = std::move(*host);
   const auto address = server->advertised(server->host_->thread->address());
   if (!address) return tl::unexpected(address.error());
-  spdlog::info("other nodes are told that this one's catch-up stream is at {}", *address);
+  server->say_where_it_is();
   server->accept();
   server->coordinators_.connect();
   server->tick();
@@ -155,6 +160,7 @@ void NodeServer::tick() {
     answer_leavers();
     give_sign_of_life();
     if (machine_.coordinator_up()) coordinators_.check(machine_.coordinator_heard());
+    look_for_own_hosts();
     tell();
     tick();
   });

@@ -20,6 +20,7 @@
 #include "device/remote.h"
 #include "local.pb.h"
 #include "membership/node.h"
+#include "transport/advertise.h"
 
 namespace rejoin::daemon {
 
@@ -68,6 +69,7 @@ class NodeServer {
     std::optional<Offering> offering;
     bool opening = false;  // a stream for its GPU is being opened, or was
     std::optional<catchup::RankKey> key;
+    std::string listens;  // its engine's own address
     bool catching_up = false;
     std::optional<Incarnation> serves;
     proto::Heartbeat ring;      // the last one, with the counters of its all-reduces
@@ -123,10 +125,20 @@ class NodeServer {
   // Thread: any.
   Result<std::unique_ptr<DeviceStream>> open_remote(membership::RankConnection of, Offering& offering);
   void on_opened(membership::RankConnection from, Offering offering, Result<std::unique_ptr<DeviceStream>> opened);
-  // Return the address that peers connect to: for a stream, and for a trainer's engine.
-  Result<std::string> advertised(const std::string& stream);
-  std::string advertised_of_trainer(const std::string& address);
-  const std::string& own_host();
+  // node_addresses.cc. Where peers find a trainer's engine, and its stream; before a coordinator has been connected
+  // with, where these listen. Errors: `unavailable`, where peers can be told of no address.
+  struct Place {
+    std::string engine, stream;
+  };
+  Result<Place> place_of(const std::string& engine, const StreamThread& stream) const;
+  Result<std::string> advertised(const std::string& stream) const;
+  Result<std::string> advertised_of_trainer(const std::string& address) const;
+  Result<std::string> told(const std::string& listening) const;
+  bool needs_own_hosts() const;
+  void find_own_hosts(bool connected_anew);
+  bool place_trainers();
+  void look_for_own_hosts();
+  void say_where_it_is();
   DeviceStream* stream_of(std::optional<membership::RankConnection> of);  // null: it has gone
   void on_report(std::optional<membership::RankConnection> of, StreamThread::Report report);
   TimePoint now() const { return SteadyClock().now(); }
@@ -167,7 +179,11 @@ class NodeServer {
   std::uint64_t rejected_ = 0;
   catchup::Compression compression_{};
   std::unique_ptr<DeviceStream> host_;
-  std::optional<std::string> own_host_;  // found when first somebody listens on all addresses
+  std::optional<transport::OwnHosts> own_hosts_;  // none before it has been connected with a coordinator
+  bool coordinator_is_here_ = false;              // on this machine
+  TimePoint own_hosts_sought_{};
+  std::string said_where_;  // the last line in the log
+  bool warned_of_loopback_ = false;
   std::uint64_t served_by_gone_ = 0;     // bytes
   std::uint64_t passed_on_by_gone_ = 0;  // of them
   std::uint64_t refetched_ = 0;          // slices, by joiners that are or were here

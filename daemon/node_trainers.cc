@@ -202,8 +202,8 @@ NodeServer::Taken NodeServer::admit(Trainer& trainer, Offering offering, DeviceS
   auto view = local::View::make(std::move(offering.fds), stream.device);
   if (!view) return tl::unexpected(view.error());
   const catchup::RankKey key{ReplicaId(hello.up().replica()), RankId(hello.up().rank())};
-  const auto address = advertised(stream.thread->address());
-  if (!address) return tl::unexpected(address.error());
+  const auto place = place_of(hello.up().address(), *stream.thread);
+  if (!place) return tl::unexpected(place.error());
   if (auto cleared = clear_place(trainer, key, hello.up().instance()); !cleared) return cleared;
   trainer.key = key;
   gone_.erase(key);
@@ -212,6 +212,7 @@ NodeServer::Taken NodeServer::admit(Trainer& trainer, Offering offering, DeviceS
                                          .a = static_cast<std::uint64_t>(trainer.credentials.pid),
                                          .b = hello.up().incarnation()});
   trainer.stream = stream.thread.get();
+  trainer.listens = hello.up().address();
   const bool complete = view->complete();
   auto shared = std::make_shared<local::View>(std::move(*view));
   trainer.stream->post([key, instance = hello.up().instance(), shared](catchup::Service& service, TimePoint) {
@@ -229,8 +230,8 @@ NodeServer::Taken NodeServer::admit(Trainer& trainer, Offering offering, DeviceS
   send(trainer, answer);
   proto::FromNode up;
   *up.mutable_rank_up() = hello.up();
-  up.mutable_rank_up()->set_address(advertised_of_trainer(hello.up().address()));
-  up.mutable_rank_up()->set_stream_address(stream_address(family_, *address));
+  up.mutable_rank_up()->set_address(place->engine);
+  up.mutable_rank_up()->set_stream_address(place->stream);
   up.mutable_rank_up()->set_pid(trainer.credentials.pid);
   up.mutable_rank_up()->set_speaks(protocol);
   up.mutable_rank_up()->set_release(hello.release());

@@ -32,6 +32,7 @@
 #include "daemon/status_server.h"
 #include "daemon/store_factory.h"
 #include "transport/advertise.h"
+#include "transport/socket_address.h"
 
 namespace rejoin::daemon {
 namespace {
@@ -67,13 +68,16 @@ Result<> write_addresses(const std::string& path, const nlohmann::json& addresse
   return failed;
 }
 
-// The address at which others find what listens here.
+// The address at which others find what listens here. No name server is asked: one that is silent would hold up all.
 std::string advertised(const Config& c, const std::string& listening) {
   if (!transport::listens_everywhere({listening})) return listening;
   const std::string given = c.node.advertise.substr(0, c.node.advertise.find(','));
-  return transport::with_host_for_any(
-             {listening}, given.empty() ? transport::own_host_towards(split(c.node.coordinator, ',').front()) : given)
-      .text;
+  if (!given.empty()) return transport::with_host_for_any({listening}, given).text;
+  const auto others = split(c.node.coordinator, ',');
+  const auto numeric =
+      std::ranges::find_if(others, [](const auto& one) { return transport::SocketAddress::numeric(one).has_value(); });
+  const auto hosts = transport::own_hosts_towards(numeric == others.end() ? "" : *numeric);
+  return transport::with_own_host_for_any({listening}, transport::or_loopback(hosts)).text;
 }
 
 Result<std::unique_ptr<ReplicatedServer>> start_one_of_several(asio::io_context& io, const Config& c,

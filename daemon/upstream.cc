@@ -9,6 +9,7 @@
 #include "base/refusals.h"
 #include "base/release.h"
 #include "daemon/clock_stamp.h"
+#include "daemon/listen.h"
 #include "transport/socket_address.h"
 
 namespace rejoin::daemon {
@@ -88,6 +89,8 @@ void Upstream::connect_to(Resolver::Endpoints endpoints) {
 void Upstream::talk(asio::ip::tcp::socket socket) {
   std::string name = name_;
   if (const auto parts = transport::SocketAddress::split(address_); name.empty() && parts) name = parts->host;
+  asio::error_code gone;  // then it ends at once
+  ends_ = {text_of(socket.local_endpoint(gone)), text_of(socket.remote_endpoint(gone))};
   connection_ = std::make_shared<Framed>(std::move(socket), keys_, false, name);
   connection_->start({.ready =
                           [this] {

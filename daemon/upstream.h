@@ -43,6 +43,10 @@ class Upstream {
         resolver_(io) {}
   ~Upstream();
   Upstream(const Upstream&) = delete;
+  // The ends of its connection, "host:port": this machine's, and the other one.
+  struct Ends {
+    std::string here, there;
+  };
   Upstream& operator=(const Upstream&) = delete;
   void connect();
   void send(const proto::FromNode& message);
@@ -53,6 +57,7 @@ class Upstream {
   void check(TimePoint heard);
   void connect_anew(const std::string& why);
   const std::string& address() const { return address_; }
+  const Ends& ends() const { return ends_; }                 // of the connection that is up, or was last
   bool up() const { return up_; }                            // it has shown the key
   const std::string& why_lost() const { return why_lost_; }  // empty while it is heard, and before the first try
   bool was_refused() const { return refused_; }              // the last time, by either side
@@ -82,6 +87,7 @@ class Upstream {
   Resolver resolver_;
   std::shared_ptr<Attempt> attempt_;  // under way, or waited for
   std::shared_ptr<Framed> connection_;
+  Ends ends_;
   bool up_ = false, heard_ = false;  // it has shown the key; and has said something since
   std::string why_lost_;
   bool refused_ = false;

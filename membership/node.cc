@@ -288,6 +288,16 @@ void Node::gather(const RankInfo& last, Actions& actions) {
   if (coordinator_up_) actions.to_coordinator.push_back(std::move(message));
 }
 
+bool Node::move(RankConnection rank, const std::string& address, const std::string& stream_address) {
+  auto found = ranks_.find(rank);
+  if (found == ranks_.end()) return false;
+  auto& up = found->second.up;
+  if (up.address() == address && up.stream_address() == stream_address) return false;
+  up.set_address(address);
+  up.set_stream_address(stream_address);
+  return true;
+}
+
 Node::Gone Node::gone_for(RankConnection rank, std::uint64_t instance) const {
   auto found = ranks_.find(rank);
   return found != ranks_.end() && found->second.up.instance() == instance ? Gone::replaced : Gone::ended;

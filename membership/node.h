@@ -75,6 +75,8 @@ class Node {
     replaced,  // it has come back through another connection already
   };
   Actions on_rank_gone(RankConnection rank, const std::string& reason, Gone how);
+  // Others find it there from when it is introduced next. True: they have been told of other places, or of none.
+  bool move(RankConnection rank, const std::string& address, const std::string& stream_address);
   // Returns what has become of a rank whose place this process instance takes.
   Gone gone_for(RankConnection rank, std::uint64_t instance) const;
   Actions on_tick(TimePoint now);  // at least every silence / 8

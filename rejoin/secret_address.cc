@@ -46,7 +46,7 @@ Result<SecretListener> SecretListener::open(const ListenConfig& config, const st
   if (!listening) return tl::unexpected(listening.error());
   auto advertised = transport::advertised(*listening, config.advertise);
   if (!advertised) return tl::unexpected(advertised.error());
-  const auto own = transport::with_host_for_any(*advertised, transport::own_host_towards("127.0.0.1:1"));
+  const auto own = transport::with_own_host_for_any(*advertised, transport::or_loopback(transport::own_hosts()));
   return SecretListener{.own = {.secret = secret, .family = family, .address = own.text}, .engine = std::move(*engine)};
 }
 

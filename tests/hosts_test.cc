@@ -1,6 +1,7 @@
 // Nodes that share nothing but a network: each a network namespace, with a cable between the two.
 #include "tests/hosts.h"
 
+#include <fmt/format.h>
 #include <unistd.h>
 
 #include <array>
@@ -16,6 +17,7 @@ const std::string kTrainer = binaries() + "/rejoin-minimal";
 struct TwoHosts : Daemons {
   Host hosts[2] = {Host(scratch), Host(scratch)};
   std::vector<std::unique_ptr<Process>> processes;
+  std::string silence = "5000";
 
   // Empty, or why there is no cable between the two here.
   std::string connect() const {
@@ -35,7 +37,7 @@ struct TwoHosts : Daemons {
 
   void start_daemon(int host, const std::string& name, std::vector<std::string> more) {
     more.insert(more.begin(), {kDaemon, "--job-key-file", key, "--name", name, "--address-file", file(name + ".json"),
-                               "--silence-ms", "5000", "--status", "0.0.0.0:0"});
+                               "--silence-ms", silence, "--status", "0.0.0.0:0"});
     processes.push_back(std::make_unique<Process>(hosts[host].inside(more), file(name + ".out")));
   }
   std::unique_ptr<Process> start_trainer(int replica, const std::string& output) const {
@@ -118,6 +120,148 @@ TEST(Hosts, WhoeverListensEverywhereIsFoundByTheOtherHost) {
   const auto log = read_file(two.file("node0.out"));
   const auto at = log.find("catch-up stream is at ") + 22;
   two.examine(coordinator, log.substr(at, log.find('\n', at) - at));
+}
+
+// A job over the cable, of which the second node's addresses are to change.
+struct MovingHost : TwoHosts {
+  std::unique_ptr<Process> trainers[2];
+  std::string port;
+
+  MovingHost() { silence = "2000"; }
+  void start_coordinator() {
+    start_daemon(0, "coordinator",
+                 {"--coordinator", "--listen", "[::]:0", "--log-directory", file("log"), "--replicas", "2", "--ranks",
+                  "1", "--batch", "8"});
+    const auto told = addresses("coordinator");
+    coordinator_status = told.at("status");
+    coordinator = told.at("coordinator");
+    port = coordinator.substr(coordinator.rfind(':'));
+  }
+  void start_node(int i, const std::string& connect) {
+    start_daemon(i, "node" + std::to_string(i),
+                 {"--socket", socket(static_cast<std::uint32_t>(i)), "--connect", connect, "--transport", "tcp",
+                  "--data-listen", "0.0.0.0:0"});
+    addresses("node" + std::to_string(i));
+  }
+  void restart(int i) {
+    trainers[i].reset();  // killed
+    trainers[i] = start_trainer(i, "trainer" + std::to_string(i));
+  }
+  bool both_contribute() const {
+    const auto status = status_from(0);
+    const auto members = status.value("members", nlohmann::json::array());
+    return members.size() == 2 && members.at(0).at("role") == "contributor" &&
+           members.at(1).at("role") == "contributor";
+  }
+  bool is_alone(int i) const {
+    const auto members = status_from(0).value("members", nlohmann::json::array());
+    return members.size() == 1 && members.at(0).at("replica") == i;
+  }
+  std::string told() const { return read_file(file("node1.out")) + read_file(file("coordinator.out")); }
+  // Of the two the one that comes later calls.
+  void expect_that_the_first_replica_comes_back() {
+    trainers[0].reset();
+    ASSERT_TRUE(eventually([&] { return is_alone(1); }, std::chrono::seconds(30))) << told();
+    restart(0);
+    EXPECT_TRUE(eventually([&] { return both_contribute(); }, std::chrono::seconds(30)))
+        << told() << read_file(file("trainer0"));
+  }
+};
+
+TEST(Hosts, ADaemonThatStartsBeforeItsNetworkIsThereTellsTheAddressThatItGets) {
+  MovingHost two;
+  if (const auto why = two.connect(); !why.empty()) GTEST_SKIP() << why;
+  two.start_coordinator();
+  two.hosts[1].ip({"addr", "flush", "dev", "eth0"});
+  two.hosts[1].ip({"link", "set", "eth0", "down"});
+  const std::string coordinator = two.address(0) + two.port;
+  two.start_node(1, coordinator);
+  two.hosts[1].ip({"link", "set", "eth0", "up"});
+  two.hosts[1].ip({"addr", "add", two.address(1) + "/24", "dev", "eth0"});
+  two.start_node(0, coordinator);
+  for (int i = 0; i < 2; ++i) two.restart(i);
+  ASSERT_TRUE(eventually([&] { return two.both_contribute(); }, std::chrono::seconds(30))) << two.told();
+  EXPECT_NE(two.told().find("catch-up stream is at 10.77.0.2:"), std::string::npos) << two.told();
+  two.expect_that_the_first_replica_comes_back();
+}
+
+TEST(Hosts, AnAddressThatChangesIsToldToWhoComesLater) {
+  MovingHost two;
+  if (const auto why = two.connect(); !why.empty()) GTEST_SKIP() << why;
+  two.start_coordinator();
+  for (int i = 0; i < 2; ++i) two.start_node(i, two.address(0) + two.port);
+  for (int i = 0; i < 2; ++i) two.restart(i);
+  ASSERT_TRUE(eventually([&] { return two.both_contribute(); }, std::chrono::seconds(30))) << two.told();
+  two.hosts[1].ip({"addr", "del", two.address(1) + "/24", "dev", "eth0"});
+  two.hosts[1].ip({"addr", "add", "10.77.0.22/24", "dev", "eth0"});
+  ASSERT_TRUE(eventually(
+      [&] {
+        return two.told().find(
+                   "address has changed: other nodes are told that this one's catch-up stream is at "
+                   "10.77.0.22:") != std::string::npos;
+      },
+      std::chrono::seconds(30)))
+      << two.told();
+  two.restart(1);
+  ASSERT_TRUE(eventually([&] { return two.both_contribute(); }, std::chrono::seconds(30))) << two.told();
+  two.expect_that_the_first_replica_comes_back();
+}
+
+// The coordinator is known by an IPv6 address, and data goes over IPv4.
+TEST(Hosts, WhoListensOverIpv4AloneIsToldByAnIpv4Address) {
+  MovingHost two;
+  if (const auto why = two.connect(); !why.empty()) GTEST_SKIP() << why;
+  for (int i = 0; i < 2; ++i)
+    if (two.hosts[i].ip({"addr", "add", fmt::format("fd00:77::{}/64", i + 1), "dev", "eth0", "nodad"}).status != 0)
+      GTEST_SKIP() << "no IPv6 here";
+  two.start_coordinator();
+  for (int i = 0; i < 2; ++i) two.start_node(i, "[fd00:77::1]" + two.port);
+  for (int i = 0; i < 2; ++i) two.restart(i);
+  ASSERT_TRUE(eventually([&] { return two.both_contribute(); }, std::chrono::seconds(30))) << two.told();
+  EXPECT_NE(two.told().find("catch-up stream is at 10.77.0.2:"), std::string::npos) << two.told();
+}
+
+TEST(Hosts, WhoListensOverIpv4AloneAndHasNoSuchAddressIsRefused) {
+  MovingHost two;
+  if (const auto why = two.connect(); !why.empty()) GTEST_SKIP() << why;
+  two.hosts[1].ip({"addr", "flush", "dev", "eth0"});
+  for (int i = 0; i < 2; ++i)
+    if (two.hosts[i].ip({"addr", "add", fmt::format("fd00:77::{}/64", i + 1), "dev", "eth0", "nodad"}).status != 0)
+      GTEST_SKIP() << "no IPv6 here";
+  two.start_coordinator();
+  two.start_node(1, "[fd00:77::1]" + two.port);
+  two.restart(1);
+  EXPECT_TRUE(eventually(
+      [&] {
+        return read_file(two.file("trainer1")).find("over IPv4 alone, and node node1 has no IPv4 address") !=
+               std::string::npos;
+      },
+      std::chrono::seconds(30)))
+      << two.told() << read_file(two.file("trainer1"));
+  const Ended doctor = run(two.hosts[1].inside({kCli, "doctor", "--job-key-file", two.key, "--transport", "tcp",
+                                                "--connect", "[fd00:77::1]" + two.port, "--data-listen", "0.0.0.0:0"}));
+  EXPECT_EQ(doctor.status, 2);
+  EXPECT_NE(doctor.output.find("FAIL  advertised: the daemon listens on 0.0.0.0, over IPv4 alone"), std::string::npos)
+      << doctor.output;
+}
+
+// Its interface is a part of such an address, and no other node is told one.
+TEST(Hosts, ACoordinatorAtALinkLocalAddressIsNoReasonToTellOne) {
+  MovingHost two;
+  if (const auto why = two.connect(); !why.empty()) GTEST_SKIP() << why;
+  for (int i = 0; i < 2; ++i)
+    if (two.hosts[i].ip({"addr", "add", fmt::format("fe80::77:{}/64", i + 1), "dev", "eth0", "nodad"}).status != 0)
+      GTEST_SKIP() << "no IPv6 here";
+  two.start_coordinator();
+  const std::string coordinator = "[fe80::77:1%eth0]" + two.port;
+  two.start_node(1, coordinator);
+  EXPECT_TRUE(eventually([&] { return two.told().find("catch-up stream is at 10.77.0.2:") != std::string::npos; },
+                         std::chrono::seconds(30)))
+      << two.told();
+  const Ended doctor = run(two.hosts[1].inside({kCli, "doctor", "--job-key-file", two.key, "--transport", "tcp",
+                                                "--connect", coordinator, "--data-listen", "0.0.0.0:7100"}));
+  EXPECT_NE(doctor.output.find("ok    coordinator: " + coordinator), std::string::npos) << doctor.output;
+  EXPECT_NE(doctor.output.find("told 10.77.0.2, port 7100"), std::string::npos) << doctor.output;
 }
 
 // `rejoin doctor --pairs` on both of two hosts.

@@ -51,15 +51,23 @@ bool is_loopback(const sockaddr* address) {
   return ntohl(reinterpret_cast<const sockaddr_in*>(address)->sin_addr.s_addr) >> 24 == 127;
 }
 
-std::string host_of(const sockaddr* address, socklen_t length) {
+// Of IPv6, where it takes an interface to reach one; those of IPv4 are used as any.
+bool is_link_local(const sockaddr* address) {
+  return address->sa_family == AF_INET6 &&
+         IN6_IS_ADDR_LINKLOCAL(&reinterpret_cast<const sockaddr_in6*>(address)->sin6_addr);
+}
+
+std::string host_of(const sockaddr* address) {
+  const std::size_t length = address->sa_family == AF_INET6 ? sizeof(sockaddr_in6) : sizeof(sockaddr_in);
   sockaddr_storage storage{};
   std::copy_n(reinterpret_cast<const char*>(address), length, reinterpret_cast<char*>(&storage));
   return SocketAddress::split(SocketAddress::format(storage)).value().host;
 }
 
-// The address that the system would send from. Connecting a datagram socket sends nothing.
+// The address that the system would send from, of this machine's for others. Connecting a datagram socket sends
+// nothing.
 std::optional<std::string> sent_from(const std::string& peer) {
-  const auto there = SocketAddress::resolve(peer);
+  const auto there = SocketAddress::numeric(peer);
   if (!there) return std::nullopt;
   const Fd socket(::socket(there->get()->sa_family, SOCK_DGRAM | SOCK_CLOEXEC, 0));
   sockaddr_storage here{};
@@ -68,19 +76,40 @@ std::optional<std::string> sent_from(const std::string& peer) {
   if (!socket || ::connect(socket.get(), there->get(), there->length()) != 0 ||
       ::getsockname(socket.get(), address, &length) != 0 || is_loopback(address))
     return std::nullopt;
-  return host_of(address, length);
+  return host_of(address);
 }
 
-std::optional<std::string> of_an_interface() {
+bool is_for_others(const sockaddr* address) {
+  return !is_loopback(address) && !is_link_local(address) && !is_any(host_of(address));
+}
+
+std::string of_an_interface(int family) {
   ifaddrs* all = nullptr;
-  if (::getifaddrs(&all) != 0) return std::nullopt;
-  std::optional<std::string> found;
-  for (const auto* one = all; one != nullptr && !found; one = one->ifa_next)
-    if (one->ifa_addr != nullptr && one->ifa_addr->sa_family == AF_INET && (one->ifa_flags & IFF_UP) != 0 &&
-        !is_loopback(one->ifa_addr))
-      found = host_of(one->ifa_addr, sizeof(sockaddr_in));
+  if (::getifaddrs(&all) != 0) return "";
+  std::string found;
+  for (const auto* one = all; one != nullptr && found.empty(); one = one->ifa_next)
+    if (one->ifa_addr != nullptr && one->ifa_addr->sa_family == family && (one->ifa_flags & IFF_UP) != 0 &&
+        is_for_others(one->ifa_addr))
+      found = host_of(one->ifa_addr);
   ::freeifaddrs(all);
   return found;
+}
+
+// Addresses for examples are of no machine: the way there is the default route.
+std::string of_family(int family) {
+  const auto host = sent_from(family == AF_INET6 ? "[2001:db8::1]:9" : "192.0.2.1:9");
+  if (!host) return of_an_interface(family);
+  const auto address = SocketAddress::numeric(with_port(*host, 0));
+  return address && is_for_others(address->get()) ? *host : of_an_interface(family);
+}
+
+bool any_of(const Address& address, const std::function<bool(const sockaddr*)>& condition) {
+  bool any = false;
+  (void)replaced(address, [&](std::size_t, const HostPort& parts) {
+    if (const auto one = SocketAddress::numeric(with_port(parts.host, parts.port))) any |= condition(one->get());
+    return std::optional<std::string>();
+  });
+  return any;
 }
 
 }  // namespace
@@ -105,6 +134,12 @@ Result<> check_advertised(const std::string& hosts) {
         host != given.substr(given.front() == '[' ? 1 : 0, host.size()))
       return fail(ErrorCode::invalid_argument,
                   "'{}': it is a host without a port; peers are told the port that is listened on", hosts);
+    if (const auto address = SocketAddress::numeric(with_port(host, 0));
+        address && is_link_local(address->get()) && host.find('%') == std::string::npos)
+      return fail(ErrorCode::invalid_argument,
+                  "'{}': {} is a link-local address, at which nobody can be reached without an interface: give an "
+                  "address of this machine that its peers reach, or {}%INTERFACE",
+                  hosts, host, host);
     if (host.find_first_of("|/ []") != std::string::npos || !is_utf8(host))
       return fail(ErrorCode::invalid_argument, "'{}' is not the name or the address of a host",
                   printable(host, host.size()));
@@ -126,6 +161,37 @@ Result<Address> advertised(const Address& listening, const std::string& hosts) {
   });
 }
 
+OwnHosts own_hosts(const std::string& here) {
+  OwnHosts hosts;
+  if (const auto end = SocketAddress::numeric(here); end && is_for_others(end->get())) {
+    const auto& in6 = reinterpret_cast<const sockaddr_in6*>(end->get())->sin6_addr;
+    hosts.v6_first = end->get()->sa_family == AF_INET6 && !IN6_IS_ADDR_V4MAPPED(&in6);
+    (hosts.v6_first ? hosts.v6 : hosts.v4) = host_of(end->get());
+  }
+  if (hosts.v4.empty()) hosts.v4 = of_family(AF_INET);
+  if (hosts.v6.empty()) hosts.v6 = of_family(AF_INET6);
+  return hosts;
+}
+
+OwnHosts own_hosts_towards(const std::string& peer) {
+  const auto host = sent_from(peer);
+  return own_hosts(host ? with_port(*host, 0) : "");
+}
+
+OwnHosts or_loopback(OwnHosts hosts) {
+  if (hosts.v4.empty()) hosts.v4 = "127.0.0.1";
+  if (hosts.v6.empty()) hosts.v6 = "::1";
+  return hosts;
+}
+
+Address with_own_host_for_any(const Address& listening, const OwnHosts& hosts) {
+  const auto& both = hosts.v6.empty() || (!hosts.v6_first && !hosts.v4.empty()) ? hosts.v4 : hosts.v6;
+  return replaced(listening, [&](std::size_t, const HostPort& parts) {
+    const auto& host = parts.host == "0.0.0.0" ? hosts.v4 : both;
+    return is_any(parts.host) && !host.empty() ? std::optional(host) : std::nullopt;
+  });
+}
+
 Address with_host_for_any(const Address& listening, const std::string& host) {
   return replaced(listening, [&](std::size_t, const HostPort& parts) {
     return is_any(parts.host) ? std::optional(without_brackets(host)) : std::nullopt;
@@ -141,11 +207,14 @@ bool listens_everywhere(const Address& listening) {
   return any;
 }
 
-std::string own_host_towards(const std::string& peer) {
-  if (auto host = sent_from(peer)) return *host;
-  for (const char* anywhere : {"192.0.2.1:9", "[2001:db8::1]:9"})  // addresses for examples: of no machine
-    if (auto host = sent_from(anywhere)) return *host;
-  return of_an_interface().value_or("127.0.0.1");
+bool is_loopback(const Address& address) {
+  return any_of(address, [](const sockaddr* one) { return is_loopback(one); });
 }
+
+bool is_link_local(const Address& address) {
+  return any_of(address, [](const sockaddr* one) { return is_link_local(one); });
+}
+
+std::optional<std::string> own_host_towards(const std::string& peer) { return sent_from(peer); }
 
 }  // namespace rejoin::transport

@@ -2,6 +2,8 @@
 // reached at them.
 #pragma once
 
+#include <optional>
+
 #include "transport/transport.h"
 
 namespace rejoin::transport {
@@ -16,12 +18,30 @@ Result<> check_advertised(const std::string& hosts);
 // rails, or by one for each; its ports stay. Addresses that have no host (of shm and UCX) stay as they are, and so does
 // everything where `hosts` is empty. Errors: `invalid_argument`, both numbers named.
 Result<Address> advertised(const Address& listening, const std::string& hosts);
+
+// This machine's own addresses as others may know them, of either family; empty where it has none. Neither those of the
+// loopback nor link-local ones: nobody else can use them.
+struct OwnHosts {
+  std::string v4, v6;
+  bool v6_first = false;  // where either will do
+  bool operator==(const OwnHosts&) const = default;
+};
+// `here`: this end of a connection with another machine ("host:port"), from which that one can be reached as well. Of
+// the other family, or without such an end: the address on the default route, then that of an interface that is up.
+OwnHosts own_hosts(const std::string& here = {});
+// As for a connection with `peer`, which is not made. Of a name nobody asks a name server: it counts as none.
+OwnHosts own_hosts_towards(const std::string& peer);
+OwnHosts or_loopback(OwnHosts hosts);  // where a family has none: for what concerns this machine alone
+// What listens on 0.0.0.0 is there over IPv4 alone, and what listens on :: over both: that host is replaced by one of
+// these where there is one, and stays otherwise.
+Address with_own_host_for_any(const Address& listening, const OwnHosts& hosts);
 // Where it listens on 0.0.0.0 or ::, that host is replaced by this one.
 Address with_host_for_any(const Address& listening, const std::string& host);
 bool listens_everywhere(const Address& listening);  // on one rail at least
+bool is_loopback(const Address& address);           // likewise; of a name nobody knows
+bool is_link_local(const Address& address);         // … of IPv6
 
-// This machine's own address on the way to `peer` ("host:port"). Where that way does not leave the machine, or there is
-// none, its address on the way to anywhere else; then that of an interface that is up; then the loopback's.
-std::string own_host_towards(const std::string& peer);
+// The one that this machine would connect to `peer` from, where that is another machine.
+std::optional<std::string> own_host_towards(const std::string& peer);
 
 }  // namespace rejoin::transport

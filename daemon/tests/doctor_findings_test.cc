@@ -125,6 +125,28 @@ TEST_F(DoctorFindings, RefusesToTellOtherMachinesOfTheLoopback) {
   expect("advertised", "ok", {"told 127.0.0.1, port 7100"});
 }
 
+TEST_F(DoctorFindings, TellsAnAddressOfAFamilyThatTheDaemonDoesNotListenOn) {
+  s.advertise = "fd00::3";
+  expect(
+      "advertised", "FAIL",
+      {"told fd00::3, over IPv6 alone, and the daemon listens on 0.0.0.0, over IPv4 alone -> --data-listen [::]:7100",
+       "or --advertise 10.0.0.3"});
+  s.data_listen = "[::]:7100";
+  expect("advertised", "ok", {"told fd00::3, port 7100"});
+  s.advertise = "";
+  own = {.v4 = "10.0.0.3", .v6 = "fd00::3", .v6_first = true};
+  expect("advertised", "ok", {"told fd00::3, port 7100"});
+  s.data_listen = "0.0.0.0:7100";
+  expect("advertised", "ok", {"told 10.0.0.3, port 7100"});
+  own.v4.clear();
+  expect(
+      "advertised", "FAIL",
+      {"listens on 0.0.0.0, over IPv4 alone, and this machine has no IPv4 address", "-> --data-listen [::]:7100, or"});
+  s.data_listen = "[::]:7100";
+  s.advertise = "fe80::3%eth0";
+  expect("advertised", "WARN", {"fe80::3%eth0: a link-local address", "-> --advertise fd00::3"});
+}
+
 TEST_F(DoctorFindings, TellsAnAddressThatIsNotOursAndAPortThatNobodyKnows) {
   s.advertise = "10.0.0.99";
   expect("advertised", "WARN", {"no address of this machine", "translated"});

@@ -23,8 +23,12 @@ struct DoctorFindings : testing::Test {
   std::map<std::string, HostFacts> hosts{{"10.0.0.3", {.own = true}},
                                          {"127.0.0.1", {.loopback = true, .own = true}},
                                          {"0.0.0.0", {.own = true}},
+                                         {"::", {.own = true, .v4 = false, .v6 = true}},
+                                         {"fd00::3", {.own = true, .v4 = false, .v6 = true}},
+                                         {"fe80::3%eth0", {.own = true, .link_local = true, .v4 = false, .v6 = true}},
                                          {"10.0.0.99", {}},
                                          {"nowhere", {.unresolved = "its name is not resolved: no such name"}}};
+  transport::OwnHosts own{.v4 = "10.0.0.3", .v6 = ""};
   LimitFacts limits{.memlock = 8 * 1024 * 1024, .descriptors = 1024, .descriptors_at_most = 4096};
   Result<> locked;
   Result<> peer;
@@ -89,7 +93,7 @@ struct DoctorFindings : testing::Test {
     probes.socket = [this](const std::string&) { return socket; };
     probes.coordinators = [this](const std::string&, const JobKeys&) { return coordinators; };
     probes.host = [this](const std::string& host) { return hosts.at(host); };
-    probes.own_host_towards = [](const std::string&) { return "10.0.0.3"; };
+    probes.own_hosts_towards = [this](const std::string&) { return own; };
     probes.peer = [this](const std::string&, const JobKeys&) { return peer; };
     probes.pairs = [this](const JobKeys&) -> Result<PairsFacts> { return pairs; };
     probes.buses = [this] { return buses; };

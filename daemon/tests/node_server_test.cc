@@ -55,7 +55,7 @@ struct RawTrainer {
     hello.set_device("host");
     hello.mutable_up()->set_replica(replica);
     hello.mutable_up()->set_instance(replica + 1);
-    hello.mutable_up()->set_address("127.0.0.1:1");
+    hello.mutable_up()->set_address(listens);
     say(message, fds);
   }
   std::optional<proto::ToTrainer> hear() const {
@@ -78,16 +78,19 @@ struct RawTrainer {
 
   local::Owner owner = *local::Owner::make(*local::Manifest::make({{.name = "w", .count = 64, .columns = 1}}));
   Fd socket;
+  std::string listens = "127.0.0.1:1";  // what it says of an engine
 };
 
 struct OneNode : testing::Test {
-  void start(milliseconds silence, const std::string& transport = "shm") {
+  void start(milliseconds silence, const std::string& transport = "shm",
+             const NodeOptions& more = {.advertise = "127.0.0.1"}) {
     ASSERT_TRUE(coordinator.listen("127.0.0.1:0"));
     auto started = NodeServer::start(io,
                                      {.socket = socket,
                                       .coordinator = coordinator.address(),
                                       .transport = transport,
-                                      .advertise = "127.0.0.1",
+                                      .data_listen = more.data_listen,
+                                      .advertise = more.advertise,
                                       .silence = silence},
                                      keys);
     ASSERT_TRUE(started) << started.error().message;
@@ -163,6 +166,25 @@ TEST_F(OneNode, TellsATrainerThatStandsForAMomentMoreOfItsPeersThanItsSocketTake
   }));
   EXPECT_TRUE(waits);
   EXPECT_EQ(complete, lists);
+}
+
+// The coordinator is on this machine.
+TEST_F(OneNode, TellsOfWhoListensEverywhereByAnAddressOfTheFamilyThatItListensOn) {
+  start(std::chrono::seconds(20), "tcp", {.data_listen = "0.0.0.0:0", .advertise = ""});
+  const auto hosts = transport::or_loopback(transport::own_hosts());
+  RawTrainer first(socket), second(socket);
+  first.listens = "0.0.0.0:7001";
+  second.listens = "10.1.2.3:7002|[::]:7003";
+  first.register_as(0);
+  second.register_as(1);
+  const auto up = [this](std::uint32_t replica) {
+    return std::ranges::find_if(
+        reports, [&](const auto& one) { return one.has_rank_up() && one.rank_up().replica() == replica; });
+  };
+  ASSERT_TRUE(comes_true([&] { return up(0) != reports.end() && up(1) != reports.end(); }));
+  EXPECT_EQ(up(0)->rank_up().address(), hosts.v4 + ":7001");
+  EXPECT_TRUE(up(0)->rank_up().stream_address().starts_with("tcp=" + hosts.v4 + ":")) << up(0)->DebugString();
+  EXPECT_EQ(up(1)->rank_up().address(), "10.1.2.3:7002|" + transport::with_own_host_for_any({"[::]:7003"}, hosts).text);
 }
 
 TEST_F(OneNode, PutsOutATrainerThatSendsAndReadsNothingForASilence) {

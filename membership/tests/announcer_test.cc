@@ -2,6 +2,10 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+
+#include "membership/tests/coordinator_bench.h"
+
 namespace rejoin::membership {
 namespace {
 
@@ -105,6 +109,46 @@ TEST(Announcer, OfManyThatComeTheFirstAreToldAtOnceAndTheOthersWithATickWhenNoMo
   EXPECT_TRUE(many.announcer.flushes_with_tick(kMorning + 20ms, false));
   EXPECT_FALSE(many.announcer.flushes_with_tick(kMorning + 20ms, true));
   EXPECT_TRUE(many.announcer.flushes_with_tick(kMorning + 250ms, true)) << "they have waited for long";
+}
+
+// Its address may change while it runs: its own daemon says so, over the same connection or another one.
+TEST(Coordinator, OthersHearOfTheAddressThatARunningMemberHasByNow) {
+  Bench bench;
+  const auto up = [&](std::uint32_t replica, std::uint64_t node, const std::string& address,
+                      std::uint64_t incarnation) {
+    for (std::uint32_t number = 0; number < 2; ++number) {
+      proto::FromNode message;
+      auto& rank = *message.mutable_rank_up();
+      rank.set_replica(replica);
+      rank.set_rank(number);
+      rank.set_instance(10 * replica + number + 1);
+      rank.set_incarnation(incarnation);
+      rank.set_plan_hash(9);
+      rank.set_address(address);
+      rank.set_stream_address(address);
+      bench.send(node, message);
+    }
+  };
+  const auto told = [&](std::uint64_t node, std::uint32_t replica) {
+    std::map<std::uint32_t, std::string> last;  // by rank
+    for (const auto& message : bench.inbox[node])
+      for (const auto& peer : message.peers().peers())
+        if (peer.replica() == replica) last[peer.rank()] = peer.address() + " " + peer.stream_address();
+    return last;
+  };
+  using Addresses = std::map<std::uint32_t, std::string>;
+  up(0, 0, "a", 0);
+  up(1, 1, "b", 0);
+  ASSERT_EQ(told(0, 1), (Addresses{{0, "b b"}, {1, "b b"}}));
+  const auto registered = std::ranges::find_if(bench.inbox[1], &proto::ToNode::has_registered);
+  ASSERT_NE(registered, bench.inbox[1].end());
+  const auto incarnation = registered->registered().incarnation();
+  up(1, 1, "c", incarnation);
+  EXPECT_EQ(told(0, 1), (Addresses{{0, "c c"}, {1, "c c"}}));
+  up(1, 7, "d", incarnation);
+  EXPECT_EQ(told(0, 1), (Addresses{{0, "d d"}, {1, "d d"}}));
+  up(2, 9, "e", 0);
+  EXPECT_EQ(told(9, 1), (Addresses{{0, "d d"}, {1, "d d"}})) << "who comes later";
 }
 
 }  // namespace

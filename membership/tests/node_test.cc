@@ -362,5 +362,21 @@ TEST(Rank, WhoIsOutForNowIsNotEvictedAndReducesItsStepAgainInANewEpoch) {
   EXPECT_FALSE(rank.reduced());
 }
 
+// Its daemon knows better by now where others find it.
+TEST(Node, TellsWhereARankIsByNowWhenItIntroducesItAgain) {
+  Machine machine;
+  machine.up(1, 0);
+  EXPECT_TRUE(machine.node.move(RankConnection(1), "10.0.0.2:1", "tcp=10.0.0.2:2"));
+  EXPECT_FALSE(machine.node.move(RankConnection(1), "10.0.0.2:1", "tcp=10.0.0.2:2"));
+  EXPECT_FALSE(machine.node.move(RankConnection(2), "10.0.0.3:1", "")) << "nobody is there";
+  machine.said.clear();
+  machine.keep(machine.node.on_coordinator_up(machine.now));
+  const auto up = std::ranges::find_if(machine.said, &proto::FromNode::has_rank_up);
+  ASSERT_NE(up, machine.said.end());
+  EXPECT_EQ(up->rank_up().address(), "10.0.0.2:1");
+  EXPECT_EQ(up->rank_up().stream_address(), "tcp=10.0.0.2:2");
+  EXPECT_EQ(up->rank_up().incarnation(), 5u);
+}
+
 }  // namespace
 }  // namespace rejoin::membership

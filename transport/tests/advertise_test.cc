@@ -3,6 +3,9 @@
 
 #include <gtest/gtest.h>
 
+#include <cstring>
+
+#include "transport/socket_address.h"
 #include "transport/tcp/factory.h"
 
 namespace rejoin::transport {
@@ -52,19 +55,55 @@ TEST(Advertise, WhatNobodyCouldReachIsRefusedWithTheRemedy) {
   says("[fd00::1]:7000", "a host without a port");
   says("10.0.0.1,", "a host is missing");
   says("a|b", "is not the name or the address of a host");
-  for (const char* right : {"10.0.0.1", "fd00::1", "[fd00::1]", "node-7.cluster.local", "10.0.0.1,10.1.0.1"})
+  says("fe80::1", "a link-local address, at which nobody can be reached without an interface");
+  for (const char* right :
+       {"fe80::1%eth0", "10.0.0.1", "fd00::1", "[fd00::1]", "node-7.cluster.local", "10.0.0.1,10.1.0.1"})
     EXPECT_TRUE(check_advertised(right)) << right;
 }
 
-TEST(Advertise, ThisMachineKnowsItsAddressTowardsAPeer) {
+TEST(Advertise, ThisMachineKnowsItsAddressesTowardsAPeer) {
   for (const char* peer : {"127.0.0.1:7000", "0.0.0.0:7000", "[::1]:7000", "no such host:1", "192.0.2.7:1"}) {
-    const std::string host = own_host_towards(peer);
-    EXPECT_NE(host, "0.0.0.0") << peer;
-    EXPECT_NE(host, "::") << peer;
-    auto engine = tcp::make_engine({.local = host.find(':') == std::string::npos ? host : "[" + host + "]"});
-    ASSERT_TRUE(engine);
-    EXPECT_TRUE((*engine)->listen({"0.0.0.0:0"})) << host << " towards " << peer << " is not this machine's";
+    const OwnHosts hosts = or_loopback(own_hosts_towards(peer));
+    EXPECT_EQ(hosts.v4.find(':'), std::string::npos) << hosts.v4;
+    EXPECT_NE(hosts.v6.find(':'), std::string::npos) << hosts.v6;
+    for (const std::string& host : {hosts.v4, "[" + hosts.v6 + "]"}) {
+      EXPECT_NE(host, "0.0.0.0") << peer;
+      EXPECT_NE(host, "[::]") << peer;
+      auto engine = tcp::make_engine({.local = host});
+      ASSERT_TRUE(engine);
+      EXPECT_TRUE((*engine)->listen({"0.0.0.0:0"}) || host == "[::1]")  // there may be no IPv6
+          << host << " towards " << peer << " is not this machine's";
+    }
   }
+}
+
+TEST(Advertise, AConnectionsOwnEndIsTheAddressUnlessNobodyElseCanUseIt) {
+  EXPECT_EQ(own_hosts("10.9.8.7:4711").v4, "10.9.8.7");
+  EXPECT_FALSE(own_hosts("10.9.8.7:4711").v6_first);
+  EXPECT_EQ(own_hosts("[fd00::7]:4711").v6, "fd00::7");
+  EXPECT_TRUE(own_hosts("[fd00::7]:4711").v6_first);
+  for (const char* useless : {"127.0.0.1:1", "[::1]:1", "[fe80::1%lo]:1", "0.0.0.0:0", "[::]:0", ""})
+    EXPECT_EQ(own_hosts(useless), own_hosts()) << useless;
+}
+
+TEST(Advertise, AListenerIsToldByAnAddressOfTheFamilyThatItListensOn) {
+  const OwnHosts both{.v4 = "10.0.0.1", .v6 = "fd00::1", .v6_first = true};
+  EXPECT_EQ(with_own_host_for_any({"0.0.0.0:1|[::]:2|10.0.0.9:3"}, both).text, "10.0.0.1:1|[fd00::1]:2|10.0.0.9:3");
+  EXPECT_EQ(with_own_host_for_any({"[::]:2"}, {.v4 = "10.0.0.1", .v6 = "fd00::1"}).text, "10.0.0.1:2");
+  EXPECT_EQ(with_own_host_for_any({"[::]:2"}, {.v4 = "10.0.0.1", .v6 = "", .v6_first = true}).text, "10.0.0.1:2");
+  EXPECT_EQ(with_own_host_for_any({"0.0.0.0:1"}, {.v4 = "", .v6 = "fd00::1"}).text, "0.0.0.0:1");
+  EXPECT_EQ(with_own_host_for_any({"shm:@rejoin-0123"}, both).text, "shm:@rejoin-0123");
+}
+
+TEST(Advertise, ALinkLocalAddressIsWrittenWithItsInterface) {
+  const auto lo = SocketAddress::numeric("[fe80::1%lo]:7000");
+  ASSERT_TRUE(lo) << lo.error().message;
+  sockaddr_storage storage{};
+  std::memcpy(&storage, lo->get(), lo->length());
+  EXPECT_EQ(SocketAddress::format(storage), "[fe80::1%lo]:7000");
+  EXPECT_TRUE(is_link_local({"[fe80::1%lo]:7000"}));
+  EXPECT_FALSE(is_link_local({"[fd00::1]:7000"}));
+  EXPECT_FALSE(is_link_local({"169.254.0.1:7000"}));
 }
 
 }  // namespace
