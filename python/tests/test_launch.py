@@ -6,6 +6,7 @@ import os
 import re
 import secrets
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,8 +18,8 @@ torch = pytest.importorskip("torch")
 
 from test_job import DIGEST  # noqa: E402
 
-from rejoin import InvalidArgument, Place  # noqa: E402
-from rejoin._daemon import local_daemon  # noqa: E402
+from rejoin import InvalidArgument, Place, Unavailable  # noqa: E402
+from rejoin._daemon import _is_there, local_daemon  # noqa: E402
 from rejoin._programs import path  # noqa: E402
 
 HERE = Path(__file__).parent
@@ -91,6 +92,35 @@ def test_replicas_of_torchrun_need_a_coordinator_and_nothing_else(tmp_path, key)
         assert len(seen) > 40
         for step, digests in seen.items():
             assert len(digests) == 1, (step, digests)
+
+
+@pytest.mark.parametrize("name", [b"\0caf\xe9", b"\0a\nb", b"\0a\n\nb", b"", b"\0 two  words "])
+def test_names_of_other_sockets_of_the_machine_do_not_matter(name):
+    ours = f"rejoin-test-{os.getpid()}"
+    with socket.socket(socket.AF_UNIX) as other, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as daemon:
+        other.bind(name)
+        other.listen()
+        assert not _is_there(f"@{ours}")
+        daemon.bind(f"\0{ours}")
+        assert not _is_there(f"@{ours}"), "nobody listens there yet"
+        daemon.listen()
+        assert _is_there(f"@{ours}")
+
+
+# Python gives bytes that are no UTF-8 as surrogates, and to a process it starts as they were.
+def test_a_host_may_have_a_name_that_is_no_text(key, monkeypatch, tmp_path):
+    monkeypatch.setattr(socket, "gethostname", lambda: b"caf\xe9".decode("utf-8", "surrogateescape"))
+    given = {}
+
+    def started(command: list[str], env: dict[str, str], **_: object) -> subprocess.Popen:
+        given.update(env)
+        return real(["false"])
+
+    real = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", started)
+    with pytest.raises(Unavailable, match="ended with status 1"):
+        local_daemon(Place(3, 0), {"REJOIN_COORDINATOR": str(tmp_path), "REJOIN_JOB_KEY_FILE": str(key)})
+    assert given["REJOIN_NODE"] == "replica3-caf\ufffd"
 
 
 def test_the_daemon_ends_with_its_trainer(key):

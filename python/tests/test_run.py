@@ -28,7 +28,7 @@ from rejoin import run
 class Job(run.Job):
     def start(self):
         for number, program in enumerate(sys.argv[2:]):
-            self._replicas.append(self._start(run._Process(f"replica {number}", ["bash", "-c", program], None, None)))
+            self._replicas.append(self._start(run.Kept(f"replica {number}", ["bash", "-c", program], None, None)))
             self.started(number)
 
     def started(self, number):
@@ -295,3 +295,19 @@ def test_a_second_one_in_the_same_directory_is_refused_and_leaves_the_first_ones
     assert os.path.samestat((tmp_path / "coordinator.json").stat(), before)
     first.terminate()
     first.communicate(timeout=60)
+
+
+def test_a_directory_too_long_for_sockets_is_refused_before_anything_starts(tmp_path):
+    long = tmp_path / ("x" * 100)
+    _, told = started(long).communicate(timeout=60)
+    assert f"sockets in {long} would have names of {len(str(long)) + 11} characters, and the system takes 107" in told
+    assert not (long / "coordinator.log").exists()
+
+
+def test_a_full_disk_is_named(tmp_path):
+    script = "import errno, os, pathlib, sys\nfrom rejoin import run\n"
+    script += "def full(*_, **__): raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))\n"
+    script += "pathlib.Path.write_text = full\nsys.exit(run.main(sys.argv[1:]))"
+    command = [sys.executable, "-c", script, "--directory", str(tmp_path), "--", "true"]
+    job = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (job.returncode, job.stderr) == (1, f"rejoin-run: {tmp_path}/job.key: No space left on device\n")

@@ -22,9 +22,11 @@ _started: set[tuple[int, str]] = set()  # by the process, which a forked one is 
 
 
 def _is_there(name: str) -> bool:
-    with open("/proc/net/unix") as sockets:
-        # Number, references, protocol, flags (10000: it listens), type, state, inode, name.
-        return any(line.split()[3] == "00010000" and line.endswith(f" {name}\n") for line in sockets)
+    # Number, references, protocol, flags (10000: it listens), type, state, inode, name. Sockets of others are here,
+    # too, and may have any bytes in their names.
+    with open("/proc/net/unix", "rb") as sockets:
+        fields = (line.rstrip(b"\n").split(maxsplit=7) for line in sockets)
+        return any(len(of) == 8 and of[3] == b"00010000" and of[7] == name.encode() for of in fields)
 
 
 def _until(condition: bool, name: str, process: subprocess.Popen[bytes] | None, why: str) -> None:
@@ -69,7 +71,8 @@ def local_daemon(place: Place, environment: Mapping[str, str] | None = None) -> 
     of_another = ("REJOIN_SOCKET", "REJOIN_COORDINATOR_ROLE", "REJOIN_RELAY", "REJOIN_ADDRESS_FILE", "REJOIN_STORE")
     for variable in [name for name in variables if name in of_another or name.startswith("REJOIN_ETCD_")]:
         del variables[variable]
-    variables.setdefault("REJOIN_NODE", f"replica{place.replica}-{socket.gethostname()}")
+    host = os.fsencode(socket.gethostname()).decode("utf-8", "replace")  # the kernel takes any bytes, rejoind text
+    variables.setdefault("REJOIN_NODE", f"replica{place.replica}-{host}")
     variables.setdefault("REJOIN_LOG_LEVEL", "warn")
     command = [path("rejoind"), "--socket", name, "--end-with", str(os.getpid())]
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import fcntl
 import http.client
 import json
@@ -28,73 +27,22 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rejoin import _native
 from rejoin._job_variables import of_daemons, without_addresses
+from rejoin._kept import WAITED_FOR, Kept, how, kill_group
 from rejoin._programs import path
 from rejoin._run_commands import by_torchrun
 
-_PR_SET_PDEATHSIG = 1
 _WRONG_SETTINGS = 2  # of a daemon's exit statuses
 _ENDS_WITHIN_SECONDS = 10.0
 _TORCHRUN_ENDS_WITHIN_SECONDS = 40.0  # it gives its workers 30
 _DIRECTLY = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the coordinator is on this machine
 _LOOKS_EVERY_SECONDS = 10.0  # at what the job waits for, until it goes on
+_LONGEST_SOCKET = 107  # bytes of its name
 _ONE_SIGNAL_SECONDS = 1.0  # Ctrl-C may come from the terminal, and again from who started this
-
-_WAITED_FOR = frozenset({signal.SIGCHLD, signal.SIGTERM, signal.SIGINT})
-
-
-# In a group of its own: Ctrl-C at a terminal is for rejoin-run, which ends replicas before their daemons.
-def _before_program() -> None:
-    os.setpgid(0, 0)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _WAITED_FOR)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
-# With what it has started. It has not been waited for: its number is nobody else's.
-def _kill_group(process: subprocess.Popen[bytes]) -> None:
-    os.killpg(process.pid, signal.SIGKILL)
-
-
-def _how(status: int) -> str:
-    if status >= 0:
-        return f"status {status}"
-    try:
-        return f"signal {signal.Signals(-status).name}"
-    except ValueError:  # most real-time signals have no name
-        return f"signal {-status}"
-
-
-@dataclass
-class _Process:
-    name: str
-    command: list[str]
-    environment: dict[str, str]
-    output: Path | None  # none: this program's own
-    starts: int = 0
-    process: subprocess.Popen[bytes] | None = None
-    ended: bool = False  # for good
-    again_at: float = 0.0
-    died: list[float] = field(default_factory=list)
-
-    def start(self) -> None:
-        self.starts += 1
-        target = self.output.open("ab") if self.output else None
-        try:
-            self.process = subprocess.Popen(
-                self.command,
-                env=self.environment,
-                stdout=target,
-                stderr=subprocess.STDOUT if target else None,
-                preexec_fn=_before_program,
-            )
-        finally:
-            if target:
-                target.close()
 
 
 class Job:
@@ -103,8 +51,8 @@ class Job:
     def __init__(self, arguments: argparse.Namespace, directory: Path) -> None:
         """Prepare a job of these settings, with its sockets and logs in this directory."""
         self._arguments, self._directory = arguments, directory
-        self._all: list[_Process] = []
-        self._replicas: list[_Process] = []
+        self._all: list[Kept] = []
+        self._replicas: list[Kept] = []
         self._ending = False
         self._asked_at = 0.0
         self._kill_at = math.inf  # the replicas that have not left
@@ -126,25 +74,37 @@ class Job:
         except OSError:  # a file system without locks: the coordinator's log has one of another kind
             pass
         if os.fstat(self._lock).st_size == 0:
-            self._key.write_text(secrets.token_hex(32))
+            try:
+                self._key.write_text(secrets.token_hex(32))
+            except OSError as error:  # of a full disk: it names no file
+                raise OSError(error.errno, error.strerror, str(self._key)) from None
 
     def _say(self, text: str) -> None:
         with contextlib.suppress(OSError, ValueError):  # who read it has gone, or its disk is full: the job goes on
             print(f"rejoin-run: {text}", file=sys.stderr, flush=True)
 
-    def _start(self, process: _Process) -> _Process:
+    def _start(self, process: Kept) -> Kept:
         process.start()
         self._all.append(process)
         return process
 
-    def _daemon(self, name: str, *flags: str) -> _Process:
+    def _daemon(self, name: str, *flags: str) -> Kept:
         command = [path("rejoind"), "--job-key-file", str(self._key), "--name", name, *flags]
         command += ["--silence-ms", str(self._arguments.silence_ms)]
-        return self._start(_Process(name, command, of_daemons(os.environ), self._directory / f"{name}.log"))
+        return self._start(Kept(name, command, of_daemons(os.environ), self._directory / f"{name}.log"))
+
+    def _socket_of(self, replica: int) -> Path:
+        return self._directory / f"node{replica}.sock"
 
     def start(self) -> None:
         """Start everything."""
         given = self._arguments
+        longest = len(os.fsencode(self._socket_of(given.replicas - 1)))
+        if longest > _LONGEST_SOCKET:
+            raise SystemExit(
+                f"rejoin-run: sockets in {self._directory} would have names of {longest} characters, and the system "
+                f"takes {_LONGEST_SOCKET}: give a shorter --directory, or TMPDIR"
+            )
         self._addresses.unlink(missing_ok=True)
         coordinator = self._daemon(
             "coordinator", "--coordinator", "--replicas", str(given.replicas), "--ranks", str(given.ranks),
@@ -158,7 +118,7 @@ class Job:
         self._say(f"the page is at http://{page}/; logs are in {self._directory}")
         self._look_at_the_start()
         for replica in range(given.replicas):
-            socket = self._directory / f"node{replica}.sock"
+            socket = self._socket_of(replica)
             self._daemon(f"node{replica}", "--socket", str(socket), "--connect", address)
             threads = max(1, (os.cpu_count() or 1) // (given.replicas * given.ranks))
             environment = {
@@ -169,9 +129,9 @@ class Job:
             }
             command = by_torchrun(given.ranks, given.command) if given.ranks > 1 else list(given.command)
             output = None if given.show else self._directory / f"replica{replica}.log"
-            self._replicas.append(self._start(_Process(f"replica {replica}", command, environment, output)))
+            self._replicas.append(self._start(Kept(f"replica {replica}", command, environment, output)))
 
-    def _address(self, coordinator: _Process, kind: str) -> str:
+    def _address(self, coordinator: Kept, kind: str) -> str:
         deadline = time.monotonic() + 30
         while time.monotonic() < deadline:
             with contextlib.suppress(FileNotFoundError, json.JSONDecodeError, KeyError):
@@ -234,14 +194,14 @@ class Job:
 
     def run(self) -> int:
         """Keep all running until each replica has ended in peace; gives the exit status."""
-        signal.pthread_sigmask(signal.SIG_BLOCK, _WAITED_FOR)
+        signal.pthread_sigmask(signal.SIG_BLOCK, WAITED_FOR)
         try:
             self.start()
             while not all(replica.ended for replica in self._replicas):
                 now = time.monotonic()
                 waits = [process.again_at for process in self._all if process.again_at]
                 heard = signal.sigtimedwait(
-                    _WAITED_FOR, max(0.0, min([*waits, self._kill_at, self._look_at, now + 3600]) - now)
+                    WAITED_FOR, max(0.0, min([*waits, self._kill_at, self._look_at, now + 3600]) - now)
                 )
                 if heard is not None and heard.si_signo != signal.SIGCHLD:
                     self._end()
@@ -278,10 +238,10 @@ class Job:
         for replica in self._replicas:
             if replica.process is not None and replica.process.poll() is None:
                 self._say(f"{replica.name} has not left, and is killed")
-                _kill_group(replica.process)
+                kill_group(replica.process)
 
     # False: it can't be kept running.
-    def _look_after(self, process: _Process) -> bool:
+    def _look_after(self, process: Kept) -> bool:
         if process.again_at and time.monotonic() >= process.again_at:
             process.again_at = 0.0
             try:
@@ -300,12 +260,12 @@ class Job:
         if is_replica and not self._was_finished and self._status().get("finished"):
             self._died_at_the_end.add(process.name)
         if not is_replica and status == _WRONG_SETTINGS:
-            self._say(f"{process.name} ended with {_how(status)}: its settings are wrong, and would be again: the job "
+            self._say(f"{process.name} ended with {how(status)}: its settings are wrong, and would be again: the job "
                       f"ends. {self._tail(process)}")  # fmt: skip
             return False
-        return self._again(process, f"ended with {_how(status)}")
+        return self._again(process, f"ended with {how(status)}")
 
-    def _again(self, process: _Process, what: str) -> bool:
+    def _again(self, process: Kept, what: str) -> bool:
         now = time.monotonic()
         process.died = [at for at in process.died if now - at < 60] + [now]
         if len(process.died) > self._arguments.deaths_a_minute:
@@ -315,7 +275,7 @@ class Job:
         process.again_at = now + min(0.1 * 2 ** (len(process.died) - 1), 5.0)
         return True
 
-    def _tail(self, process: _Process) -> str:
+    def _tail(self, process: Kept) -> str:
         if process.output is None:
             return ""
         return f"{process.output} ends so:\n{process.output.read_text(errors='replace')[-2000:]}"
@@ -330,7 +290,7 @@ class Job:
             try:
                 process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
-                _kill_group(process)
+                kill_group(process)
                 process.wait()
 
 

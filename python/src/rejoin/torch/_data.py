@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import select
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -105,6 +108,31 @@ class Batches(Sampler[list[int]]):
             yield self.indices(ranges)
 
 
+# As os.pidfd_open(), which Python has only where it was compiled with headers of Linux 5.3: conda's was not.
+def _pidfd_of(pid: int) -> int:
+    if hasattr(os, "pidfd_open"):
+        return os.pidfd_open(pid)
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.syscall.restype = ctypes.c_long
+    fd = libc.syscall(ctypes.c_long(434), ctypes.c_long(pid), ctypes.c_long(0))
+    if fd < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return int(fd)
+
+
+# Where nothing tells when it does: a kernel of before 5.3, or a container that forbids the call.
+def _has_ended(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except OSError:  # none, or by now somebody else's
+        return True
+    try:
+        state = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0]
+    except OSError:  # without /proc
+        return False
+    return state in (b"Z", b"X")  # nobody has waited for it
+
+
 class EndsWithTrainer:
     """Begins a worker, which ends when this process has, however that ends.
 
@@ -117,13 +145,19 @@ class EndsWithTrainer:
 
     def __call__(self, worker: int) -> None:
         """Be called by torch in the worker."""
+        trainer: int | None = None
         try:
-            trainer = os.pidfd_open(self._trainer)
+            trainer = _pidfd_of(self._trainer)
         except ProcessLookupError:
             os._exit(1)
+        except OSError as error:
+            log.debug("this worker looks every second whether its trainer lives: pidfd_open: %s", error)
 
         def wait() -> None:
-            select.select([trainer], [], [])
+            if trainer is not None:
+                select.select([trainer], [], [])
+            while trainer is None and not _has_ended(self._trainer):
+                time.sleep(1)
             os._exit(1)
 
         threading.Thread(target=wait, name="rejoin-trainer", daemon=True).start()
