@@ -15,6 +15,7 @@
 
 #include "base/fail.h"
 #include "base/no_signals.h"
+#include "base/populate.h"
 
 namespace rejoin {
 
@@ -192,6 +193,7 @@ Result<Fd> make_sealed_memfd(const std::string& name, std::size_t size) {
   if (!fd) return fail_errno("memfd_create");
   if (::ftruncate(fd.get(), static_cast<off_t>(size)) != 0)
     return fail_errno(fmt::format("memfd '{}' of {}", name, human_bytes(size)));
+  if (auto had = reserve(fd, size); !had) return fail(had.error().code, "memfd '{}': {}", name, had.error().message);
   if (::fcntl(fd.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) return fail_errno("F_ADD_SEALS");
   return fd;
 }

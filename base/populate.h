@@ -1,16 +1,20 @@
 // Memory of the host gets its pages now, all at once, instead of one by one as it is touched.
+// See "Pages that can't be had" in docs/design-notes.md.
 #pragma once
-
-#include <sys/mman.h>
 
 #include <cstddef>
 #include <span>
 
+#include "base/fd.h"
+#include "base/result.h"
+
 namespace rejoin {
 
-// `memory` begins with a page. Kernels before 5.14 don't know this: there the pages come as they are touched.
-inline void populate(std::span<std::byte> memory) {
-  (void)::madvise(memory.data(), memory.size(), MADV_POPULATE_WRITE);
-}
+// `memory` begins with a page. Kernels before 5.14, and sandboxes, don't know this: there the pages come as they are
+// touched. Errors: `exhausted`, where touching it would end the process.
+Result<> populate(std::span<std::byte> memory);
+// Gives a memfd's first `size` bytes their pages where the system does not overcommit; elsewhere they come as they are
+// touched. Errors: `exhausted`.
+Result<> reserve(const Fd& memfd, std::size_t size);
 
 }  // namespace rejoin

@@ -32,10 +32,7 @@ Result<Memory> side_by_side(std::span<const Handle> handles) {
 }
 
 Result<> zero_fresh(Device& device, std::span<std::byte> memory) {
-  if (device.kind() == MemoryKind::host) {
-    populate(memory);
-    return {};
-  }
+  if (device.kind() == MemoryKind::host) return populate(memory);
   auto stream = device.make_stream();
   if (!stream) return tl::unexpected(stream.error());
   if (auto cleared = (*stream)->clear(memory.data(), memory.size()); !cleared) return cleared;

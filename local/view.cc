@@ -167,7 +167,7 @@ bool View::populate_some() {
   if (kind() != device::MemoryKind::host || populated_ranges_ == state_.size()) return false;
   const auto bytes = state_[populated_ranges_].bytes;
   const std::size_t size = std::min(most, bytes.size() - populated_);
-  populate(bytes.subspan(populated_, size));
+  check(populate(bytes.subspan(populated_, size)));
   populated_ += size;
   if (populated_ == bytes.size()) ++populated_ranges_, populated_ = 0;
   return true;

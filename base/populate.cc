@@ -1,0 +1,56 @@
+#include "base/populate.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <fstream>
+
+#include "base/bytes.h"
+#include "base/fail.h"
+
+namespace rejoin {
+
+namespace {
+
+tl::unexpected<Error> cannot_be_had(std::size_t size, const char* why) {
+  return fail(ErrorCode::exhausted,
+              "{} of shared memory can't be had ({}): where vm.overcommit_memory is 2, CommitLimit in /proc/meminfo "
+              "says how much there is; raise vm.overcommit_ratio, add swap, or make the state smaller",
+              human_bytes(size), why);
+}
+
+bool overcommits() {
+  int how = 0;
+  std::ifstream("/proc/sys/vm/overcommit_memory") >> how;  // without /proc: as nearly everywhere
+  return how != 2;
+}
+
+}  // namespace
+
+Result<> populate(std::span<std::byte> memory) {
+  if (memory.empty() || ::madvise(memory.data(), memory.size(), MADV_POPULATE_WRITE) == 0) return {};
+  switch (errno) {
+    case EFAULT: return cannot_be_had(memory.size(), "touching it is a bus error");
+    case ENOMEM:
+    case EHWPOISON: return cannot_be_had(memory.size(), std::strerror(errno));
+    default: return {};
+  }
+}
+
+Result<> reserve(const Fd& memfd, std::size_t size) {
+  if (overcommits()) return {};
+  constexpr std::size_t most = 16 * MiB;  // a signal undoes at most so much
+  for (std::size_t at = 0; at < size;) {
+    const std::size_t piece = std::min(most, size - at);
+    const int error = ::posix_fallocate(memfd.get(), static_cast<off_t>(at), static_cast<off_t>(piece));
+    if (error == EINTR) continue;
+    if (error != 0) return cannot_be_had(size, std::strerror(error));
+    at += piece;
+  }
+  return {};
+}
+
+}  // namespace rejoin
