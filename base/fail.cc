@@ -12,7 +12,8 @@ tl::unexpected<Error> fail_errno(std::string_view what) {
   const ErrorCode code = (saved == ENOSPC || saved == ENOMEM || saved == EMFILE || saved == ENFILE || saved == EDQUOT)
                              ? ErrorCode::exhausted
                              : ErrorCode::io;
-  return tl::unexpected(Error{code, fmt::format("{}: {}", what, std::strerror(saved))});
+  return tl::unexpected(Error{code, fmt::format("{}: {}{}", what, std::strerror(saved),
+                                                saved == EMFILE ? "; raise the limit with 'ulimit -n'" : "")});
 }
 
 void check_failed(const char* file, int line, const char* expression, std::string_view message) {

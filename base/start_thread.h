@@ -12,6 +12,13 @@
 
 namespace rejoin {
 
+inline tl::unexpected<Error> gives_no_thread(const std::system_error& error) {
+  return fail(ErrorCode::exhausted,
+              "the system gives no thread ({}): raise the limit of processes ('ulimit -u', or pids.max of the "
+              "container), or that of memory for its stack ('ulimit -v', vm.overcommit_memory)",
+              error.what());
+}
+
 // Errors: `exhausted`, where the system gives none.
 template <typename Run>
 Result<> start_thread(std::thread& thread, Run run) {
@@ -22,9 +29,7 @@ Result<> start_thread(std::thread& thread, Run run) {
     });
     return {};
   } catch (const std::system_error& error) {
-    return fail(ErrorCode::exhausted,
-                "the system gives no thread ({}): 'ulimit -u', or the container's limit of processes, is too low",
-                error.what());
+    return gives_no_thread(error);
   }
 }
 

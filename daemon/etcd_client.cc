@@ -1,11 +1,9 @@
 #include "daemon/etcd_client.h"
 
-#include <fcntl.h>
 #include <grpc/support/log.h>
 #include <grpcpp/create_channel.h>
 #include <grpcpp/generic/generic_stub.h>
 #include <grpcpp/security/credentials.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <asio/executor_work_guard.hpp>
@@ -18,9 +16,8 @@
 
 #include "base/clock.h"
 #include "base/fail.h"
-#include "base/fd.h"
 #include "base/log.h"
-#include "base/number.h"
+#include "daemon/etcd_client_parts.h"
 
 namespace rejoin::daemon {
 
@@ -47,30 +44,12 @@ constexpr std::chrono::milliseconds kAuthenticateWithin{2000};
 constexpr int kPingMs = 10000, kUnheardMs = 2000;
 // An answer has 64 entries at most, and each of them came in one request: etcd takes 1.5 MiB.
 constexpr int kMostAnswer = 128 << 20;
-
-// What etcd won't do at any of its members, and what to do about it.
-struct Remedy {
-  const char* text;
-  const char* remedy;
-};
-constexpr Remedy kRemedies[] = {
-    {"database space exceeded",
-     "free it with 'etcdctl compact REVISION' and 'etcdctl defrag --cluster', then 'etcdctl alarm disarm'; run etcd "
-     "with --auto-compaction-mode and --auto-compaction-retention, and raise its --quota-backend-bytes"},
-    {"request is too large", "raise etcd's --max-request-bytes"},
-    {"received message larger than max", "raise etcd's --max-request-bytes"},
-    {"too many operations", "raise etcd's --max-txn-ops to 128, its default"},
-    {"permission denied",
-     "let the user read and write the keys: 'etcdctl role grant-permission ROLE --prefix=true readwrite PREFIX'"},
-    {"invalid user ID or password", "check the user's name and its password"},
-    {"user name is empty", "etcd asks for a user: give one, with its password"},
-};
-
-// What etcd says where the token is not, or no longer, one of this member's.
-bool asks_for_token(const std::string& text) {
-  return text.find("invalid auth token") != text.npos || text.find("user name is empty") != text.npos ||
-         text.find("revision of auth store is old") != text.npos;
-}
+// Within so many seconds gRPC lets go of a call that was cancelled, or not at all: seconds in which this process ran,
+// however long it was stopped.
+constexpr int kLetsGoWithin = 10, kLetsGoAtTheEndWithin = 2;
+constexpr const char* kStuck =
+    "gRPC, which speaks with etcd, does not even let go of a call that was cancelled: it may lack threads. Raise the "
+    "limit of processes ('ulimit -u', or pids.max of the container), and start this again";
 
 // gRPC's own log is noise, since what it says of a try is in the try's error; but for its last words.
 void log_quietly() {
@@ -81,41 +60,10 @@ void log_quietly() {
   });
 }
 
-Result<> check(const EtcdOptions& options) {
-  if (options.endpoints.empty()) return fail(ErrorCode::invalid_argument, "no etcd endpoint is given, as HOST:PORT");
-  for (const std::string& endpoint : options.endpoints) {
-    const auto colon = endpoint.rfind(':');
-    std::uint16_t port = 0;
-    if (endpoint.find("://") != endpoint.npos || colon == endpoint.npos || colon == 0 ||
-        !parse_number(std::string_view(endpoint).substr(colon + 1), port) || port == 0)
-      return fail(
-          ErrorCode::invalid_argument,
-          "etcd endpoint {} is not HOST:PORT; write e.g. 10.0.0.1:2379, without http:// (a CA file asks for TLS)",
-          endpoint);
-  }
-  if (options.cert_file.empty() != options.key_file.empty())
-    return fail(ErrorCode::invalid_argument, "of a certificate for etcd and its key only one is given; give {}, too",
-                options.key_file.empty() ? "the key's file" : "the certificate's file");
-  return {};
-}
-
-Result<std::string> read_pem(const std::string& path) {
-  if (path.empty()) return {};
-  const std::string what = fmt::format("file {} for TLS with etcd", path);
-  const Fd file(::open(path.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC));  // a pipe would wait for a writer
-  if (!file) return fail_errno(what);
-  std::string text(1 << 20, '\0');  // and no more
-  const ssize_t got = ::read(file.get(), text.data(), text.size());
-  if (got < 0) return fail_errno(what);
-  text.resize(static_cast<std::size_t>(got));
-  if (text.find("-----BEGIN ") == text.npos)
-    return fail(ErrorCode::invalid_argument, "{} is not in PEM form; convert it with openssl", what);
-  return text;
-}
-
 Result<std::shared_ptr<grpc::ChannelCredentials>> credentials_of(const EtcdOptions& options) {
   if (options.ca_file.empty() && options.cert_file.empty()) return grpc::InsecureChannelCredentials();
-  auto ca = read_pem(options.ca_file), certificate = read_pem(options.cert_file), key = read_pem(options.key_file);
+  auto ca = etcd_client::read_pem(options.ca_file), certificate = etcd_client::read_pem(options.cert_file),
+       key = etcd_client::read_pem(options.key_file);
   for (const auto* text : {&ca, &certificate, &key})
     if (!*text) return tl::unexpected(text->error());
   return grpc::SslCredentials({.pem_root_certs = *ca, .pem_private_key = *key, .pem_cert_chain = *certificate});
@@ -140,13 +88,21 @@ grpc::ChannelArguments channel_arguments() {
 class GrpcClient final : public EtcdClient {
  public:
   GrpcClient(asio::io_context& io, const EtcdOptions& options, std::shared_ptr<grpc::ChannelCredentials> credentials)
-      : io_(io), options_(options), credentials_(std::move(credentials)), links_(options.endpoints.size()), late_(io) {}
+      : io_(io), options_(options), credentials_(std::move(credentials)), links_(options.endpoints.size()), late_(io) {
+    under_way_->io = &io_;
+  }
 
   ~GrpcClient() override {
     alive_.reset();
     if (call_) call_->context.TryCancel();
     std::unique_lock lock(under_way_->mutex);
-    under_way_->ended.wait(lock, [this] { return under_way_->calls == 0; });
+    for (int second = 0; under_way_->calls > 0 && second < kLetsGoAtTheEndWithin; ++second)
+      under_way_->ended.wait_for(lock, std::chrono::seconds(1), [this] { return under_way_->calls == 0; });
+    under_way_->io = nullptr;
+    if (under_way_->calls == 0) return;
+    spdlog::error("{}", kStuck);
+    if (call_) abandoned_.push_back(std::move(call_));
+    for (auto& call : abandoned_) (void)call.release();  // gRPC has them
   }
 
   void transact(const etcd::TxnRequest& transaction, Done done) override {
@@ -184,7 +140,9 @@ class GrpcClient final : public EtcdClient {
     std::unique_ptr<grpc::GenericStub> stub;  // null: to be made anew
     TimePoint made{};
   };
+  using Then = void (GrpcClient::*)(const grpc::Status&, const std::string&);
   struct Call {
+    const Then then;
     bool late = false;
     grpc::ClientContext context;
     grpc::ByteBuffer request, answer;
@@ -192,9 +150,9 @@ class GrpcClient final : public EtcdClient {
   struct UnderWay {  // shared with gRPC's threads
     std::mutex mutex;
     std::condition_variable ended;
+    asio::io_context* io = nullptr;  // null: the client is gone
     int calls = 0;
   };
-  using Then = void (GrpcClient::*)(const grpc::Status&, const std::string&);
 
   std::size_t endpoint() const { return (first_ + request_->tried) % options_.endpoints.size(); }
 
@@ -213,7 +171,7 @@ class GrpcClient final : public EtcdClient {
   void start(const char* method, const std::string& bytes, Then then) {
     asked_at_ = SteadyClock().now();
     grpc::GenericStub& stub = connected();
-    call_ = std::make_unique<Call>();
+    call_.reset(new Call{.then = then});
     const grpc::Slice slice(bytes);
     call_->request = grpc::ByteBuffer(&slice, 1);
     // A password is to take its time: etcd's bcrypt needs 100 ms and more.
@@ -226,25 +184,35 @@ class GrpcClient final : public EtcdClient {
       const std::lock_guard lock(under_way_->mutex);
       ++under_way_->calls;
     }
-    // In a thread of gRPC's. The io_context is there for as long as this counts as under way.
-    auto ended = [this, then, under_way = under_way_, alive = std::weak_ptr<char>(alive_)](const grpc::Status& status) {
-      asio::post(io_, [this, then, alive, status] {
-        if (alive.expired()) return;
-        grpc::Slice answer;
-        std::string text;
-        late_.cancel();
-        if (!status.ok()) disconnect_if_stuck();
-        if (status.ok() && call_->answer.DumpToSingleSlice(&answer).ok())
-          text.assign(reinterpret_cast<const char*>(answer.begin()), answer.size());
-        const bool late = call_->late && status.error_code() == grpc::StatusCode::CANCELLED;
-        call_.reset();
-        (this->*then)(late ? grpc::Status(grpc::StatusCode::DEADLINE_EXCEEDED, "Deadline Exceeded") : status, text);
-      });
+    // In a thread of gRPC's.
+    auto ended = [this, of = call_.get(), under_way = under_way_,
+                  alive = std::weak_ptr<char>(alive_)](const grpc::Status& status) {
       const std::lock_guard lock(under_way->mutex);
+      if (under_way->io != nullptr)
+        asio::post(*under_way->io, [this, of, alive, status] {
+          if (!alive.expired()) ended_with(*of, status);
+        });
       --under_way->calls;
       under_way->ended.notify_all();
     };
     stub.UnaryCall(&call_->context, method, {}, &call_->request, &call_->answer, std::move(ended));
+  }
+
+  void ended_with(const Call& call, const grpc::Status& status) {
+    if (&call != call_.get()) {
+      std::erase_if(abandoned_, [&](const auto& one) { return one.get() == &call; });
+      return;
+    }
+    grpc::Slice answer;
+    std::string text;
+    late_.cancel();
+    if (!status.ok()) disconnect_if_stuck();
+    if (status.ok() && call_->answer.DumpToSingleSlice(&answer).ok())
+      text.assign(reinterpret_cast<const char*>(answer.begin()), answer.size());
+    const bool late = call_->late && status.error_code() == grpc::StatusCode::CANCELLED;
+    const Then then = call_->then;
+    call_.reset();
+    (this->*then)(late ? grpc::Status(grpc::StatusCode::DEADLINE_EXCEEDED, "Deadline Exceeded") : status, text);
   }
 
   grpc::GenericStub& connected() {
@@ -268,6 +236,20 @@ class GrpcClient final : public EtcdClient {
       if (error || alive.expired() || !call_ || late_.expiry() > std::chrono::steady_clock::now()) return;
       call_->late = true;
       call_->context.TryCancel();
+      abandon_after(kLetsGoWithin);
+    });
+  }
+
+  void abandon_after(int seconds) {
+    late_.expires_after(std::chrono::seconds(1));
+    late_.async_wait([this, seconds, alive = std::weak_ptr<char>(alive_)](asio::error_code error) {
+      if (error || alive.expired() || !call_ || late_.expiry() > std::chrono::steady_clock::now()) return;
+      if (seconds > 1) return abandon_after(seconds - 1);
+      if (options_.stuck) return options_.stuck(kStuck);
+      const Then then = call_->then;
+      abandoned_.push_back(std::move(call_));
+      links_[endpoint()] = {};
+      (this->*then)(grpc::Status(grpc::StatusCode::UNAVAILABLE, kStuck), "");
     });
   }
 
@@ -293,7 +275,7 @@ class GrpcClient final : public EtcdClient {
       answered();
       return finish(std::move(answer));
     }
-    if (!options_.user.empty() && !request_->renewed && asks_for_token(text)) {
+    if (!options_.user.empty() && !request_->renewed && etcd_client::asks_for_token(text)) {
       request_->renewed = true;
       token_.clear();
       open_ = false;
@@ -320,11 +302,10 @@ class GrpcClient final : public EtcdClient {
   // An error, of which etcd's members would all say the same, or only this one.
   void refused(const grpc::Status& status) {
     const std::string& text = status.error_message();
-    for (const Remedy& known : kRemedies)
-      if (text.find(known.text) != text.npos) {
-        answered();
-        return finish(fail(ErrorCode::refused, "{}{}: {}", request_->errors, with_endpoint(text), known.remedy));
-      }
+    if (const char* remedy = etcd_client::remedy_for(text)) {
+      answered();
+      return finish(fail(ErrorCode::refused, "{}{}: {}", request_->errors, with_endpoint(text), remedy));
+    }
     const bool late =
         status.error_code() == grpc::StatusCode::DEADLINE_EXCEEDED && text.find("etcdserver") == text.npos;
     if (late || text == "context deadline exceeded") {  // as etcd says it
@@ -380,7 +361,8 @@ class GrpcClient final : public EtcdClient {
   // It ends in this thread: it holds the channel, and the last channel to go ends gRPC's threads, which must not be
   // done by one of them.
   std::unique_ptr<Call> call_;
-  asio::steady_timer late_;  // the call
+  std::vector<std::unique_ptr<Call>> abandoned_;  // which gRPC has not let go of
+  asio::steady_timer late_;                       // the call
   const std::shared_ptr<UnderWay> under_way_ = std::make_shared<UnderWay>();
   std::shared_ptr<char> alive_ = std::make_shared<char>();
 };
@@ -388,7 +370,8 @@ class GrpcClient final : public EtcdClient {
 }  // namespace
 
 Result<std::unique_ptr<EtcdClient>> EtcdClient::create(asio::io_context& io, const EtcdOptions& options) {
-  if (auto usable = check(options); !usable) return tl::unexpected(usable.error());
+  if (auto usable = etcd_client::check(options); !usable) return tl::unexpected(usable.error());
+  if (auto can_run = etcd_client::has_threads(); !can_run) return tl::unexpected(can_run.error());
   auto credentials = credentials_of(options);
   if (!credentials) return tl::unexpected(credentials.error());
   log_quietly();

@@ -22,14 +22,19 @@ struct EtcdOptions {
   std::string ca_file, cert_file, key_file;  // PEM. TLS where there is a CA, or a certificate of our own with its key
   std::string user, password;
   std::chrono::milliseconds deadline{250};  // of each try; longer where most members are late
+  // Called with the reason where gRPC has not let go of a call for long after it was cancelled, and to end this process
+  // helps. Without it such a try has failed like others.
+  std::function<void(const std::string&)> stuck;
 };
 
 // All of it runs in the io_context's thread; what gRPC's threads hear is posted there.
 class EtcdClient {
  public:
-  // Connects to nobody yet. Errors: `invalid_argument`, `io`: an endpoint or a file that can't be used.
+  // Connects to nobody yet. Errors: `invalid_argument`, `io`: an endpoint or a file that can't be used; `exhausted`:
+  // the system does not give gRPC its threads.
   static Result<std::unique_ptr<EtcdClient>> create(asio::io_context& io, const EtcdOptions& options);
-  // Waits until gRPC has let go of what was under way, which is cancelled; its `done` is not called.
+  // Waits until gRPC has let go of what was under way, which is cancelled; its `done` is not called. What it does not
+  // let go of within seconds stays its own until the process ends.
   virtual ~EtcdClient() = default;
 
   // One at a time. `done` is called once, later; it may destroy the client, or begin the next. Each endpoint is tried

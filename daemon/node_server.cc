@@ -8,6 +8,7 @@
 #include "base/fail.h"
 #include "base/flight.h"
 #include "base/log.h"
+#include "base/start_thread.h"
 #include "daemon/log_notes.h"
 #include "transport/factory.h"
 
@@ -51,6 +52,11 @@ Result<std::unique_ptr<NodeServer>> NodeServer::start(asio::io_context& io, cons
   auto listener = listen_unix(options.socket);
   if (!listener) return tl::unexpected(listener.error());
   std::unique_ptr<NodeServer> server(new NodeServer(io, options, keys));
+  try {
+    server->opener_.emplace(1);
+  } catch (const std::system_error& error) {
+    return gives_no_thread(error);
+  }
   server->listener_fd_ = std::move(*listener);
   server->socket_file_.emplace(options.socket);
   auto watched = duplicate(server->listener_fd_.get());
@@ -72,7 +78,7 @@ Result<std::unique_ptr<NodeServer>> NodeServer::start(asio::io_context& io, cons
 }
 
 NodeServer::~NodeServer() {
-  opener_.join();
+  if (opener_) opener_->join();
   host_.reset();
   trainers_.clear();
 }

@@ -8,6 +8,7 @@
 #include <map>
 #include <memory>
 #include <nlohmann/json_fwd.hpp>
+#include <optional>
 #include <set>
 
 #include "base/fd.h"
@@ -189,8 +190,8 @@ class NodeServer {
   std::uint64_t refetched_ = 0;          // slices, by joiners that are or were here
   TimePoint reported_at_{};              // when the coordinator was last sent Reports
   std::string coordinator_page_;         // the address of its status page
-  // Opens and closes RDMA devices, which may take long: the daemon is not silent meanwhile.
-  asio::thread_pool opener_{1};
+  // Opens and closes RDMA devices, which may take long: the daemon is not silent meanwhile. It is there once started.
+  std::optional<asio::thread_pool> opener_;
 };
 
 }  // namespace rejoin::daemon

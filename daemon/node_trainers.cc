@@ -174,7 +174,7 @@ NodeServer::Taken NodeServer::on_descriptors(Trainer& trainer, std::vector<Fd> f
     return fail(ErrorCode::corrupt, "it sent {} descriptors for the state on {}", offering.fds.size(),
                 offering.hello.device());
   trainer.opening = true;
-  asio::post(opener_, [this, from = trainer.id, offering = std::move(offering)]() mutable {
+  asio::post(*opener_, [this, from = trainer.id, offering = std::move(offering)]() mutable {
     auto opened = open_remote(from, offering);
     asio::post(io_, [this, from, offering = std::move(offering), opened = std::move(opened)]() mutable {
       on_opened(from, std::move(offering), std::move(opened));
@@ -360,7 +360,7 @@ void NodeServer::drop(membership::RankConnection id, const std::string& reason, 
   carry_out(machine_.on_rank_gone(id, reason, how));
   if (trainer.own) {
     trainer.own->remote->disconnect();  // so that its thread waits for no trainer; it may still be at work for long
-    asio::post(opener_, [stream = std::move(trainer.own), fenced]() mutable {
+    asio::post(*opener_, [stream = std::move(trainer.own), fenced]() mutable {
       stream.reset();
       fenced();
     });

@@ -10,6 +10,7 @@
 #include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
+#include <system_error>
 
 #include "base/bytes.h"
 #include "base/command_line.h"
@@ -21,6 +22,7 @@
 #include "base/refusals.h"
 #include "daemon/config.h"
 #include "daemon/control_tls.h"
+#include "daemon/coordinator_report.h"
 #include "daemon/coordinator_server.h"
 #include "daemon/listen.h"
 #include "daemon/metrics.h"
@@ -44,6 +46,8 @@ Result<> check_address_file(const std::string& path) {
   std::error_code error;
   const auto status = std::filesystem::symlink_status(path, error);
   if (path.empty() || status.type() == std::filesystem::file_type::not_found) return {};
+  if (status.type() == std::filesystem::file_type::none)
+    return fail(ErrorCode::io, "--address-file {}: {}", path, error.message());
   if (std::filesystem::is_regular_file(status)) {  // others may not be read: a pipe would wait for a writer
     std::ifstream in(path);
     const auto before = nlohmann::json::parse(in, nullptr, false);
@@ -82,7 +86,8 @@ std::string advertised(const Config& c, const std::string& listening) {
 
 Result<std::unique_ptr<ReplicatedServer>> start_one_of_several(asio::io_context& io, const Config& c,
                                                                const JobKeys& keys) {
-  auto store = open_store(io, c.store, std::chrono::milliseconds(c.silence_ms));
+  auto store = open_store(io, c.store, std::chrono::milliseconds(c.silence_ms),
+                          [](const std::string& why) { end_of_deciding(why); });
   if (!store) return tl::unexpected(store.error());
   ReplicatedServer::Options options;
   options.name = c.node.name;
@@ -269,6 +274,10 @@ void raise_descriptor_limit() {
   if (::getrlimit(RLIMIT_NOFILE, &limit) != 0) return;
   limit.rlim_cur = limit.rlim_max;
   if (::setrlimit(RLIMIT_NOFILE, &limit) != 0) spdlog::warn("the limit of open files stays: {}", std::strerror(errno));
+  constexpr rlim_t least = 64;  // of a daemon that has no trainers yet
+  if (limit.rlim_cur < least)
+    spdlog::warn("this process may have {} open files, and needs {} to begin with; raise the limit with 'ulimit -n'",
+                 limit.rlim_cur, least);
 }
 
 }  // namespace
@@ -295,9 +304,15 @@ int main(int argc, char** argv) {
     spdlog::error("{}", keys.error().message);
     return 2;  // as for a flag that is wrong
   }
-  if (auto done = daemon::run(config, *keys); !done) {
-    spdlog::error("{}", done.error().message);
-    return done.error().code == ErrorCode::mismatch ? 2 : 1;  // with these settings its log would not fit again
+  try {
+    if (auto done = daemon::run(config, *keys); !done) {
+      spdlog::error("{}", done.error().message);
+      return done.error().code == ErrorCode::mismatch ? 2 : 1;  // with these settings its log would not fit again
+    }
+  } catch (const std::system_error& error) {  // asio's, where it can have no descriptors at all
+    spdlog::error("the system does not give what a daemon needs ({}): raise 'ulimit -n', and 'ulimit -u'",
+                  error.what());
+    return 1;
   }
   return 0;
 }

@@ -28,9 +28,11 @@ Result<EtcdOptions> etcd_options(const StoreSettings& s, Duration silence) {
   return options;
 }
 
-Result<std::unique_ptr<membership::Store>> open_store(asio::io_context& io, const StoreSettings& s, Duration silence) {
+Result<std::unique_ptr<membership::Store>> open_store(asio::io_context& io, const StoreSettings& s, Duration silence,
+                                                      std::function<void(const std::string&)> stuck) {
   auto options = etcd_options(s, silence);
   if (!options) return tl::unexpected(options.error());
+  options->stuck = std::move(stuck);
   if (!s.user.empty() && s.ca.empty())
     spdlog::warn("--etcd-user {} without --etcd-ca: its password goes to etcd in clear", s.user);
   auto store = EtcdStore::create(io, std::move(*options));

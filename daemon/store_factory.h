@@ -2,7 +2,9 @@
 // what speaks with etcd.
 #pragma once
 
+#include <functional>
 #include <memory>
+#include <string>
 
 #include "base/clock.h"
 #include "base/result.h"
@@ -15,9 +17,10 @@ class io_context;
 
 namespace rejoin::daemon {
 
-// Of settings that are checked and shared(). `silence`: of which the deadline of a try is made. Errors: files that
-// can't be read, or that others may read.
-Result<std::unique_ptr<membership::Store>> open_store(asio::io_context& io, const StoreSettings& s, Duration silence);
+// Of settings that are checked and shared(). `silence`: of which the deadline of a try is made. `stuck`: as EtcdOptions
+// has it. Errors: files that can't be read, or that others may read; `exhausted`: no threads.
+Result<std::unique_ptr<membership::Store>> open_store(asio::io_context& io, const StoreSettings& s, Duration silence,
+                                                      std::function<void(const std::string&)> stuck = {});
 
 struct EtcdOptions;
 Result<EtcdOptions> etcd_options(const StoreSettings& s, Duration silence);  // likewise

@@ -36,6 +36,11 @@ Result<std::unique_ptr<Engine>> ShmEngine::make() {
 }
 
 Result<> ShmEngine::start() {
+  // Where a peer's descriptors are looked at, and its files opened: without it no connection comes about, and only one
+  // side would know why.
+  if (::access("/proc/thread-self/fd", X_OK) != 0)
+    return fail(ErrorCode::unavailable, "transport shm needs /proc (/proc/thread-self/fd: {}): mount it, or use tcp",
+                std::strerror(errno));
   epoll_ = Fd(::epoll_create1(EPOLL_CLOEXEC));
   if (!epoll_) return fail_errno("epoll_create1");
   auto doorbell = make_eventfd();
