@@ -154,7 +154,9 @@ Result<> Job::start_trainer(RankName rank, const std::vector<std::string>& more)
 }
 
 Result<> Job::start(const std::map<RankName, std::vector<std::string>>& more) {
-  std::filesystem::create_directories(directory_ + "/events");
+  std::error_code error;
+  std::filesystem::create_directories(events_directory(), error);
+  if (error) return fail(ErrorCode::io, "{}: {}", events_directory(), error.message());
   {
     std::array<unsigned char, 32> key;
     REJOIN_CHECK(::RAND_bytes(key.data(), key.size()) == 1);

@@ -2,8 +2,11 @@
 // kills.
 #include <signal.h>
 #include <stdlib.h>
+#include <sys/un.h>
 #include <unistd.h>
 
+#include <cerrno>
+#include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <iostream>
@@ -34,19 +37,35 @@ Result<> check_output(const char* flag, const std::string& path) {
   return {};
 }
 
+Result<std::string> fresh_directory() {
+  std::error_code error;
+  std::string name = std::filesystem::temp_directory_path(error).string() + "/rejoin-demo-XXXXXX";
+  if (error) return fail(ErrorCode::io, "the directory for temporary files: {}; set TMPDIR to one", error.message());
+  constexpr std::size_t most = sizeof(sockaddr_un::sun_path) - 1;
+  if (const std::size_t longest = name.size() + sizeof "/calm/node63.sock"; longest > most)
+    return fail(
+        ErrorCode::invalid_argument,
+        "{}: sockets in it would have names of {} characters, and the system takes {}; set TMPDIR to a shorter one",
+        name, longest, most);
+  if (::mkdtemp(name.data()) == nullptr)
+    return fail(ErrorCode::io, "{}: {}; set TMPDIR to a directory that can be written to", name, std::strerror(errno));
+  return name;
+}
+
 Result<int> demo(Settings& s, const Plan& plan) {
-  char name[] = "/tmp/rejoin-demo-XXXXXX";
-  s.directory = ::mkdtemp(name);
+  auto fresh = fresh_directory();
+  if (!fresh) return tl::unexpected(fresh.error());
+  s.directory = *fresh;
   struct Cleanup {
     const Settings& s;
     ~Cleanup() {
-      if (!s.keep) std::filesystem::remove_all(s.directory);
+      std::error_code ignored;
+      if (!s.keep) std::filesystem::remove_all(s.directory, ignored);
     }
   } cleanup{s};
   if (!s.quiet)
     std::printf("%u replicas × %u ranks learn %s: %lu parameters a rank, %lu steps; all in %s\n", s.job.replicas,
                 s.job.ranks, s.job.data.c_str(), s.job.parameters, s.job.steps, s.directory.c_str());
-  std::filesystem::create_directories(s.directory + "/run");
   Run run(s, plan, s.directory + "/run");
   if (auto gone = run.go(); !gone) {
     if (interrupted() != 0 || !run.has_started()) return tl::unexpected(gone.error());  // which says all that there is
@@ -60,7 +79,6 @@ Result<int> demo(Settings& s, const Plan& plan) {
     calm.quiet = true;
     calm.job.store = "file";
     if (!s.quiet) std::printf("the same run without a failure, for comparison ...\n");
-    std::filesystem::create_directories(s.directory + "/calm");
     Run baseline(calm, {}, s.directory + "/calm");
     if (auto gone = baseline.go(); !gone) return tl::unexpected(gone.error());
     report["loss"]["last_without_failure"] = baseline.report()["loss"]["last"];
@@ -86,7 +104,12 @@ Result<int> demo(Settings& s, const Plan& plan) {
 int main(int argc, char** argv) {
   using namespace rejoin::demo;
   Settings s;
-  s.job.binaries = std::filesystem::read_symlink("/proc/self/exe").parent_path();
+  std::error_code error;
+  s.job.binaries = std::filesystem::read_symlink("/proc/self/exe", error).parent_path();
+  if (error) {
+    std::cerr << "rejoin-demo: /proc/self/exe: " << error.message() << "\n";
+    return 1;
+  }
   rejoin::CommandLine line(
       "A training job that loses a replica, goes on, and gets it back; with the proof that nothing was lost.");
   // What is installed has its text beside its programs.

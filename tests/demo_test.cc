@@ -278,6 +278,13 @@ TEST(Demo, ADaemonThatDoesNotComeUpEndsItAtOnce) {
   EXPECT_FALSE(std::filesystem::exists(ended.output.substr(at, ended.output.find('\n', at) - at)));
 }
 
+TEST(Demo, WhereItsDirectoryCannotBeMadeItSaysSo) {
+  const Ended ended = run({binaries() + "/rejoin-demo", "--data", REJOIN_DATA}, {"TMPDIR=/proc"});
+  EXPECT_EQ(ended.status, 1) << ended.output;
+  EXPECT_NE(ended.output.find("rejoin-demo: /proc/rejoin-demo-"), std::string::npos) << ended.output;
+  EXPECT_NE(ended.output.find("set TMPDIR to a directory that can be written to"), std::string::npos) << ended.output;
+}
+
 TEST(Demo, OfARunWithoutSurvivorsItTellsWhatCanBeMeasured) {
   const Ended ended = run({binaries() + "/rejoin-demo", "--data", REJOIN_DATA, "--no-baseline", "--params", "20000",
                            "--steps", "40", "--replicas", "1", "--kill", "0.0@10"});
