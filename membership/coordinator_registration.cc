@@ -43,9 +43,16 @@ void Coordinator::register_again(NodeId node, const proto::RankUp& up) {
   const ReplicaId id(up.replica());
   const auto found = replicas_.find(id);
   const MemberState* m = members_.find(id);
-  // By its incarnation; by its instance, too: what an earlier leader called it is over when it hears the later one.
-  const bool known = found != replicas_.end() &&
-                     (found->second.incarnation.value == up.incarnation() || rank_of(ProcessId::of(up)) != nullptr);
+  const RankState* there = rank_of(ProcessId::of(up));
+  const bool same = found != replicas_.end() && found->second.incarnation.value == up.incarnation();
+  // An incarnation that was given out twice, by a log that was put back, too. Who is here has the place.
+  if (const RankState* here = same && there == nullptr ? &found->second.ranks[up.rank()] : nullptr;
+      here != nullptr && here->registered)
+    return refuse(node, up, refusals::Why::place,
+                  fmt::format("process {} on node {} is replica {} rank {} in incarnation {}, too: end one of them",
+                              here->pid, node_name(*here), id, up.rank(), up.incarnation()));
+  // By its instance, too: what an earlier leader called it is over when it hears the later one.
+  const bool known = same || there != nullptr;
   const SuspendedReplica* out = out_for_now(id);
   const bool from_log = (out != nullptr && out->incarnation.value == up.incarnation() && !out->ended) ||
                         (m != nullptr && m->incarnation.value == up.incarnation());
@@ -62,7 +69,6 @@ void Coordinator::register_again(NodeId node, const proto::RankUp& up) {
   auto& replica = replicas_[id];
   if (!known) replica.incarnation = Incarnation(up.incarnation());
   const bool was_fully_registered = fully_registered(replica);
-  const RankState* there = rank_of(ProcessId::of(up));
   if (recovering_until_ || there == nullptr || !there->connected_node) on_return();
   keep(replica, node, up);
   welcome_back(node, up, replica);
@@ -142,12 +148,10 @@ void Coordinator::register_new(NodeId node, const proto::RankUp& up) {
     remove(id, fmt::format("rank {} was started again", up.rank()));
     found = replicas_.find(id);
   }
-  const auto is_it = [&](Incarnation incarnation) {
-    return found == replicas_.end() || found->second.incarnation == incarnation;
-  };
-  const MemberState* m = members_.find(id);
-  const SuspendedReplica* out = out_for_now(id);
-  if ((m != nullptr && is_it(m->incarnation)) || (out != nullptr && is_it(out->incarnation))) {
+  // Of an incarnation that an earlier coordinator has given out somebody else may have this place, and come back.
+  const bool may_be_taken =
+      found != replicas_.end() ? !found->second.begun_here : members_.find(id) != nullptr || out_for_now(id) != nullptr;
+  if (may_be_taken) {
     remove(id, fmt::format("rank {} was started again", up.rank()));
     found = replicas_.find(id);
   }
@@ -157,7 +161,7 @@ void Coordinator::register_new(NodeId node, const proto::RankUp& up) {
     record.mutable_incarnated()->set_incarnation(last_incarnation_);
     note_never_members(record);
     actions_.append.push_back(std::move(record));
-    found = replicas_.emplace(id, ReplicaState{.incarnation = incarnation}).first;
+    found = replicas_.emplace(id, ReplicaState{.incarnation = incarnation, .begun_here = true}).first;
   }
   ReplicaState& replica = found->second;
   keep(replica, node, up).lost_at = now_;

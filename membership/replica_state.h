@@ -40,6 +40,7 @@ struct RankState {
 
 struct ReplicaState {
   Incarnation incarnation;
+  bool begun_here = false;             // this coordinator has given it out, and so knows who was given which place
   std::vector<RankState> ranks;        // all of the job's, by number
   std::uint32_t registered = 0;        // of them
   Declaration* declaration = nullptr;  // what its ranks have declared, or the first of them where `mixed`

@@ -34,6 +34,8 @@ MUTANTS = [
      "if (take_back(whom) || promote_caught_up(whom)) return true;", "if (take_back(whom)) return true;"),
     ("nobody asks the operator [A2]", "membership/coordinator_start.cc",
      "if (!roll_back_to_ || *from < *roll_back_to_ ||", "if (false &&"),
+    ("who comes new is given an incarnation of before", "membership/coordinator_registration.cc",
+     "found != replicas_.end() ? !found->second.begun_here :", "found != replicas_.end() ? false :"),
     ("it waits for all, for ever [A3]", "membership/coordinator_start.cc",
      "if (now_ - *incomplete_since_ < start_patience()) return {};", "return {};"),
     ("who is busy is judged", "membership/coordinator_absence.cc",

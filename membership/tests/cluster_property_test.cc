@@ -49,6 +49,12 @@ std::string play(std::uint64_t seed, bool with_relays = false) {
   return finish(world);
 }
 
+std::string play_with_rivals(std::uint64_t seed, bool with_relays) {
+  World world(seed, with_relays, World::Rivals::yes);
+  for (int i = 0; i < kSteps && world.trouble.empty(); ++i) world.step(static_cast<int>(seed % 4) * 4);
+  return finish(world);
+}
+
 // The same order of everything else, whichever faults there are.
 std::string play(std::uint64_t seed, bool with_relays, const std::vector<Fault>& faults) {
   World world(seed, with_relays);
@@ -67,8 +73,9 @@ std::string play(std::uint64_t seed, bool with_relays, const std::vector<Fault>&
 
 std::string finish(World& world) {
   // The faults are over: a bounded time later everything commits, and everyone contributes.
+  world.more_rivals = false;
   const auto target = world.coordinator->committed().value;
-  int left = world.relays.empty() ? 60000 : 150000;
+  int left = (world.relays.empty() ? 60000 : 150000) * (world.hosts > 1 ? 8 : 1);
   while (left-- > 0 && world.trouble.empty() &&
          (world.contributors() < world.config.replicas || world.coordinator->committed().value < target + 5))
     world.step(0);
@@ -119,6 +126,14 @@ TEST(MembershipProperty, InvariantsHoldUnderAnyListOfFaults) {
     RC_CLASSIFY(faults.size() > 10, "more than ten faults");
     if (!trouble.empty()) RC_FAIL(trouble);
   }));
+}
+
+// Two processes for one place, after which nothing tells them apart but their incarnations.
+TEST(MembershipProperty, TheSameHoldsWhereSecondProcessesAskForPlaces) {
+  constexpr std::uint64_t seeds = kSanitized ? 10 : 60;
+  for (std::uint64_t seed = 0; seed < seeds; ++seed)
+    for (const bool relays : {false, true})
+      ASSERT_EQ(play_with_rivals(seed, relays), "") << "seed " << seed << ", relays: " << relays;
 }
 
 // That lists shrink, and to what is at fault: of a run where any restart of the coordinator is called trouble.

@@ -7,11 +7,12 @@
 
 namespace rejoin::membership {
 
-World::World(std::uint64_t seed, bool with_relays) : random(seed) {
+World::World(std::uint64_t seed, bool with_relays, Rivals rivals) : random(seed), hosts(rivals == Rivals::yes ? 2 : 1) {
+  if (hosts > 1) config.replicas = 2 + seed % 4, config.ranks = 1 + seed / 4 % 3;
   config.constant_batch = seed % 3 == 0;
   config.balance = {.on = seed % 4 == 0, .every = 2, .gain = 0};
   start_coordinator();
-  nodes.resize(with_relays ? config.replicas * config.ranks : config.replicas);
+  nodes.resize(hosts * (with_relays ? config.replicas * config.ranks : config.replicas));
   if (with_relays) relays.resize(config.replicas);
   for (auto& relay : relays) relay.machine = std::make_unique<Relay>("r", config.silence);
   for (auto& node : nodes) {
@@ -76,7 +77,7 @@ void World::keep(const Actions& actions) {
     if (record.has_rolled_back()) {
       if (record.rolled_back().version() < record.rolled_back().from())
         for (std::uint32_t replica = 0; replica < config.replicas; ++replica)
-          if (holds(replica, Step(record.rolled_back().from())))
+          if (hosts == 1 && holds(replica, Step(record.rolled_back().from())))
             trouble = fmt::format("state-survives: rolled back from {} to {} though replica {} lives",
                                   record.rolled_back().from(), record.rolled_back().version(), replica);
       decided.erase(decided.upper_bound(record.rolled_back().version()), decided.end());
@@ -85,8 +86,10 @@ void World::keep(const Actions& actions) {
     log.push_back(record);
   }
   for (const auto& [ids, message] : actions.send) {
-    if (const auto& its = message.registered(); message.has_registered())
+    if (const auto& its = message.registered(); message.has_registered()) {
       given[its.replica()].try_emplace(Incarnation(its.incarnation()), commits);
+      check_that_it_is_its_own(its);
+    }
     for (auto id : ids) {
       for (auto& relay : relays)
         if (relay.coordinator_connection == id.value) relay.from_coordinator.push_back(message);
@@ -148,7 +151,8 @@ void World::tick() {
 void World::step(int fault_rate) {
   const auto replica = static_cast<std::uint32_t>(pick(config.replicas));
   const auto number = static_cast<std::uint32_t>(pick(config.ranks));
-  NodeProcess& node = node_of(replica, number);
+  const std::uint32_t host = pick_host();
+  NodeProcess& node = node_of(replica, number, host);
   RelayProcess* relay = relay_of(node);
   if (fault_rate > 0 && pick(1000) < static_cast<std::uint64_t>(fault_rate))
     return fail(pick(relay != nullptr ? 12 : 10), replica, number);
@@ -157,8 +161,9 @@ void World::step(int fault_rate) {
       if (node.coordinator_connection == 0 && !stopped(node)) connect(node);
       break;
     case 1:
-      if (!node.ranks[number] && !stopped(node)) spawn(replica, number);
-      else if (!stopped(node) && !stopped(*node.ranks[number]) && node.ranks[number]->connection == RankConnection{})
+      if (!node.ranks[number] && !stopped(node) && may_start(replica, number, host)) spawn(node, replica, number);
+      else if (node.ranks[number] && !stopped(node) && !stopped(*node.ranks[number]) &&
+               node.ranks[number]->connection == RankConnection{})
         greet_again(node, replica, number);
       break;
     case 2:

@@ -1,7 +1,8 @@
 // The real coordinator, relay, node and rank machines in one process, with random orders of messages, losses and
 // crashes around them: every replica on one node that is connected with the coordinator, or every rank on a node of its
-// own and a relay for each replica. The checkers know the invariants by name: one-decision, same-bits, exactly-once,
-// no-false-eviction, progress.
+// own and a relay for each replica; with rivals, also jobs of other sizes in which two processes ask for one place. The
+// checkers know the invariants by name: one-decision, same-bits, exactly-once, no-false-eviction, one-process,
+// progress.
 #pragma once
 
 #include <algorithm>
@@ -12,6 +13,7 @@
 #include <random>
 #include <set>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "membership/coordinator.h"
@@ -65,27 +67,36 @@ struct World {
     std::deque<proto::ToNode> from_coordinator;
   };
   std::vector<RelayProcess> relays;  // by replica, or none
-  NodeProcess& node_of(std::uint32_t replica, std::uint32_t number) {
-    return nodes[relays.empty() ? replica : replica * config.ranks + number];
+  // Where there are rivals each rank has two nodes, and now and then a process on both.
+  const std::uint32_t hosts;
+  bool more_rivals = hosts > 1;  // come
+  std::size_t nodes_of_a_host() const { return nodes.size() / hosts; }
+  NodeProcess& node_of(std::uint32_t replica, std::uint32_t number, std::uint32_t host = 0) {
+    return nodes[host * nodes_of_a_host() + (relays.empty() ? replica : replica * config.ranks + number)];
   }
+  std::uint32_t pick_host() { return hosts > 1 && pick(3) == 0 ? 1 : 0; }
   RelayProcess* relay_of(const NodeProcess& node) {
     if (relays.empty()) return nullptr;
-    return &relays[node.relay.value_or(static_cast<std::size_t>(&node - nodes.data()) / config.ranks)];
+    const auto number = static_cast<std::size_t>(&node - nodes.data()) % nodes_of_a_host();
+    return &relays[node.relay.value_or(number / config.ranks)];
   }
   std::uint64_t connections = 0, instances = 0;
   TimePoint coordinator_stopped_until{};
   std::uint64_t roll_backs = 0;  // that the operator allowed
 
   // What the checkers remember.
-  std::map<std::uint64_t, std::uint64_t> decided;                       // step → digest of who trained what
-  std::map<std::uint64_t, std::uint64_t> bits_at;                       // version → bits
-  std::map<std::uint64_t, std::set<Incarnation>> contributed;           // to each step
+  std::map<std::uint64_t, std::uint64_t> decided;              // step → digest of who trained what
+  std::map<std::uint64_t, std::uint64_t> bits_at;              // version → bits
+  std::map<std::uint64_t, std::set<Incarnation>> contributed;  // to each step
+  std::map<std::tuple<std::uint32_t, std::uint32_t, std::uint64_t>, std::uint64_t>
+      owners;                                                           // places, incarnations: whose
   std::set<Incarnation> joined;                                         // that epochs have named
   std::map<std::uint32_t, std::map<Incarnation, std::uint64_t>> given;  // by replica: and after how many commits
   std::uint64_t commits = 0;                                            // ever
   std::string trouble;
 
-  World(std::uint64_t seed, bool with_relays);
+  enum class Rivals : bool { no, yes };
+  World(std::uint64_t seed, bool with_relays, Rivals rivals = Rivals::no);
   // One thing happens, or, this many times in a thousand, a fault.
   void step(int fault_rate);
   void tick();
@@ -107,7 +118,11 @@ struct World {
   void keep(NodeProcess& node, const Node::Actions& actions);
 
   // Ranks, and their reactions to what arrives.
-  void spawn(std::uint32_t replica, std::uint32_t number);
+  void spawn(NodeProcess& node, std::uint32_t replica, std::uint32_t number);
+  bool may_start(std::uint32_t replica, std::uint32_t number, std::uint32_t host) {
+    const bool has_one = hosts > 1 && node_of(replica, number, 1 - host).ranks[number].has_value();
+    return !has_one || (more_rivals && pick(40) == 0);
+  }
   void greet_again(NodeProcess& node, std::uint32_t replica, std::uint32_t number);
   // The daemon has closed the connection of a rank that was silent; it comes back through another when it goes on.
   void hang_up(NodeProcess& node, RankConnection connection);
@@ -118,7 +133,10 @@ struct World {
   bool holds(std::uint32_t replica, Step committed);
   // Who waits to be taken into the job, and has not been left behind by it, is not sent away for having come back.
   void check_that_it_was_left_behind(const RankProcess& rank, std::uint32_t replica, const proto::Evicted& evicted);
-  // The protocol ends a replica's processes: somebody else must have what it has.
+  // Two processes are never told the same incarnation for one place.
+  void check_that_it_is_its_own(const proto::Registered& registered);
+  // The protocol ends a replica's processes: somebody else must have what it has. (A second process that its operator
+  // starts may take the place of one that stands still.)
   void check_that_another_holds(std::uint32_t replica);
 
   // Faults and restarts.

@@ -4,7 +4,7 @@
 namespace rejoin::membership {
 
 void World::fail(std::uint64_t kind, std::uint32_t replica, std::uint32_t number) {
-  NodeProcess& node = node_of(replica, number);
+  NodeProcess& node = node_of(replica, number, pick_host());
   RelayProcess* relay = relay_of(node);
   if (kind == 12) return connect_elsewhere(node);
   if (relay == nullptr) kind %= 10;

@@ -5,8 +5,7 @@
 
 namespace rejoin::membership {
 
-void World::spawn(std::uint32_t replica, std::uint32_t number) {
-  auto& node = node_of(replica, number);
+void World::spawn(NodeProcess& node, std::uint32_t replica, std::uint32_t number) {
   RankProcess rank;
   rank.machine = std::make_unique<Rank>(ReplicaId(replica));
   rank.instance = ++instances;
@@ -56,6 +55,7 @@ void World::deliver(NodeProcess& node, std::uint32_t replica, std::uint32_t numb
   const auto message = std::move(rank.inbox.front());
   rank.inbox.pop_front();
   if (message.has_registered()) rank.machine->on_registered(Incarnation(message.registered().incarnation()));
+  if (message.has_refused() && hosts > 1) return kill_rank(node, number);
   if (message.has_evicted() && message.evicted().incarnation() == rank.machine->incarnation().value) {
     check_that_it_was_left_behind(rank, replica, message.evicted());
     check_that_another_holds(replica);
@@ -152,7 +152,15 @@ void World::check_that_it_was_left_behind(const RankProcess& rank, std::uint32_t
                         evicted.reason());
 }
 
+void World::check_that_it_is_its_own(const proto::Registered& its) {
+  const auto [owner, first] = owners.emplace(std::tuple(its.replica(), its.rank(), its.incarnation()), its.instance());
+  if (owner->second != its.instance())
+    trouble = fmt::format("one-process: two processes are replica {} rank {} in incarnation {}", its.replica(),
+                          its.rank(), its.incarnation());
+}
+
 void World::check_that_another_holds(std::uint32_t replica) {
+  if (hosts > 1) return;
   const Step committed = coordinator->committed();
   if (!holds(replica, committed) || committed == Step{}) return;
   for (std::uint32_t other = 0; other < config.replicas; ++other)
