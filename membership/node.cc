@@ -21,9 +21,10 @@ Node::Actions Node::on_coordinator_up(TimePoint now, std::uint64_t introduction)
   *hello.mutable_hello() = hello_of(name_, silence_);
   hello.mutable_hello()->set_introduction(introduction);
   actions.to_coordinator.push_back(std::move(hello));
-  for (const auto& [connection, rank] : ranks_) {
+  for (auto& [connection, rank] : ranks_) {
     proto::FromNode up;
     auto& its = *up.mutable_rank_up() = rank.up;
+    rank.came_new = its.incarnation() == 0;
     if (its.incarnation() != 0 && its.job() == plan_.job()) {
       its.set_heard_epoch(std::max(its.heard_epoch(), plan_.epoch()));
       its.set_heard_committed(std::max(its.heard_committed(), plan_.committed()));
@@ -56,6 +57,8 @@ Node::Actions Node::on_coordinator_message(const proto::ToNode& message, TimePoi
         rank.up.set_incarnation(registered.incarnation());
         rank.up.set_job(registered.job());
         rank.registered = true;
+        // What was said in between went to a relay that did not know it as this one.
+        if (rank.came_new) statuses_.erase({rank.up.replica(), rank.up.incarnation()});
         report_status(rank, actions);
       });
       break;
@@ -180,8 +183,10 @@ Node::Actions Node::on_rank_message(RankConnection connection, const proto::From
       actions.notes.push_back({"a rank registered twice on one connection; ignored", true});
       return actions;
     }
-    RankInfo& rank = ranks_[connection] = {
-        .up = message.rank_up(), .heard = now, .registered = message.rank_up().incarnation() != 0};
+    RankInfo& rank = ranks_[connection] = {.up = message.rank_up(),
+                                           .heard = now,
+                                           .registered = message.rank_up().incarnation() != 0,
+                                           .came_new = message.rank_up().incarnation() == 0};
     rank.up.set_node(name_);
     rank.up.set_daemon(id_);
     rank.up.set_location(location_);

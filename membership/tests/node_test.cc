@@ -310,6 +310,32 @@ TEST(Node, WhomItsRanksCantConnectWithIsReportedOnceForEachPeer) {
   EXPECT_EQ(told[1].why(), "no such file");
 }
 
+// A relay was stopped when it had given the first answer: then it heard that the rank was silent, that it came once
+// more, as it had yet to hear that answer, and where it stands as who it is by the first.
+TEST(Node, WhatIsSaidOfARankBetweenTwoAnswersToItIsSaidAgain) {
+  Machine machine;
+  const auto registered = [&] {
+    proto::ToNode answer;
+    answer.mutable_registered()->set_instance(1);
+    answer.mutable_registered()->set_incarnation(5);
+    machine.said.clear();
+    machine.keep(machine.node.on_coordinator_message(answer, machine.now));
+    return std::ranges::count_if(machine.said, [](const auto& said) { return said.has_replica_status(); });
+  };
+  for (const bool is_new : {true, false}) {
+    proto::FromNode up, links;
+    up.mutable_rank_up()->set_instance(1);
+    if (!is_new) up.mutable_rank_up()->set_incarnation(5);
+    links.mutable_links()->set_instance(1);
+    const RankConnection connection(is_new ? 1 : 2);
+    machine.keep(machine.node.on_rank_message(connection, up, machine.now));
+    machine.keep(machine.node.on_rank_message(connection, links, machine.now));
+    EXPECT_EQ(registered(), is_new ? 1 : 0);
+    EXPECT_EQ(registered(), is_new ? 1 : 0) << "the relay has known it since it came";
+    machine.keep(machine.node.on_rank_gone(connection, "silent", Node::Gone::silent));
+  }
+}
+
 TEST(Node, WhoLeavesIsSaidToHaveLeft) {
   Machine machine;
   machine.up(1, 0);
