@@ -206,6 +206,7 @@ void Coordinator::try_commit() {
   give_up_suspended();
   ledger_.commit(step);
   if (change) ledger_.set_next(*change);
+  end_word();
   audit_.on_committed(now_);
   under_way_since_ = now_;
   members_.begin_step();

@@ -110,6 +110,8 @@ class Coordinator {
   std::vector<std::string> alarms() const;
   // An operator's word in this one's settings that would still change something if this one decided; empty: none.
   std::string unused_word() const;
+  void end_word();                                                                    // to roll back
+  std::uint64_t steps_ever() const { return committed_.value + steps_rolled_back_; }  // committed, by the log
   // The job waits for an operator's word: the step that roll_back_to would have to allow.
   std::optional<Step> wants_roll_back() const { return wants_roll_back_; }
   bool wants_log() const {
@@ -199,8 +201,6 @@ class Coordinator {
   bool take_back(Whom whom);
   bool promote_caught_up(Whom whom);
   bool find_contributors();
-  bool last_complete(const MemberState& member) const;
-  bool may_be_complete(const MemberState& member) const;
   void give_up_suspended();
   void remove(ReplicaId replica, const std::string& reason, Parting parting = Parting::lost);
   void lose_everybody();
@@ -222,8 +222,12 @@ class Coordinator {
   bool contributes_here(const MemberState& member) const;
   bool runs() const;  // somebody does
   bool has_contributors() const;
-  void block_on(ReplicaId replica, const std::string& why);
   void warn_once(std::string line);
+  // coordinator_holders.cc
+  bool last_complete(const MemberState& member) const;
+  bool may_be_complete(const MemberState& member) const;
+  bool another_holds(ReplicaId replica) const;
+  void block_on(ReplicaId replica, const std::string& why);
 
   // coordinator_start.cc
   void try_start();
@@ -246,6 +250,7 @@ class Coordinator {
   // coordinator_audit.cc
   bool differences_settled();
   Result<> drop_as_configured();
+  void take_back_while_stopped(ReplicaId replica);
   bool change_members_at_boundary();
   void begin_epoch(const std::string& reason, Begun step = Begun::maybe);
   void plan_step();
@@ -294,6 +299,7 @@ class Coordinator {
   void describe(proto::LogRecord::Job& job) const;
   void tell_of_roll_back();
   bool roll_back_was_used() const;
+  bool may_roll_back() const;
   Actions take() { return std::exchange(actions_, {}); }
   const JobConfig config_;
   Ledger ledger_;

@@ -31,6 +31,7 @@ void Coordinator::suspect_itself(Duration pause) {
     if (about.excused) forgive(*about.excused, pause, now_);
   }
   forgive(under_way_since_, pause, now_);
+  forgive(back_at_, pause, now_);
   if (recovering_until_) *recovering_until_ += pause;
   if (incomplete_since_) forgive(*incomplete_since_, pause, now_);
 }
@@ -85,16 +86,18 @@ void Coordinator::settle_recovery() {
   const bool found = !somebody && (take_back(Whom::connected) || promote_caught_up(Whom::connected));
   if (!somebody && !found) {
     // Who only may have it is given up at an operator's word, after the time that a start has.
-    const bool given_up = roll_back_to_ && now_ - *recovering_until_ >= start_patience();
+    const bool given_up = may_roll_back() && now_ - *recovering_until_ >= start_patience();
     bool waits = false;
     for (const auto& m : members_) {
       const bool has = !m.catching_up || m.complete;
       if (!has && (!may_be_complete(m) || given_up)) continue;
       waits = true;
       warn_once(fmt::format(
-          "the job waits for replica {}: it has not come back, and it {} the state of step {}{}", m.replica,
-          has ? "has" : "may have", committed_,
-          has ? "" : "; start the coordinator, or all of several, with --roll-back-to to go on without it"));
+          "the job waits for replica {}: it has {}, and it {} the state of step {}{}", m.replica,
+          is_back(m) && !has ? "yet to say where it stands" : "not come back", has ? "has" : "may have", committed_,
+          has ? ""
+              : "; start the coordinator, or all of several, with --roll-back-to STEP, that of a checkpoint, to go on "
+                "without it"));
     }
     if (waits || now_ - back_at_ < config_.silence / 4) return;  // who has just come says next where it stands
   }
@@ -343,19 +346,6 @@ bool Coordinator::has_contributors() const {
   return std::any_of(members_.begin(), members_.end(), [](const auto& m) { return !m.catching_up; });
 }
 
-// After this coordinator's restart: a joiner that may have caught up before, for all that has been heard since.
-bool Coordinator::may_be_complete(const MemberState& m) const {
-  if (!recovering_until_ || !m.catching_up) return false;
-  if (m.complete) return true;
-  const ReplicaState* here = registration(m.replica, m.incarnation);
-  if (here == nullptr) return true;
-  if (fully_registered(*here)) return false;  // all have come, and had their time to say so
-  RankSet behind;                             // ranks that have sent a status, and in it not that they have caught up
-  for (const auto& status : here->statuses.current()) behind.add(status.ranks);
-  behind.remove(here->caught_up);
-  return behind.empty();
-}
-
 // Somebody else is there to go on with.
 bool Coordinator::others_contribute(ReplicaId replica) const {
   return std::any_of(members_.begin(), members_.end(),
@@ -371,25 +361,6 @@ bool Coordinator::find_contributors() {
   for (auto whom : {Whom::connected, Whom::all})
     if (take_back(whom) || promote_caught_up(whom)) return true;
   return false;
-}
-
-// A joiner that has caught up, and no contributor is there: who knows whether one will be again.
-bool Coordinator::last_complete(const MemberState& m) const { return caught_up(m) && !others_contribute(m.replica); }
-
-std::vector<ReplicaId> Coordinator::blocked_on() const {
-  std::vector<ReplicaId> held;
-  if (finished()) return held;
-  for (const auto& m : members_)
-    if ((!m.catching_up || (!has_contributors() && may_be_complete(m))) && !present(m.replica, m.incarnation) &&
-        !others_contribute(m.replica))
-      held.push_back(m.replica);
-  return held;
-}
-
-// The last one that has the state is not put out.
-void Coordinator::block_on(ReplicaId id, const std::string& why) {
-  warn_once(
-      fmt::format("the job waits for replica {}: {}, and nobody else has the state of step {}", id, why, committed_));
 }
 
 void Coordinator::warn_once(std::string line) {

@@ -32,6 +32,13 @@ bool Coordinator::differences_settled() {
   return false;
 }
 
+// Where the job is stopped nothing is committed, so that nobody who is out becomes a joiner: who is back is a member.
+void Coordinator::take_back_while_stopped(ReplicaId replica) {
+  const SuspendedReplica* out = out_for_now(replica);
+  if (!stopped_ || recovering_until_ || out == nullptr || !present(replica, out->incarnation)) return;
+  if (take_back(Whom::connected)) next_epoch(fmt::format("replica {} is back, and the job is stopped", replica));
+}
+
 // Once: only while the job is stopped at the very step that the operator has seen.
 Result<> Coordinator::drop_as_configured() {
   if (!config_.drop) return {};
@@ -42,8 +49,6 @@ Result<> Coordinator::drop_as_configured() {
     return {};
   }
   const MemberState* dropped = members_.find(replica);
-  const auto contributors =
-      std::count_if(members_.begin(), members_.end(), [](const auto& m) { return !m.catching_up; });
   // One that has ended since may be named: it was wrong, and the others are right.
   if (!differing_.empty() && std::find(differing_.begin(), differing_.end(), replica) == differing_.end()) {
     // It may be the word of a stop at the same step, among more of them.
@@ -54,7 +59,7 @@ Result<> Coordinator::drop_as_configured() {
     warn("{}", why);
     return {};
   }
-  if (dropped != nullptr && !dropped->catching_up && contributors == 1)
+  if (dropped != nullptr && !dropped->catching_up && !another_holds(replica))
     return fail(ErrorCode::invalid_argument, "--drop-replica {}@{}: no other replica has the state", replica, at);
   proto::LogRecord record;
   record.mutable_dropped()->set_step(at.value);
@@ -65,6 +70,7 @@ Result<> Coordinator::drop_as_configured() {
   if (dropped == nullptr) return {};
   ledger_.hand_back(replica);
   members_.erase(replica);
+  if (!take_back(Whom::all) && !has_contributors()) promote_caught_up(Whom::all);
   begin_epoch(fmt::format("without replica {}: dropped by an operator", replica));
   return {};
 }

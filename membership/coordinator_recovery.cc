@@ -47,15 +47,26 @@ void Coordinator::tell_of_roll_back() {
   else
     note("--roll-back-to {}: if nobody comes with the state of step {}, the job goes on from step {} or later", to,
          committed_, to);
+  if (to >= committed_) roll_back_to_.reset();
 }
 
 bool Coordinator::roll_back_was_used() const {
   return roll_back_to_ && last_roll_back_ && *last_roll_back_ >= *roll_back_to_;
 }
 
+bool Coordinator::may_roll_back() const {
+  return roll_back_to_ && *roll_back_to_ < committed_ && !roll_back_was_used();
+}
+
+// It was said of how things stood before the last commit: what is lost from now on is another loss.
+void Coordinator::end_word() {
+  if (may_roll_back())
+    note("--roll-back-to {} was not needed, and allows nothing any more: the job has gone on", *roll_back_to_);
+  roll_back_to_.reset();
+}
+
 std::string Coordinator::unused_word() const {
-  if (roll_back_to_ && *roll_back_to_ < committed_ && !roll_back_was_used())
-    return fmt::format("--roll-back-to {}", *roll_back_to_);
+  if (may_roll_back()) return fmt::format("--roll-back-to {}", *roll_back_to_);
   if (config_.drop && stopped_ && config_.drop->at == committed_)
     return fmt::format("--drop-replica {}@{}", config_.drop->replica, config_.drop->at);
   return {};

@@ -75,6 +75,7 @@ void Coordinator::register_again(NodeId node, const proto::RankUp& up) {
   if (!was_fully_registered && fully_registered(replica)) on_fully_registered(id);
   if (versions_of(replica.ranks[up.rank()]).spoken.version() < protocol_.version()) lower_protocol();
   on_reduced(node, reduced_of(up));  // stale, unless it is of this epoch and step
+  take_back_while_stopped(id);
   try_start();
 }
 

@@ -178,6 +178,7 @@ class ReplicatedCoordinator {
   std::uint64_t copied_;          // of the first record that the copy lacks
   std::uint64_t last_entry_ = 0;  // of those records, the first of the last entry
   bool has_read_ = false;         // all that the store had, once
+  std::optional<std::uint64_t> steps_at_start_;     // that were committed when this process had read all
   bool reads_recent_ = false;     // the next time, not what was some time ago
   bool verifies_ = false;         // the read under way begins with what is known, to see whether it is there still
   proto::Leader leader_;

@@ -64,6 +64,8 @@ void ReplicatedCoordinator::on_read(const StoreRequest& request, const StoreAnsw
   }
   if (answer.more) return read(role_ == Role::reading || !has_read_, now);
   const bool first = !std::exchange(has_read_, true);
+  if (!steps_at_start_) steps_at_start_ = machine_->steps_ever();
+  if (machine_->steps_ever() != *steps_at_start_) machine_->end_word();
   if (!predecessor_) {
     const bool same_place = leader_.address() == options_.address && leader_.name() == options_.name;
     predecessor_ = same_place && leader_.instance() != options_.instance ? leader_.instance() : 0;

@@ -34,6 +34,7 @@ MUTANTS = [
      "if (take_back(whom) || promote_caught_up(whom)) return true;", "if (take_back(whom)) return true;"),
     ("nobody asks the operator [A2]", "membership/coordinator_start.cc",
      "if (!roll_back_to_ || *from < *roll_back_to_ ||", "if (false &&"),
+    ("an operator's word stays for ever", "membership/coordinator.cc", "  end_word();\n", ""),
     ("who comes new is given an incarnation of before", "membership/coordinator_registration.cc",
      "found != replicas_.end() ? !found->second.begun_here :", "found != replicas_.end() ? false :"),
     ("it waits for all, for ever [A3]", "membership/coordinator_start.cc",

@@ -46,6 +46,10 @@ struct Pair {
         if (sent.has_evicted()) evicted.insert(to);
       }
   }
+  void tick() {
+    const Actions actions = coordinator->on_tick(now);
+    log.insert(log.end(), actions.append.begin(), actions.append.end());
+  }
   void up(std::uint32_t replica) {
     proto::FromNode message;
     auto& rank = *message.mutable_rank_up();
@@ -165,6 +169,39 @@ TEST(Coordinator, WhoseStateDiffersWithoutAMajorityStopsTheJobThroughRestartsUnt
   job.restart(JobConfig::Drop{ReplicaId(1), Step(2)});  // it is not stopped: nothing to decide
   job.up(1);
   EXPECT_EQ(job.coordinator->members().size(), 1u);
+}
+
+// The right one's node is away for a little more than a silence, while nothing is committed.
+TEST(Coordinator, AnOperatorMayDropTheWrongReplicaThoughTheRightOneIsOutForNow) {
+  for (const bool back : {false, true}) {
+    Pair job;
+    job.up(0), job.up(1), job.link();
+    job.reduced(0, 1, 5), job.reduced(1, 1, 5);
+    for (int time = 0; time < 3; ++time) job.reduced(0, 1, 5), job.reduced(1, 1, 6);
+    ASSERT_TRUE(job.coordinator->stopped());
+    for (const TimePoint until = job.now + job.config.silence + 500ms; job.now < until;) {
+      job.now += 50ms;
+      proto::FromNode heartbeat;
+      heartbeat.mutable_heartbeat();
+      job.send(0, heartbeat);
+      job.tick();
+    }
+    ASSERT_EQ(job.coordinator->suspended().size(), 1u);
+    if (back) {
+      job.up(1);
+      EXPECT_EQ(job.coordinator->members().size(), 2u) << "nothing was committed without it";
+      EXPECT_TRUE(job.coordinator->stopped());
+    }
+    job.restart(JobConfig::Drop{ReplicaId(0), Step(1)});
+    EXPECT_FALSE(job.coordinator->stopped());
+    job.tick();
+    job.restart();  // the log says the same
+    job.up(1), job.up(0);
+    EXPECT_TRUE(job.evicted.contains(0));
+    EXPECT_FALSE(job.evicted.contains(1));
+    job.reduced(1, 1, 6);
+    EXPECT_EQ(job.coordinator->committed(), Step(2));
+  }
 }
 
 // The states that differed have gone with their processes.

@@ -185,14 +185,14 @@ TEST(Coordinator, AJoinerThatMayHaveCaughtUpIsWaitedForAfterTheCoordinatorsResta
     bench.back(0, 10);
     bench.down(0);
     bench.back_with(1, 0, 11, 2);  // its other rank's daemon is silent for long
-    bench.stand(1, 0, true);
+    bench.stand(1, 0, true, 11);
     bench.pass(10s, {11});
     EXPECT_EQ(bench.coordinator.blocked_on(), std::vector{ReplicaId(1)});
     EXPECT_TRUE(bench.waits_for("replica 1: it is silent"));
     bench.inbox[10].clear();  // replica 0 has lost a rank, and its other one heard of it
     EXPECT_FALSE(bench.evicted_anybody());
     bench.back_with(1, 1, 12, 2);
-    bench.stand(1, 1, had);
+    bench.stand(1, 1, had, 12);
     bench.pass(500ms, {11, 12});
     ASSERT_EQ(bench.contributors(), had ? 1u : 0u);
     EXPECT_EQ(bench.evicted_anybody(), !had) << "with half a state it starts again";
