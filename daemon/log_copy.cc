@@ -26,6 +26,7 @@ Result<std::unique_ptr<LogCopy>> LogCopy::open(const std::string& directory, mem
     copy->position_ = membership::records_of_job(records);
     copy->job_ = membership::job_of(first).id();
     copy->empty_ = false;
+    copy->records_ = records;
     copy->log_.forget_records();
   }
   copy->size_ = copy->log_.size();

@@ -11,6 +11,8 @@
 #include <mutex>
 #include <string>
 #include <thread>
+#include <utility>
+#include <vector>
 
 #include "membership/log.h"
 
@@ -26,6 +28,7 @@ class LogCopy {
   // What was in it when it was opened: records, counted from the beginning of the job, and the job's id; 0: nothing.
   std::uint64_t position() const { return position_; }
   std::uint64_t job() const { return job_; }
+  std::vector<proto::LogRecord> take_records() { return std::exchange(records_, {}); }
 
   void begin_with(const proto::LogRecord& snapshot);  // in place of all before it, which stays beside it
   // All that is in it, in one record: takes its place where the disk lets it, which otherwise keeps what there is.
@@ -51,6 +54,7 @@ class LogCopy {
   membership::Log log_;  // the thread's
   bool empty_ = true;    // … likewise
   std::uint64_t position_ = 0, job_ = 0;
+  std::vector<proto::LogRecord> records_;  // that were in it, until they are taken
   std::atomic<std::uint64_t> size_ = 0;
   // Keeps what is not written yet, why no more is, and that it is to end.
   mutable std::mutex mutex_;

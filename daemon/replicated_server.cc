@@ -43,6 +43,12 @@ Result<std::unique_ptr<ReplicatedServer>> ReplicatedServer::start(asio::io_conte
                                                                   const JobKeys& keys) {
   auto copy = LogCopy::open(options.log_directory, options.disk);
   if (!copy) return tl::unexpected(copy.error());
+  auto landmark = membership::ReplicatedCoordinator::landmark_of((*copy)->take_records(), options.job);
+  if (!landmark)
+    return fail(landmark.error().code,
+                "{}/decisions.log, this coordinator's copy of the decisions, contradicts itself ({}): move it away, or "
+                "start with another --log-directory",
+                options.log_directory, landmark.error().message);
   std::unique_ptr<ReplicatedServer> server(
       new ReplicatedServer(io, std::move(options), std::move(store), std::move(*copy), keys));
   const Options& given = server->options_;
@@ -58,6 +64,7 @@ Result<std::unique_ptr<ReplicatedServer>> ReplicatedServer::start(asio::io_conte
                                                         .per_snapshot = given.per_snapshot,
                                                         .copied = server->copy_->position(),
                                                         .copied_job = server->copy_->job(),
+                                                        .copied_landmark = std::move(*landmark),
                                                         .keys = keys.store_marks()};
   of_machine.job.id = random_number() | 1;  // where the job has none yet
   server->machine_ = std::make_unique<membership::ReplicatedCoordinator>(std::move(of_machine), server->now());

@@ -78,6 +78,7 @@ class Coordinator {
   Result<> take_over(TimePoint now);
   proto::LogRecord snapshot() const;  // recovery from it alone leads to the same as from all records so far
   bool has_recovered_like(const Coordinator& other) const;  // which is what this tells
+  std::string landmark() const;  // of what is decided, in words: two logs that differ lead to two of these
 
   Actions on_message(NodeId node, const proto::FromNode& message, TimePoint now);
   Actions on_node_lost(NodeId node, TimePoint now);

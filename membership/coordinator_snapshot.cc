@@ -1,7 +1,10 @@
 // All that recovery knows, as one record, and back. Of what a coordinator knows beyond that (who is registered, who has
 // said what) nothing is kept: ranks come again and say it anew.
+#include <fmt/format.h>
+
 #include <tuple>
 
+#include "base/digest.h"
 #include "base/fail.h"
 #include "membership/coordinator.h"
 
@@ -75,6 +78,17 @@ bool Coordinator::has_recovered_like(const Coordinator& other) const {
                       of.stopped_, of.differing_, of.protocol_.version());
   };
   return all_of(*this) == all_of(other);
+}
+
+// Of what every release has written, also into snapshots.
+std::string Coordinator::landmark() const {
+  std::string members;
+  for (const auto& m : members_) members += fmt::format(" {}:{}{}", m.replica, m.incarnation, m.catching_up ? "c" : "");
+  std::uint64_t trained = 0;
+  for (const auto& [begin, end] : ledger_.trained().ranges())
+    trained = combine_digests(combine_digests(trained, begin), end);
+  return fmt::format("step {} in epoch {}, incarnation {}, members{}, samples {:x}", committed_, epoch_,
+                     last_incarnation_, members, trained);
 }
 
 // It stands for all records before it, of which there are none in the log any more.

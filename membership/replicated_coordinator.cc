@@ -20,6 +20,7 @@ ReplicatedCoordinator::ReplicatedCoordinator(Options options, TimePoint now)
     : options_(std::move(options)),
       started_(now),
       copied_(options_.copied),
+      landmark_(options_.copied, options_.copied_landmark),
       leader_since_(now),
       sign_at_(now),
       pause_detector_(options_.job.silence),
@@ -29,6 +30,7 @@ ReplicatedCoordinator::ReplicatedCoordinator(Options options, TimePoint now)
 
 // What it knows of the decisions: it begins with the store's snapshot again.
 void ReplicatedCoordinator::forget() {
+  if (queue_.empty() && snapshot()) landmark_ = {copied_, machine_->landmark()};
   machine_ = std::make_unique<Coordinator>(options_.job);
   position_ = 0;
   queue_.clear();

@@ -57,6 +57,7 @@ class ReplicatedCoordinator {
     std::uint64_t per_snapshot = 1024;  // records
     // What the copy on its disk has: records, counted from the beginning of the job, and the job's id.
     std::uint64_t copied = 0, copied_job = 0;
+    std::string copied_landmark{};    // what they lead to; empty: not compared
     std::vector<std::uint64_t> keys;  // of Leader, that are this job's; the first is its own. None: not looked at
   };
   struct Actions {
@@ -70,6 +71,8 @@ class ReplicatedCoordinator {
   };
 
   ReplicatedCoordinator(Options options, TimePoint now);
+  // What a copy leads to. Empty where it is of a job with other settings, which its store tells, too.
+  static Result<std::string> landmark_of(const std::vector<proto::LogRecord>& copy, const JobConfig& job);
 
   Actions on_message(NodeId node, const proto::FromNode& message, TimePoint now);
   Actions on_node_lost(NodeId node, TimePoint now);
@@ -137,6 +140,7 @@ class ReplicatedCoordinator {
   bool take_in(const StoreAnswer& answer);
   bool take_in(const proto::LogRecord& record);
   bool copy_fits(const StoreAnswer& answer);
+  bool is_of_copy();
   void learn_of_leader(std::uint64_t revision, const std::string& leader, TimePoint now);
   void forget();
   struct Lost {
@@ -174,13 +178,14 @@ class ReplicatedCoordinator {
   Role role_ = Role::following;
   Spoken of_coordinators_;  // all of them, as far as nodes have said
   std::unique_ptr<Coordinator> machine_;
-  std::uint64_t position_ = 0;    // of the first record that machine_ has not replayed, or the leader not written
-  std::uint64_t copied_;          // of the first record that the copy lacks
-  std::uint64_t last_entry_ = 0;  // of those records, the first of the last entry
-  bool has_read_ = false;         // all that the store had, once
+  std::uint64_t position_ = 0;  // of the first record that machine_ has not replayed, or the leader not written
+  std::uint64_t copied_;        // of the first record that the copy lacks
+  std::pair<std::uint64_t, std::string> landmark_;  // of the copy when it ended at such a record
+  std::uint64_t last_entry_ = 0;                    // of those records, the first of the last entry
+  bool has_read_ = false;                           // all that the store had, once
   std::optional<std::uint64_t> steps_at_start_;     // that were committed when this process had read all
-  bool reads_recent_ = false;     // the next time, not what was some time ago
-  bool verifies_ = false;         // the read under way begins with what is known, to see whether it is there still
+  bool reads_recent_ = false;                       // the next time, not what was some time ago
+  bool verifies_ = false;  // the read under way begins with what is known, to see whether it is there still
   proto::Leader leader_;
   std::string leader_bytes_;
   std::uint64_t leader_revision_ = 0, alive_revision_ = 0;

@@ -119,6 +119,30 @@ bool ReplicatedCoordinator::copy_fits(const StoreAnswer& answer) {
   return false;
 }
 
+Result<std::string> ReplicatedCoordinator::landmark_of(const std::vector<proto::LogRecord>& copy,
+                                                       const JobConfig& job) {
+  Coordinator machine(job);
+  for (const auto& record : copy)
+    if (auto replayed = machine.replay(record); !replayed) {
+      if (replayed.error().code == ErrorCode::mismatch) return std::string();
+      return tl::unexpected(replayed.error());
+    }
+  return copy.empty() ? std::string() : machine.landmark();
+}
+
+// A store that went on from less than the copy has may have come as far since, with other decisions.
+bool ReplicatedCoordinator::is_of_copy() {
+  const auto& [at, known] = landmark_;
+  const std::string here = machine_->landmark();
+  if (known.empty() || known == here) return true;
+  fail_with(ErrorCode::mismatch,
+            fmt::format("the store's first {} decisions are others than those in --log-directory (they lead to {}, and "
+                        "its own to {}): the store went on from an older copy. Put the data back; or give it the "
+                        "decisions with 'rejoin log import'; or go on from what it has, with another --log-directory",
+                        at, here, known));
+  return false;
+}
+
 // False where it does not follow on what is known, or can't be read (`failed`).
 bool ReplicatedCoordinator::take_in(const StoreAnswer& answer) {
   snapshot_at_ = answer.snapshot_position;
@@ -172,7 +196,9 @@ bool ReplicatedCoordinator::take_in(const proto::LogRecord& record) {
                     machine_->job(), options_.copied_job));
     return false;
   }
-  if (position_++ < copied_) return true;
+  ++position_;
+  if (position_ == landmark_.first && !is_of_copy()) return false;
+  if (position_ <= copied_) return true;
   ++copied_;
   actions_.copy.push_back(record);
   return true;

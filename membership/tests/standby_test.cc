@@ -19,5 +19,31 @@ TEST(ReplicatedCoordinator, AStandbysWordToRollBackEndsWhenTheJobGoesOn) {
   EXPECT_EQ(job.one->unheeded_word(), "");
 }
 
+// The store went on from an older copy, and has come as far as this one's copy since.
+TEST(ReplicatedCoordinator, ACopyOfOtherDecisionsIsNotGoneOnWith) {
+  for (const bool others : {false, true}) {
+    Alone copied, job;
+    for (Alone* one : {&copied, &job}) one->let_other_lead();
+    for (std::uint64_t at = 2; at < 6; ++at) copied.give_out(at, at + 100);
+    for (std::uint64_t at = 2; at < 9; ++at) job.give_out(at, at + (others && at > 3 ? 500 : 100));
+    std::vector<proto::LogRecord> copy;
+    for (const auto& [at, bytes] : copied.log) {
+      proto::LogEntry entry;
+      ASSERT_TRUE(entry.ParseFromString(bytes));
+      copy.insert(copy.end(), entry.records().begin(), entry.records().end());
+    }
+    job.options.copied = copy.size(), job.options.copied_job = 5;
+    job.options.copied_landmark = ReplicatedCoordinator::landmark_of(copy, job.options.job).value();
+    job.start();
+    job.pass(kQuiet / 4);
+    EXPECT_EQ(job.failed.has_value(), others);
+    if (!others) continue;
+    EXPECT_EQ(job.failed->code, ErrorCode::mismatch);
+    EXPECT_NE(job.failed->message.find("the store's first 6 decisions are others than those in --log-directory"),
+              std::string::npos)
+        << job.failed->message;
+  }
+}
+
 }  // namespace
 }  // namespace rejoin::membership
