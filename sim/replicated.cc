@@ -14,7 +14,8 @@ ReplicatedCoordinator::ReplicatedCoordinator(World& world, std::uint32_t of, std
                                                      .instance = instance,
                                                      .per_snapshot = 5 + random.pick(60),
                                                      .copied = world.copied(of),
-                                                     .copied_job = 0};
+                                                     .copied_job = 0,
+                                                     .copied_landmark = world.landmark_of_copy(of)};
   machine_ = std::make_unique<membership::ReplicatedCoordinator>(std::move(options), world.now_at(machine));
 }
 

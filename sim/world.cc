@@ -79,6 +79,8 @@ World::World(const Options& options)
       copied_(shape.coordinators),
       words_(shape.coordinators),
       allowed_to_roll_back_(shape.coordinators),
+      words_random_(chance("words")),
+      words_stay_(words_random_.one_in(3)),
       damage_at_rest_(shape.replicas),
       checkpoints_(shape.replicas),
       slow_links_(nodes()),

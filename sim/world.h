@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <deque>
 #include <map>
+#include <tuple>
 
 #include "base/fail.h"
 #include "membership/log.h"
@@ -177,6 +178,7 @@ class World {
   std::uint64_t copied(std::uint32_t coordinator) const { return copied_[coordinator]; }
   void copy_from(std::uint32_t coordinator, std::uint64_t position) { copied_[coordinator] = position; }
   void on_copied(std::uint32_t coordinator, const proto::LogRecord& record);
+  std::string landmark_of_copy(std::uint32_t coordinator) const;
 
   // ---- the coordinator's disk
   enum class Append { done, failed };
@@ -282,8 +284,14 @@ class World {
     std::optional<membership::JobConfig::Drop> drop;
   };
   void give_word(const Word& word, const std::string& why);
-  std::vector<Word> words_;                                // to each coordinator, when it is started next
-  std::vector<std::optional<Step>> allowed_to_roll_back_;  // … and to the one that runs
+  std::vector<Word> words_;  // to each coordinator, when it is started next
+  // … and to the one that runs: to these steps, until the next commit.
+  std::vector<std::optional<std::pair<Step, Step>>> allowed_to_roll_back_;
+  std::optional<Step> last_roll_back_;
+  Random words_random_;
+  const bool words_stay_;
+  using PlaceInIncarnation = std::tuple<std::uint32_t, std::uint32_t, std::uint64_t>;
+  std::map<PlaceInIncarnation, std::uint64_t> owners_;  // the instances that were told so
   TimePoint roll_back_wanted_since_{};
   std::vector<Fault> waiting_faults_;  // for their moments
   std::map<std::uint64_t, Link> links_;

@@ -31,9 +31,17 @@ void World::give_word(const Word& word, const std::string& why) {
 membership::JobConfig World::job_to_start(std::uint32_t coordinator) {
   membership::JobConfig config = job;
   config.id += logs_lost_ << 32 | std::uint64_t{coordinator} << 24;  // a new log is another job's
-  const Word word = std::exchange(words_[coordinator], {});
-  config.roll_back_to = allowed_to_roll_back_[coordinator] = word.roll_back_to;
-  config.drop = word.drop;
+  Word& given = words_[coordinator];
+  // In some jobs it stays in the settings, or stands there although nobody has asked for it.
+  if (words_stay_ && words_random_.one_in(16)) given.roll_back_to = Step(words_random_.pick(step_written_ + 3));
+  config.roll_back_to = given.roll_back_to;
+  config.drop = std::exchange(given.drop, std::nullopt);
+  allowed_to_roll_back_[coordinator].reset();
+  if (given.roll_back_to) {
+    const bool used = last_roll_back_ && *last_roll_back_ >= *given.roll_back_to;
+    allowed_to_roll_back_[coordinator] = {*given.roll_back_to, used ? *given.roll_back_to : Step(~std::uint64_t{0})};
+  }
+  if (!words_stay_) given = {};
   return config;
 }
 
@@ -100,16 +108,19 @@ void World::on_record(const proto::LogRecord& record) {
     if (record.committed().has_balance()) count("shares changed");
     note("step {} is committed in epoch {}", record.committed().step(), record.committed().epoch());
     on_committed(record.committed());
+    // What was said before it is over.
+    std::ranges::fill(allowed_to_roll_back_, std::nullopt);
     on_moment(Moment::commit, 0);
   }
   if (record.has_rolled_back()) {
     count("rolled back");
     const Step to(record.rolled_back().version());
     note("rolled back to {}", to);
-    const bool allowed =
-        std::ranges::any_of(allowed_to_roll_back_, [&](const auto& word) { return word && to >= *word; });
+    const bool allowed = std::ranges::any_of(
+        allowed_to_roll_back_, [&](const auto& word) { return word && to >= word->first && to <= word->second; });
     if (to.value < record.rolled_back().from() && !allowed)
       checker_.violate("state-survives", fmt::format("the job goes back to step {} without an operator's word", to));
+    if (to.value < record.rolled_back().from()) last_roll_back_ = to;
     std::erase_if(outcome_.committed, [&](const auto& committed) { return committed.step > to.value; });
     // Later ones are of what was given up. The operator removes them.
     for (auto& of_replica : checkpoints_) of_replica.erase(of_replica.upper_bound(to.value), of_replica.end());

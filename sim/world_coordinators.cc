@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "base/fail.h"
 #include "sim/world.h"
 
 namespace rejoin::sim {
@@ -55,6 +56,14 @@ void World::on_copied(std::uint32_t coordinator, const proto::LogRecord& record)
   if (position >= log_.size() || log_[position].SerializeAsString() != record.SerializeAsString())
     checker_.violate("one-decision", fmt::format("coordinator {} takes another record for number {} than was written",
                                                  coordinator, position));
+}
+
+std::string World::landmark_of_copy(std::uint32_t coordinator) const {
+  const std::vector<proto::LogRecord> copy(log_.begin(),
+                                           log_.begin() + static_cast<std::ptrdiff_t>(copied_[coordinator]));
+  const auto landmark = membership::ReplicatedCoordinator::landmark_of(copy, job);
+  REJOIN_CHECK(landmark.has_value(), "{}", landmark.error());
+  return *landmark;
 }
 
 // What a plan says is written, and who does not lead any more decides, answers and closes nothing: not even one that

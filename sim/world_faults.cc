@@ -145,6 +145,8 @@ void World::lose_log() {
   epoch_written_ = step_written_ = 0;
   ++logs_lost_;
   std::fill(words_.begin(), words_.end(), Word{});
+  last_roll_back_.reset();
+  owners_.clear();
   checker_.on_log_lost();
 }
 

@@ -79,6 +79,12 @@ void World::to_daemon(std::uint64_t number, proto::ToNode message) {
   const std::uint32_t node = found->second.node;
   Daemon* daemon = daemons_[node].get();
   if (daemon == nullptr) return;
+  if (const auto& its = message.registered(); message.has_registered()) {
+    const PlaceInIncarnation place{its.replica(), its.rank(), its.incarnation()};
+    if (owners_.emplace(place, its.instance()).first->second != its.instance())
+      checker_.violate("one-decision", fmt::format("two processes are replica {} rank {} in incarnation {}",
+                                                   its.replica(), its.rank(), its.incarnation()));
+  }
   deliver(*daemon, in_order(found->second.last_down, control_delay(node, found->second.coordinator, false)),
           [this, daemon, number, message = std::move(message)] {
             auto open = links_.find(number);
