@@ -8,7 +8,10 @@
 namespace rejoin::membership {
 
 World::World(std::uint64_t seed, bool with_relays, Rivals rivals) : random(seed), hosts(rivals == Rivals::yes ? 2 : 1) {
-  if (hosts > 1) config.replicas = 2 + seed % 4, config.ranks = 1 + seed / 4 % 3;
+  if (hosts > 1) {
+    config.replicas = 2 + static_cast<std::uint32_t>(seed % 4);
+    config.ranks = 1 + static_cast<std::uint32_t>(seed / 4 % 3);
+  }
   config.constant_batch = seed % 3 == 0;
   config.balance = {.on = seed % 4 == 0, .every = 2, .gain = 0};
   start_coordinator();
