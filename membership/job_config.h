@@ -23,7 +23,7 @@ struct JobConfig {
   std::uint64_t id = 0;                    // of a job whose log begins now: random
   Duration silence = deadlines::kSilence;  // how long a peer may be silent
   // An operator's word: where every process that held the last committed step is gone, the job may go on from a state
-  // as old as this one. It holds for one such start of this coordinator.
+  // as old as this one. It holds for one such start, until the next commit.
   std::optional<Step> roll_back_to;
   // A job that has lost everybody starts again without the replicas that have not come for so long; zero: 15 × silence.
   Duration start_patience{};
