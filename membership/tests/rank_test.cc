@@ -3,6 +3,8 @@
 
 #include <gtest/gtest.h>
 
+#include <utility>
+
 namespace rejoin::membership {
 namespace {
 
@@ -40,6 +42,48 @@ TEST_F(RankOfAPlan, AJobThatIsFinishedWithTheStepBeforeIsCutShort) {
 TEST_F(RankOfAPlan, AnOlderPlanSaysNothingOfTheEnd) {
   EXPECT_EQ(rank.on_plan(plan_of(2, 10, true)), Rank::Meaning::nothing);
   EXPECT_EQ(rank.on_plan(plan_of(3, 9, true)), Rank::Meaning::nothing);
+}
+
+TEST(Rank, BelievesNoPlanOfThePast) {
+  Rank rank(ReplicaId(0));
+  rank.on_registered(Incarnation(5));
+  const auto plan = [](std::uint64_t epoch, std::uint64_t committed) {
+    proto::Plan made;
+    made.set_epoch(epoch);
+    made.set_committed(committed);
+    made.set_step(committed + 1);
+    auto& member = *made.add_members();
+    member.set_incarnation(5);
+    return made;
+  };
+  EXPECT_EQ(rank.on_plan(plan(2, 5)), Rank::Meaning::new_epoch);
+  rank.on_reduced();
+  EXPECT_EQ(rank.on_plan(plan(2, 6)), Rank::Meaning::committed);
+  for (const auto& [epoch, committed] : {std::pair{2, 6}, {2, 5}, {1, 9}}) {
+    EXPECT_EQ(rank.on_plan(plan(epoch, committed)), Rank::Meaning::nothing);
+    EXPECT_EQ(rank.epoch(), Epoch(2));
+    EXPECT_EQ(rank.step(), Step(7));
+  }
+}
+
+// Its state may be the last one.
+TEST(Rank, WhoIsOutForNowIsNotEvictedAndReducesItsStepAgainInANewEpoch) {
+  Rank rank(ReplicaId(0));
+  rank.on_registered(Incarnation(5));
+  const auto plan = [](std::uint64_t epoch, bool out_for_now) {
+    proto::Plan made;
+    made.set_epoch(epoch);
+    made.set_committed(5);
+    made.set_step(6);
+    (out_for_now ? made.add_suspended() : made.add_members())->set_incarnation(5);
+    return made;
+  };
+  EXPECT_EQ(rank.on_plan(plan(2, false)), Rank::Meaning::new_epoch);
+  rank.on_reduced();
+  EXPECT_EQ(rank.on_plan(plan(3, true)), Rank::Meaning::nothing);
+  EXPECT_TRUE(rank.suspended());
+  EXPECT_EQ(rank.on_plan(plan(4, false)), Rank::Meaning::new_epoch);
+  EXPECT_FALSE(rank.reduced());
 }
 
 }  // namespace

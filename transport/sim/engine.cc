@@ -264,11 +264,11 @@ std::optional<Error> SimEngine::take_bytes(const SimEngine* sender, const OnItsW
     const bool write = moved.direction == Direction::write;
     if (moved.length > 0) std::memcpy(write ? far : near, write ? near : far, moved.length);
   }
-  // Some copy what is written to them, and some don't. Whoever does takes the digest first.
-  if (const BytesView bytes(far, moved.length); moved.digested && moved.operation % 2 == 1)
-    digested = Digested{bytes, digest(bytes)};
   if (moved.direction == Direction::write && moved.length > 0 && std::exchange(damage_, false))
     far[fabric_.random_() % moved.length] ^= std::byte{1} << static_cast<int>(moved.operation % 8);
+  // Some copy what is written to them, and some don't. Whoever does takes the digest of the bytes that it writes.
+  if (const BytesView bytes(far, moved.length); moved.digested && moved.operation % 2 == 1)
+    digested = Digested{bytes, digest(bytes)};
   return std::nullopt;
 }
 
