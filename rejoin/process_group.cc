@@ -25,6 +25,9 @@ namespace {
 
 constexpr std::string_view kScheme = "rejoin-member-1";
 constexpr std::string_view kNoMember = "member of a process group: give what its handle() has returned";
+constexpr std::string_view kParents =
+    "this process group is of the process that this one was forked from, whose thread moves its bytes: make another "
+    "group in this process";
 constexpr Duration kAskCancelled = std::chrono::milliseconds(50);
 
 // Numbers of operations that have ended.
@@ -41,10 +44,12 @@ class Operation final : public Work {
       : ended_(std::move(ended)), streamed_(std::move(streamed)) {}
 
   bool done() const override {
+    if (::getpid() != process_) return true;  // a thread that is not here may hold the lock
     const std::lock_guard lock(mutex_);
     return result_.has_value();
   }
   Result<> wait(Duration limit, const std::function<bool()>& cancelled) override {
+    if (::getpid() != process_) return fail(ErrorCode::unavailable, "{}", kParents);
     const auto deadline = in(limit);
     std::unique_lock lock(mutex_);
     while (!result_) {
@@ -60,6 +65,7 @@ class Operation final : public Work {
     return *result_;
   }
   void notify(std::uint64_t number) override {
+    if (::getpid() != process_) return;  // nor does next_done() wait there
     const std::lock_guard lock(mutex_);
     if (result_) push(number);
     else numbers_.push_back(number);
@@ -68,6 +74,7 @@ class Operation final : public Work {
     if (!streamed_)
       return fail(ErrorCode::invalid_argument,
                   "CUDA streams wait for operations of a device's memory: wait() for this");
+    if (::getpid() != process_) return fail(ErrorCode::unavailable, "{}", kParents);
     {
       const std::lock_guard lock(mutex_);
       if (result_) return *result_;
@@ -90,6 +97,7 @@ class Operation final : public Work {
     ended_->numbers.push_back(number);
     ended_->changed.notify_one();
   }
+  const pid_t process_ = ::getpid();
   const std::shared_ptr<Ended> ended_;
   const std::shared_ptr<StreamedOperation> streamed_;  // none: of the host's memory
   mutable std::mutex mutex_;                           // guards all below
@@ -123,7 +131,7 @@ class Threaded final : public ProcessGroup {
   }
 
   ~Threaded() override {
-    if (::getpid() == process_) end();
+    if (here()) end();
     else leave_all_to_parent();
   }
 
@@ -131,6 +139,7 @@ class Threaded final : public ProcessGroup {
 
   Result<> reconfigure(std::uint64_t number, const std::vector<std::string>& members, Duration limit,
                        const std::function<bool()>& cancelled) override {
+    if (!here()) return fail(ErrorCode::unavailable, "{}", kParents);
     std::vector<collectives::Handle> handles;
     std::optional<std::uint32_t> rank;
     for (const auto& member : members) {
@@ -169,6 +178,7 @@ class Threaded final : public ProcessGroup {
   std::uint32_t size() const override { return configuration().size; }
 
   Result<std::shared_ptr<Work>> start(const CollectiveCall& call) override {
+    if (!here()) return fail(ErrorCode::unavailable, "{}", kParents);
     const auto now = configuration();
     if (now.size == 0)
       return fail(ErrorCode::unavailable, "this process group has no members yet: reconfigure() names them");
@@ -189,6 +199,7 @@ class Threaded final : public ProcessGroup {
   }
 
   Result<std::uint64_t> next_done(Duration limit) override {
+    if (!here()) return fail(ErrorCode::cancelled, "{}", kParents);
     std::unique_lock lock(ended_->mutex);
     ended_->changed.wait_until(lock, in(limit), [&] { return !ended_->numbers.empty() || ended_->closed; });
     if (ended_->numbers.empty())
@@ -200,10 +211,11 @@ class Threaded final : public ProcessGroup {
   }
 
   void abort(const std::string& reason) override {
-    in_thread([=, this] { group_->abort({ErrorCode::cancelled, reason}); });
+    if (here()) in_thread([=, this] { group_->abort({ErrorCode::cancelled, reason}); });
   }
 
   void shutdown(Duration limit) override {
+    if (!here()) return;  // the parent stays
     const auto work = std::make_shared<Operation>(ended_);
     in_thread([=, this] {
       group_->leave();
@@ -216,6 +228,8 @@ class Threaded final : public ProcessGroup {
   }
 
  private:
+  // Not in a child of fork(), where a thread that is not there may hold each lock ("Children of fork()").
+  bool here() const { return ::getpid() == process_; }
   void end() {
     stop_ = true;
     signal_eventfd(wake_);
@@ -236,6 +250,7 @@ class Threaded final : public ProcessGroup {
     std::uint32_t rank = 0, size = 0;
   };
   Configuration configuration() const {
+    if (!here()) return configuration_;
     const std::lock_guard lock(mutex_);
     return configuration_;
   }

@@ -93,7 +93,7 @@ class ProcessGroup {
   virtual std::uint32_t size() const = 0;  // 0 before the first reconfigure()
 
   // Starts an operation. Errors: `invalid_argument`: buffers or a rank that can't be. The group's errors come with the
-  // work.
+  // work. In a child of fork() this, reconfigure() and waits fail at once, with `unavailable`.
   virtual Result<std::shared_ptr<Work>> start(const CollectiveCall& call) = 0;
   // Waits for an operation with notify() to end, and returns its number. Errors: `timeout`; `cancelled`: shut down, and
   // there are no more.

@@ -129,6 +129,37 @@ TEST_P(ProcessGroups, AChildThatDestroysSomeOfItsParentsChangesNothing) {
   for (const auto& result : all_reduce(ones)) EXPECT_TRUE(result) << result.error().message;
 }
 
+TEST_P(ProcessGroups, AChildIsToldThatTheyAreItsParentsAndWaitsForNothing) {
+  configured(1);
+  std::vector<std::vector<float>> ones{3, std::vector<float>(100'000, 1.0f)};
+  const auto alone =
+      *groups[0]->start({.kind = Collective::all_reduce, .inputs = {of(ones[0])}, .outputs = {}, .limit = kPatience});
+  const pid_t child = ::fork();
+  if (child == 0) {
+    ::alarm(20);
+    const auto parents = [](const auto& result) {
+      return !result && result.error().message.find("make another group in this process") != std::string::npos;
+    };
+    const bool told = parents(groups[0]->start({.kind = Collective::barrier, .limit = kPatience})) &&
+                      parents(groups[0]->reconfigure(2, {groups[0]->handle()}, kPatience)) &&
+                      parents(alone->wait(kPatience)) && parents(groups[0]->next_done(kPatience)) && alone->done() &&
+                      groups[0]->size() == 3;
+    groups[0]->abort("the child's");
+    groups[0]->shutdown(kPatience);
+    ::_exit(told ? 0 : 1);
+  }
+  int status = -1;
+  ASSERT_EQ(::waitpid(child, &status, 0), child);
+  EXPECT_EQ(status, 0);
+  std::vector<std::shared_ptr<Work>> others;
+  for (const auto i : {1u, 2u})
+    others.push_back(*groups[i]->start(
+        {.kind = Collective::all_reduce, .inputs = {of(ones[i])}, .outputs = {}, .limit = kPatience}));
+  for (const auto& other : others) EXPECT_TRUE(other->wait(kPatience));
+  EXPECT_TRUE(alone->wait(kPatience));
+  for (const auto& result : all_reduce(ones)) EXPECT_TRUE(result) << result.error().message;
+}
+
 INSTANTIATE_TEST_SUITE_P(Over, ProcessGroups,
                          testing::Values("tcp", "tcp+aes", "shm", "tcp:127.0.0.1,127.0.0.1", "tcp;threads=2"),
                          [](const auto& over) -> std::string {
