@@ -65,6 +65,11 @@ Result<Operation> prepare(const Call& call, std::uint32_t rank, std::uint32_t me
   if (adds && is_bitwise(call.combine) && !is_integer(call.type))
     return fail(ErrorCode::invalid_argument, "a {} is one of integers' bits, and {} is no type of integers",
                 to_string(call.combine), to_string(call.type));
+  for (const auto* buffers : {&call.inputs, &call.outputs})
+    for (std::size_t i = 0; i < buffers->size(); ++i)
+      if ((*buffers)[i].data() == nullptr && !(*buffers)[i].empty())
+        return fail(ErrorCode::invalid_argument, "{} {} of {} has {} bytes at the address 0: give it memory",
+                    buffers == &call.inputs ? "input" : "output", i, to_string(call.kind), (*buffers)[i].size());
   const auto wanted = counts_of(call.kind, call.root == rank, members);
   if (auto checked = check_count(call, "input", call.inputs, wanted.inputs); !checked)
     return tl::unexpected(checked.error());

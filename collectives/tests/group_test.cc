@@ -211,5 +211,21 @@ TEST(Group, CombinesElementsOfAllTypes) {
   }
 }
 
+TEST(Group, MemoryAtTheAddressZeroIsRefused) {
+  Members members(2);
+  members.everyone();
+  Floats some(10);
+  const std::span<std::byte> nowhere(static_cast<std::byte*>(nullptr), 40);
+  for (const Call& call :
+       {Call{.kind = Collective::all_reduce, .inputs = {nowhere}},
+        Call{.kind = Collective::all_gather, .inputs = {bytes_in(some)}, .outputs = {nowhere, nowhere}}}) {
+    const auto work = members.submit(0, call);
+    ASSERT_TRUE(work->result);
+    ASSERT_FALSE(*work->result);
+    EXPECT_EQ(work->result->error().code, ErrorCode::invalid_argument);
+    EXPECT_THAT(work->result->error().message, HasSubstr("has 40 bytes at the address 0: give it memory"));
+  }
+}
+
 }  // namespace
 }  // namespace rejoin::collectives
