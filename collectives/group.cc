@@ -31,7 +31,8 @@ std::string describe(const Signature& signature) {
   if (signature.kind == Collective::barrier) return text;
   const bool adds = combines(signature.kind);
   if (adds) text += fmt::format(" ({})", to_string(signature.combine));
-  text += fmt::format(" of {} bytes", signature.bytes);
+  if (signature.kind != Collective::all_to_all)  // where each pair has a size of its own
+    text += fmt::format(" of {} bytes", signature.bytes);
   if (adds) text += fmt::format(" of {}", to_string(signature.type));
   if (signature.memory == transport::MemoryKind::cuda) text += " in a GPU's memory";
   if (signature.kind == Collective::reduce || signature.kind == Collective::gather)

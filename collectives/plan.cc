@@ -351,8 +351,9 @@ Plan all_to_all(const Shape& shape, std::span<const std::uint64_t> sends, std::s
   // Not all to rank 0 first.
   for (std::uint32_t i = 1; i < n; ++i) {
     const auto to = builder.member(i), from = builder.member(-static_cast<std::int64_t>(i));
-    if (sends[to] > 0) builder.send(to, {to, 0}, sends[to]);
-    if (receives[from] > 0) builder.receive(from, {n + from, 0}, receives[from]);
+    // Also nothing: else one that expects nothing would not hear that there is something.
+    builder.send(to, {to, 0}, sends[to]);
+    builder.receive(from, {n + from, 0}, receives[from]);
   }
   return builder.plan();
 }

@@ -62,10 +62,11 @@ void Group::match(Active& active, std::uint32_t rank, const Ready& ready) {
     return fail_all(
         {ErrorCode::corrupt, fmt::format("{} is ready for a transfer of {} twice", name(rank), describe(signature))});
   if (const auto length = active.operation.plan.tasks[*number].length; length != ready.length)
-    return fail_all(
-        {ErrorCode::mismatch, fmt::format("{} receives {} bytes in {}{}, and rank {} sends {}", name(rank),
-                                          ready.length, between_two ? "a message" : describe(signature),
-                                          between_two ? fmt::format(" with tag {}", ready.tag) : "", rank_, length)});
+    return fail_all({ErrorCode::mismatch,
+                     fmt::format("{} receives {} bytes in {}{}, and rank {} sends {}: all ranks call the same, "
+                                 "with sizes that fit",
+                                 name(rank), ready.length, between_two ? "a message" : describe(signature),
+                                 between_two ? fmt::format(" with tag {}", ready.tag) : "", rank_, length)});
   if (ready.signature.memory != signature.memory)  // between two
     return fail_all(
         {ErrorCode::mismatch, fmt::format("{} is {} on rank {}, and {} on {}: both sides take memory of one kind",

@@ -7,7 +7,7 @@
 
 namespace rejoin::collectives {
 
-constexpr std::uint32_t kVersion = 1;
+constexpr std::uint32_t kVersion = 2;
 
 // What comes with a connection. That of a later version begins with the same fields, so that either side can say whose
 // version the other does not speak.

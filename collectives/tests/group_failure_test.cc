@@ -2,6 +2,7 @@
 #include <gmock/gmock.h>
 
 #include "collectives/tests/members.h"
+#include "collectives/wire.h"
 
 namespace rejoin::collectives {
 namespace {
@@ -202,6 +203,31 @@ TEST(GroupFailure, NoBytesOnOneSideAreAMismatchToo) {
     }
 }
 
+// Whoever expects nothing of another hears that there is something, and the other that nobody takes it.
+TEST(GroupFailure, AnAllToAllOfBytesThatNobodyExpectsFailsAtOnceOnBoth) {
+  Members members(3);
+  members.everyone();
+  std::array<Floats, 3> own{Floats(10), Floats(10), Floats(10)};
+  Floats more(20);
+  std::vector<Members::Work> works;
+  for (const auto m : {0u, 1u, 2u}) {
+    Call call{.kind = Collective::all_to_all, .inputs = {{}, {}, {}}, .outputs = {{}, {}, {}}};
+    call.inputs[m] = call.outputs[m] = bytes_in(own[m]);
+    if (m == 0) call.inputs[1] = bytes_in(more);
+    works.push_back(members.submit(m, call));
+  }
+  const auto begun = members.clock.now();
+  ASSERT_TRUE(members.run(works));
+  EXPECT_LT(members.clock.now() - begun, 1s) << "it heard, and was not timed out";
+  for (const auto m : {0u, 1u}) {
+    ASSERT_FALSE(*works[m]->result);
+    EXPECT_THAT(
+        works[m]->result->error().message,
+        AllOf(HasSubstr("receives 0 bytes in all_to_all, and rank 0 sends 80: all ranks call the same, with sizes"),
+              HasSubstr("rank 1 (sim:1)")));
+  }
+}
+
 // However many wait behind one that others are not at yet, they end one after the other, not one inside of the other.
 TEST(GroupFailure, ManyWithoutBytesWaitBehindOneThatIsBlocked) {
   constexpr int kMany = 50'000;
@@ -343,7 +369,7 @@ TEST(GroupFailure, MembersOfTwoVersionsSayOnBothSidesWhichTheySpeak) {
       if (event.kind == transport::EventKind::accepted) {
         near = event.endpoint;
         Bytes hello(event.message.begin(), event.message.end());
-        hello[32] = std::byte{2};  // behind the secret, number and digest of the configuration
+        hello[32] = std::byte{kVersion + 1};  // behind the secret, number and digest of the configuration
         if (longer) hello.resize(hello.size() + 24);
         far = *between->connect({address.text, members.all[1].handle.address.secret}, hello);
       } else if (event.kind == transport::EventKind::message && event.endpoint == far) {
@@ -360,7 +386,8 @@ TEST(GroupFailure, MembersOfTwoVersionsSayOnBothSidesWhichTheySpeak) {
       ASSERT_FALSE(*work->result);
       EXPECT_EQ(work->result->error().code, ErrorCode::invalid_argument);
       EXPECT_THAT(work->result->error().message,
-                  AllOf(HasSubstr("rank 0 (sim:0) speaks version 2"), HasSubstr("rank 1"), HasSubstr("version 1")));
+                  AllOf(HasSubstr(fmt::format("rank 0 (sim:0) speaks version {}", kVersion + 1)), HasSubstr("rank 1"),
+                        HasSubstr(fmt::format("version {}", kVersion))));
     }
     EXPECT_LT(members.clock.now().time_since_epoch(), 1h + 1s) << "nobody waits for the deadline";
   }
