@@ -220,6 +220,58 @@ def test_a_future_that_is_asked_for_after_the_end_is_complete(pair):
         late.get_future().wait()
 
 
+def test_a_callback_may_begin_a_collective_and_wait_for_it(pair):
+    """It runs in the thread that completes futures, which is one for each group."""
+
+    def callback(group, depth):
+        def call(_):
+            future = group.allreduce([torch.full((5,), float(depth))]).get_future()
+            if depth == 3:
+                return future.wait()[0]
+            return future.then(callback(group, depth + 1)).wait()
+
+        return call
+
+    def run(group):
+        given.append(group.allreduce([torch.ones(10)]).get_future().then(callback(group, 1)).wait())
+
+    given = []
+    threads = [threading.Thread(target=run, args=(group,), daemon=True) for group in pair]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert [one.tolist() for one in given] == [[6.0] * 5] * 2
+
+
+def test_a_callback_that_begins_a_collective_behind_others_is_refused(pair):
+    """Ranks would differ in which comes first, and sum what does not belong together."""
+    works = [pair[0].allreduce([torch.ones(10)]) for _ in range(2)]
+    refused = works[0].get_future().then(lambda _: pair[0].allreduce([torch.ones(10)]))
+    message = works[0].get_future().then(lambda _: pair[0].send([torch.ones(3)], 1, 5))
+    for _ in range(2):
+        pair[1].allreduce([torch.ones(10)])
+    with pytest.raises(RuntimeError, match=r"all_reduce\(\) in the callback of a future.*begun other collectives"):
+        refused.wait()
+    message.wait()
+    pair[1].recv([got := torch.empty(3)], 0, 5).wait()
+    assert got.eq(1).all()
+    for group in pair:  # nothing has begun for it
+        works.append(group.allreduce([torch.ones(10)]))
+    assert all(work.wait() for work in works)
+
+
+def test_what_fails_is_an_error_of_its_future_for_users_in_cpp_too(pair):
+    future = pair[0].allreduce([torch.ones(10)]).get_future()
+    seen = []
+    behind = future.then(lambda one: seen.append(one.value()))
+    pair[1].shutdown()
+    for one in (future, behind, torch.futures.collect_all([future])):
+        with pytest.raises(RuntimeError, match=r"rank 1 \([^)]*\) has left the process group"):
+            one.wait()
+    assert not seen
+
+
 def test_a_monitored_barrier_says_whom_it_lacks(pair):
     with pytest.raises(rejoin.DeadlinePassed, match=r"barrier waits for bytes from rank 1 \("):
         pair[0].monitored_barrier(timedelta(milliseconds=50), wait_all_ranks=True)

@@ -38,7 +38,7 @@ from rejoin._collectives import COLLECTIVES, Staged, reduction_of, stage_all, st
 from rejoin._memory import milliseconds
 from rejoin._options import Options as Options
 from rejoin._options import open_native
-from rejoin._work import Work, settle_all
+from rejoin._work import Settler, Work, next_collective
 
 _LOOKED_AT = 4  # operations that each call sees whether they have ended
 _GOODBYE = 5000  # milliseconds that a process waits for the others to hear that it leaves
@@ -70,8 +70,8 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self._lock = threading.RLock()  # guards the four below; a signal's handler may shut down
         self._pending: OrderedDict[int, Work] = OrderedDict()  # alive until they have ended, with their tensors
         self._ended = False  # nothing begins any more
-        self._awaited: dict[int, Work] = {}
-        self._settler: threading.Thread | None = None
+        self._begun = 0  # collectives
+        self._settler: Settler | None = None
         _ended_at_exit.add(self)
 
     # Members.
@@ -191,6 +191,9 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
         work = Work(self, staged, result, self._device)
         # It is held before it begins: whatever is raised from here on, its memory lives until it has ended.
         with self._lock:
+            if kind not in ("send", "receive"):
+                self._begun = next_collective(self, self._begun, kind)
+            work.number = self._begun
             self._pending[id(work)] = work
         try:
             self._native.start(
@@ -240,17 +243,12 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def settle_when_done(self, work: Work, native: _native.Work) -> None:
         """Settle the work in a thread of the group's when it has ended."""
-        number = id(work)
         with self._lock:
-            ended = self._ended
-            if not ended:
-                self._awaited[number] = work
-            if self._settler is None and not ended:
-                self._settler = threading.Thread(
-                    target=settle_all, args=(self._native, self._awaited, self._lock), name="rejoin-group", daemon=True
-                )
+            if self._settler is None and not self._ended:
+                self._settler = Settler(self._native, self._lock)
                 self._settler.start()
-        if ended:
+            number = None if self._ended or self._settler is None else self._settler.await_one(work)
+        if number is None:
             work.settle()
         else:
             native.notify(number)
