@@ -287,8 +287,30 @@ def test_types_that_differ_are_refused(pair):
             call()
 
 
+class Wrapper(torch.Tensor):
+    """Has another tensor, and no memory, as a DTensor does."""
+
+    @staticmethod
+    def __new__(cls, tensor):
+        return torch.Tensor._make_wrapper_subclass(cls, tensor.size())
+
+    @classmethod
+    def __torch_dispatch__(cls, call, *_):
+        raise NotImplementedError(str(call))
+
+
 def test_what_can_be_no_argument_is_named(pair):
+    bare = Wrapper(torch.ones(3))
+    out, whole = torch.zeros(1).expand(4), torch.ones(2)
+    root = dist.BroadcastOptions()
+    root.rootRank = 1
     for call, told in (
+        (lambda: pair[0].allreduce([bare]), r"memory of their own, not a test_works\.Wrapper"),
+        (lambda: pair[0].send([bare], 1, 0), "memory of their own"),
+        (lambda: pair[0].allreduce([out]), r"this tensor of \[4\], whose elements share memory .* clone\(\)"),
+        (lambda: pair[0]._allgather_base(out, whole), "elements share memory"),
+        (lambda: pair[0].broadcast([out], root), "elements share memory"),
+        (lambda: pair[0]._start_coalescing(torch.device("cpu")), "no device"),
         (lambda: pair[0].send([torch.ones(1)], -1, 0), r"rank -1 of send\(\): it is a number from 0"),
         (lambda: pair[0].recv([torch.ones(1)], 1, -2), r"tag -2 of recv\(\): it is a number from 0"),
         (lambda: pair[0].reconfigure(uuid=-1, handles=["x"]), r"uuid -1 of reconfigure\(\)"),

@@ -49,7 +49,8 @@ class Staged:
 
     def write_back(self) -> None:
         """Copy results to tensors that the operation could not write."""
-        with torch.no_grad():
+        # What was made within inference_mode() is written within it only.
+        with torch.inference_mode(any(to.is_inference() for to, _ in self.copies)), torch.no_grad():
             for to, of in self.copies:
                 to.copy_(of)  # a small integer is cut off, as by an addition of its type
                 if self.on_device:
@@ -66,12 +67,30 @@ def reduction_of(opts: Any) -> int:
     raise ValueError(f"the backend 'rejoin' reduces by SUM, AVG, MIN, MAX, PRODUCT, BAND, BOR and BXOR, not by {name}")
 
 
-def _check(tensor: torch.Tensor) -> torch.Tensor:
+def _check(tensor: torch.Tensor, written: bool = False) -> torch.Tensor:
+    """Give the tensor that has the memory. Errors: `ValueError`."""
     if tensor.is_meta:
         raise ValueError("the backend 'rejoin' takes tensors that have memory, not one on the device 'meta'")
     if tensor.layout != torch.strided:
         raise ValueError(f"the backend 'rejoin' takes dense tensors, not one of layout {tensor.layout}")
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+        if isinstance(tensor, AsyncCollectiveTensor):  # a result that may be on its way
+            waited: Any = tensor
+            tensor = waited.trigger_wait()
+    if tensor.numel() and tensor.data_ptr() == 0:
+        raise ValueError(f"the backend 'rejoin' takes tensors that have memory of their own, not a {_name(tensor)}")
+    if written and torch._debug_has_internal_overlap(tensor) == 1:
+        raise ValueError(
+            f"a collective writes into this tensor of {list(tensor.shape)}, whose elements share memory (strides "
+            f"{tensor.stride()}), as expand() makes it: give it a clone()"
+        )
     return tensor.detach()
+
+
+def _name(tensor: torch.Tensor) -> str:
+    return f"{type(tensor).__module__}.{type(tensor).__qualname__}"
 
 
 def on_device(tensors: Sequence[torch.Tensor], device: torch.device | None) -> bool:
@@ -126,7 +145,7 @@ def stage_all(
         raise ValueError(f"a collective takes tensors of one type, not of {', '.join(sorted(map(str, dtypes)))}")
     there = on_device((*inputs, *outputs), device)
     staged = Staged(on_device=there)
-    for tensor in map(_check, inputs):
+    for tensor in (_check(one, written=in_place) for one in inputs):
         here = tensor
         if not _plain(tensor, there):
             here = tensor.resolve_conj().resolve_neg()
@@ -135,7 +154,7 @@ def stage_all(
             staged.copies.append((tensor, here))
         staged.alive.append(here)
         staged.inputs += _memories(here, cut_inputs)
-    for tensor in map(_check, outputs):
+    for tensor in (_check(one, written=True) for one in outputs):
         here = tensor
         if not _plain(tensor, there):
             here = _beside(tensor, there)
@@ -151,9 +170,10 @@ def stage_reduction(
     how: int,
     *,
     device: torch.device | None = None,
+    in_place: bool = False,
     cut_inputs: int = 0,
 ) -> Staged:
-    """Give tensors as memory of elements that can be reduced; in place where there are no outputs."""
+    """Give tensors as memory of elements that can be reduced."""
     # A GPU sums and averages; for other reductions its tensors are copied to the host's memory.
     there = on_device((*inputs, *outputs), device) and how in (_SUM, _MEAN)
     staged = Staged(on_device=there)
@@ -169,7 +189,7 @@ def stage_reduction(
         raise ValueError(f"the backend 'rejoin' can't reduce {dtype}: convert it")
 
     def reducible(tensor: torch.Tensor, fresh: bool, written: bool) -> torch.Tensor:
-        tensor = _check(tensor)
+        tensor = _check(tensor, written)
         here = tensor if _plain(tensor, there) else _beside(tensor, there)
         if dtype in _SMALL:
             here = _beside(tensor, there, torch.int32)
@@ -184,7 +204,7 @@ def stage_reduction(
     numbers = torch.int32 if dtype in _SMALL else dtype.to_real() if dtype.is_complex else dtype
     staged.type = TYPES[numbers]
     for tensor in inputs:
-        here = reducible(tensor, fresh=False, written=not outputs)
+        here = reducible(tensor, fresh=False, written=in_place)
         staged.inputs += _memories(here, cut_inputs)
     staged.outputs = [memory_of(reducible(tensor, fresh=True, written=True)) for tensor in outputs]
     return staged

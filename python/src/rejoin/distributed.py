@@ -36,18 +36,17 @@ import torch.distributed as dist
 from rejoin import _native, _streams, errors
 from rejoin._collectives import COLLECTIVES, Staged, reduction_of, stage_all, stage_reduction
 from rejoin._memory import milliseconds
+from rejoin._names import Named
 from rejoin._options import Options as Options
 from rejoin._options import open_native
 from rejoin._work import Settler, Work, next_collective
 
 _LOOKED_AT = 4  # operations that each call sees whether they have ended
 _GOODBYE = 5000  # milliseconds that a process waits for the others to hear that it leaves
-# Its types differ between versions of torch.
-_ProcessGroup: Any = dist.ProcessGroup
 _ended_at_exit: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
 
 
-class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
+class ProcessGroup(Named):
     """What `init_process_group("rejoin")` and `new_group()` make; any thread.
 
     All members call the same collectives in the same order. Errors come from `wait()`, or from the call itself where
@@ -55,7 +54,7 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
     """
 
     def __init__(self, timeout: timedelta, options: Options, rank: int = 0, size: int = 1) -> None:
-        super().__init__(0, 1)
+        super().__init__()
         self._said = rank, size  # before there are members
         listen = options.listen
         if not listen:
@@ -66,9 +65,9 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self._stage_all = partial(stage_all, device=self._device)
         self._stage_reduction = partial(stage_reduction, device=self._device)
         self._timeout = timeout
-        self._name, self._description = "", ""
-        self._lock = threading.RLock()  # guards the four below; a signal's handler may shut down
+        self._lock = threading.RLock()  # guards what is below; a signal's handler may shut down
         self._pending: OrderedDict[int, Work] = OrderedDict()  # alive until they have ended, with their tensors
+        self._process = os.getpid()
         self._ended = False  # nothing begins any more
         self._begun = 0  # collectives
         self._settler: Settler | None = None
@@ -110,39 +109,6 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
         """Give the number of members; before it has any, what `init_process_group()` was told, as Gloo does."""
         return self._native.size() or self._said[1]
 
-    def getBackendName(self) -> str:  # noqa: N802
-        """Give the name of the backend."""
-        return "rejoin"
-
-    # What newer versions of torch ask of a backend behind a group, they ask of this one.
-    supports_reconfigure = True
-    supports_coalescing = supports_splitting = supports_time_estimate = False
-
-    def _get_backend(self, device: torch.device) -> ProcessGroup:
-        return self
-
-    get_backend = _get_backend
-
-    @property
-    def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu")] + ([torch.device("cuda")] if torch.cuda.is_available() else [])
-
-    def setGroupName(self, name: str) -> None:  # noqa: N802
-        """Set what torch calls the group."""
-        self._name = name
-
-    def getGroupName(self) -> str:  # noqa: N802
-        """Give what torch calls the group."""
-        return self._name
-
-    def setGroupDesc(self, description: str) -> None:  # noqa: N802
-        """Set what the group is for."""
-        self._description = description
-
-    def getGroupDesc(self) -> str:  # noqa: N802
-        """Give what the group is for."""
-        return self._description
-
     def set_timeout(self, timeout: timedelta) -> None:
         """Set after how long operations fail that are begun from now on."""
         self._timeout = timeout
@@ -152,8 +118,10 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self._native.abort("abort() was called on a member")
 
     def shutdown(self) -> None:
-        """Leave: others go on as long as they need nothing of this member."""
+        """Leave: others go on as long as they need nothing of this member. Nothing, in a child of a fork."""
         _ended_at_exit.discard(self)
+        if os.getpid() != self._process:
+            return  # the parent stays
         with self._lock:
             self._ended = True
         try:
@@ -179,6 +147,10 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def _limit(self, timeout: timedelta | None) -> int:
         """Give the milliseconds of a time-out, by default the group's; an operation has at least one."""
         return max(1, milliseconds(timeout if timeout is not None and timeout > timedelta(0) else self._timeout))
+
+    def _forked(self) -> None:
+        self._lock = threading.RLock()  # a thread may have held it, and is not in this child
+        self._ended, self._settler = True, None
 
     # Operations.
 
@@ -256,18 +228,19 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
         """Replace each of the tensors by its reduction over all members."""
         how = reduction_of(opts)
-        all = [self._stage_reduction([tensor], [], how) for tensor in tensors]
+        all = [self._stage_reduction([tensor], [], how, in_place=True) for tensor in tensors]
         return self._start_all("all_reduce", all, tensors, opts, combine=how)
 
     def reduce(self, tensors: list[torch.Tensor], opts: Any) -> Work:
         """Replace the root's tensor by the reduction over all members."""
         how = reduction_of(opts)
-        staged = self._stage_reduction(tensors, [], how)
+        staged = self._stage_reduction(tensors, [], how, in_place=self.getRank() == opts.rootRank)
         return self._start("reduce", staged, tensors, opts, combine=how, root=opts.rootRank)
 
     def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> Work:
         """Replace the tensor by the root's."""
-        return self._start("broadcast", self._stage_all(tensors, [], in_place=True), tensors, opts, root=opts.rootRank)
+        staged = self._stage_all(tensors, [], in_place=self.getRank() != opts.rootRank)
+        return self._start("broadcast", staged, tensors, opts, root=opts.rootRank)
 
     def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> Work:
         """Bring each member's tensor to all."""
@@ -393,6 +366,12 @@ def _end_all() -> None:
         group.shutdown()
 
 
+def _leave_to_parent() -> None:
+    for group in _ended_at_exit:
+        group._forked()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 register: Callable[..., None] = dist.Backend.register_backend
 if not hasattr(dist.Backend, "REJOIN"):
     register("rejoin", _create, extended_api=True, devices=["cpu", "cuda"])

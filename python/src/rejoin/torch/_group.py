@@ -85,6 +85,10 @@ class SessionGroup(ProcessGroup):
         if self._watcher is not threading.current_thread():
             self._watcher.join(_ENDS_WITHIN)  # left in C++ when the interpreter ends, it would end the process
 
+    def _forked(self) -> None:
+        super()._forked()
+        self._changed = threading.Condition(self._lock)
+
     def _start(self, *operation: Any, **more: Any) -> Any:
         with self._changed:
             self._check()
