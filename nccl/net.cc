@@ -39,10 +39,11 @@ Result<Grant> parse_grant(BytesView message) {
 Result<Region*> Device::add_region(Use use, std::span<std::byte> memory, bool cuda, const transport::DmaBuf* dma_buf) {
   using transport::Access;
   std::scoped_lock lock(mutex_);
-  // What is received is written by the peer, and a flush reads it through the NIC.
-  const Access access = use == Use::send ? Access::local
-                        : cuda           ? Access::remote_write | Access::remote_read
-                                         : Access::remote_write;
+  // What is received is written by the peer, and from a GPU's memory a flush reads through the NIC. That is for both
+  // uses alike: what its user names (ncclCommRegister) NCCL registers for sends, and then asks for in receives, too.
+  const Access access = cuda               ? Access::remote_write | Access::remote_read
+                        : use == Use::send ? Access::local
+                                           : Access::remote_write;
   for (auto& [begin, region] : regions_) {
     if (begin > memory.data()) break;
     if (region->cuda != cuda || !allows(region->access, access) ||

@@ -114,6 +114,25 @@ TEST_F(Net, AFlushReadsOneByteThroughEveryRail) {
   EXPECT_EQ(read_a_byte(), (std::multiset<std::string>{"fake0", "fake1"})) << "behind the last comes behind all";
 }
 
+// To register it anew takes a driver milliseconds, in each receive.
+TEST_F(Net, AGpusMemoryThatIsRegisteredForSendsServesReceives) {
+  DeviceMemory gpu;
+  const auto dma_buf = gpu.dma_buf();
+  std::vector<std::byte> data(kSize, std::byte{7});
+  Region* const named = *receiver->add_region(Device::Use::send, gpu.device, true, &dma_buf);
+  Region* const on_gpu = *receiver->add_region(Device::Use::receive, gpu.device.first(kSize / 2), true, &dma_buf);
+  EXPECT_EQ(named, on_gpu);
+  Region* const from = *sender->add_region(Device::Use::send, data, false, nullptr);
+  const std::vector<Device::Target> targets{{gpu.device, 1, on_gpu}};
+  Request* const received = *receiver->receive(*receives, targets);
+  Request* sent = nullptr;
+  ASSERT_TRUE(until([&] { return (sent = *sender->send(*sends, data, 1, *from)) != nullptr; }));
+  ASSERT_TRUE(until([&] { return *sender->test(*sent, nullptr); }));
+  finish(*received);
+  EXPECT_EQ(gpu.bytes[kSize - 1], std::byte{7});
+  finish(**receiver->flush(*receives, targets));
+}
+
 TEST_F(Net, ThereIsNothingToFlushInTheHostsMemoryOrWithoutBytes) {
   DeviceMemory gpu;
   const auto dma_buf = gpu.dma_buf();
