@@ -29,6 +29,10 @@ constexpr Deadline kHeartbeatOfDaemon{1, 4};   // a daemon's or relay's heartbea
 constexpr Deadline kOthersComeBack{5, 1};      // who is silent while others still come back after the same loss
 constexpr Deadline kStreamsWait{4, 1};         // CUDA streams that wait for a progress thread that stands still
 constexpr Deadline kStartPatience{15, 1};      // replicas that have not come, at the start of a job that lost all
+constexpr Deadline kSoonPutOut{30, 1};         // a replica that is put out was admitted so lately: soon again
+constexpr Deadline kFirstReadmission{4,
+                                     1};  // from the second such time on, the pause before it is admitted; it doubles
+constexpr Deadline kLongestReadmission{150, 1};  // the longest pause before such a replica is admitted
 // Several coordinators:
 constexpr Deadline kTakeover{3, 20};   // the leading coordinator is not heard, or can't write: others may take over
 constexpr Deadline kLeaderSign{1, 8};  // what a leading coordinator with nothing to write writes all the same
@@ -39,6 +43,9 @@ constexpr Deadline kControlProof{4, 1};  // a caller's proof of the job key
 // Data connections, those of the all-reduce and the stream alike:
 constexpr Deadline kDataProof{5, 1};          // a caller's proof of the secret, and the listener's answer
 constexpr Deadline kUnacknowledged{5, 1};     // bytes that a peer's kernel does not acknowledge, over TCP
+constexpr Deadline kProbeOfIdle{1, 1};        // an idle data connection is asked whether it is there, over TCP
+constexpr Deadline kUnanswered{1, 2};         // nothing acknowledged while a step waits: connected anew, over TCP
+constexpr Deadline kAllAddresses{1, 2};       // the addresses of a name, until each of them is called
 constexpr Deadline kRailStall{1, 2};          // a rail on which nothing moves while another one of its peer answers
 constexpr Deadline kFirstRailRetry{1, 20};    // the first try to use a dead rail again; the pause doubles
 constexpr Deadline kLongestRailRetry{5, 1};   // the longest pause between two tries to use a dead rail again

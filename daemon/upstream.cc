@@ -1,9 +1,11 @@
 #include "daemon/upstream.h"
 
 #include <algorithm>
+#include <deque>
 #include <nlohmann/json.hpp>
 
 #include "base/bytes.h"
+#include "base/deadlines.h"
 #include "base/events.h"
 #include "base/log.h"
 #include "base/refusals.h"
@@ -18,20 +20,25 @@ namespace {
 // A coordinator that starts again is found soon. One that shows another key, or is of another version, will be so
 // again: each time it is left alone for twice as long.
 constexpr std::size_t kLongestWhy = 400;
+constexpr auto kHeadStart = std::chrono::milliseconds(250);
 constexpr auto kRetry = std::chrono::milliseconds(50), kMostRetry = std::chrono::milliseconds(5000);
 }  // namespace
 
-// One try to connect, or the pause before it. What it has asked for may answer when it is over, and its Upstream gone.
+// One try to connect, to one address after the other, or the pause before it. What it has asked for may answer when it
+// is over, and its Upstream gone.
 struct Upstream::Attempt {
-  explicit Attempt(asio::io_context& io) : timer(io), socket(io) {}
-  asio::steady_timer timer;
-  asio::ip::tcp::socket socket;
+  explicit Attempt(asio::io_context& io) : timer(io), head_start(io) {}
+  asio::steady_timer timer, head_start;
+  Resolver::Endpoints endpoints;
+  std::deque<asio::ip::tcp::socket> sockets;  // of those that have been called, in their order
+  std::size_t unanswered = 0;
   bool resolved = false, over = false;
   void end() {
     over = true;
     asio::error_code ignored;
     timer.cancel();
-    socket.close(ignored);
+    head_start.cancel();
+    for (auto& socket : sockets) socket.close(ignored);
   }
 };
 
@@ -69,21 +76,45 @@ void Upstream::resolve(const std::string& host, std::uint16_t port) {
   });
 }
 
-// One that answers nothing takes all the time that a try has: the next try begins with the address behind it.
+// The one that was heard last comes first. One that takes the call and says nothing takes all the time that a try has:
+// the next try begins with the address behind it.
 void Upstream::connect_to(Resolver::Endpoints endpoints) {
   attempt_->resolved = true;
+  if (const auto heard = std::ranges::find(endpoints, heard_at_); heard != endpoints.end())
+    std::rotate(endpoints.begin(), heard, heard + 1);
   std::rotate(endpoints.begin(), endpoints.begin() + static_cast<std::ptrdiff_t>(tries_++ % endpoints.size()),
               endpoints.end());
-  const auto all = std::make_shared<const Resolver::Endpoints>(std::move(endpoints));
-  asio::async_connect(attempt_->socket, all->begin(), all->end(),
-                      [this, attempt = attempt_, all](asio::error_code error, auto) {
-                        if (attempt->over) return;
-                        if (error) return lost(error.message());
-                        asio::ip::tcp::socket socket = std::move(attempt->socket);
-                        attempt->end();
-                        attempt_.reset();
-                        talk(std::move(socket));
-                      });
+  attempt_->endpoints = std::move(endpoints);
+  call_next();
+}
+
+// One that answers nothing must not cost this node its place: it has a head start before the next one is called, and
+// whoever answers first is taken (RFC 8305).
+void Upstream::call_next() {
+  Attempt& attempt = *attempt_;
+  const auto endpoint = attempt.endpoints[attempt.sockets.size()];
+  auto& socket = attempt.sockets.emplace_back(io_);
+  ++attempt.unanswered;
+  socket.async_connect(endpoint, [this, attempt = attempt_, &socket, endpoint](asio::error_code error) {
+    if (attempt->over) return;
+    --attempt->unanswered;
+    if (!error) {
+      asio::ip::tcp::socket taken = std::move(socket);
+      attempt->end();
+      attempt_.reset();
+      called_ = endpoint;
+      return talk(std::move(taken));
+    }
+    if (attempt->sockets.size() < attempt->endpoints.size()) return call_next();
+    if (attempt->unanswered == 0) lost(error.message());
+  });
+  attempt.head_start.cancel();
+  if (attempt.sockets.size() == attempt.endpoints.size()) return;
+  const Duration each = deadlines::kAllAddresses.of(silence_) / static_cast<std::int64_t>(attempt.endpoints.size());
+  attempt.head_start.expires_after(std::min<Duration>(each, kHeadStart));
+  attempt.head_start.async_wait([this, attempt = attempt_](asio::error_code error) {
+    if (!error && !attempt->over) call_next();
+  });
 }
 
 void Upstream::talk(asio::ip::tcp::socket socket) {
@@ -116,6 +147,7 @@ void Upstream::talk(asio::ip::tcp::socket socket) {
                             why_lost_.clear();
                             pause_ = std::chrono::milliseconds(0);
                             tries_ = 0;
+                            heard_at_ = called_;
                             if (!sound) {
                               handlers_.rejected();
                               refusals::count(refusals::Why::protocol);

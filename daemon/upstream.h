@@ -2,7 +2,8 @@
 // connects, proves the job key, and connects again for as long as its owner lives. Neither connecting nor the proof may
 // take longer than the silence, because the system itself would retry a connection that met a cut link after ever
 // longer pauses. A name is resolved anew at each try, since it may have come to mean another machine, but one that is
-// still being resolved since an earlier try is waited for; of several addresses each try begins with another one.
+// still being resolved since an earlier try is waited for; of several addresses the one that
+// was heard last is called first, the others shortly after it, and each further try begins with another one.
 // Everything runs in the io_context's thread.
 #pragma once
 
@@ -71,6 +72,7 @@ class Upstream {
   void limit_time();
   void resolve(const std::string& host, std::uint16_t port);
   void connect_to(Resolver::Endpoints endpoints);
+  void call_next();
   void talk(asio::ip::tcp::socket socket);
   void on_refusal(const proto::NodeWelcome& welcome);
   void on_welcome(const proto::NodeWelcome& welcome);
@@ -96,7 +98,8 @@ class Upstream {
   std::string release_;                 // of it, where it has said
   std::optional<bool> logged_refused_;  // that it is not connected was logged, and whether as a refusal
   std::chrono::milliseconds pause_{0};  // before the last try
-  std::size_t tries_ = 0;
+  std::size_t tries_ = 0;               // since it was heard
+  asio::ip::tcp::endpoint called_, heard_at_;
   std::function<void()> finished_;  // where nothing more is sent: to be called
 };
 

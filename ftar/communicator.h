@@ -187,6 +187,10 @@ class Communicator {
   Result<> connect(Member peer, const transport::Address& address);
   // Connections that have not come up in so long end in peer_lost: whoever was to answer may have been another process.
   void drop_unfinished(Duration patience, TimePoint now);
+  // To be called again and again while something is waited for. Connections that are needed, and on which the peer's
+  // machine has acknowledged nothing for so long of what is on its way there, end in peer_lost: what lies between may
+  // have forgotten them. The first of several calls only looks.
+  void drop_unanswered(Duration patience, TimePoint now);
   // Closes (fences) the connection; nothing of the peer lands any more.
   void forget(Member peer);
   bool connected(Member peer) const;

@@ -218,6 +218,24 @@ void Communicator::drop_unfinished(Duration patience, TimePoint now) {
     lose(*peer, {ErrorCode::timeout, fmt::format("no answer for {:.0f} ms", milliseconds(now - peer->since))});
 }
 
+// A process that stood still, or its machine, has not looked: of the time between two looks only so much counts.
+void Communicator::drop_unanswered(Duration patience, TimePoint now) {
+  std::vector<Peer*> dead;
+  for (auto& [member, peer] : peers_) {
+    if (!peer->up || !peer->partner) continue;
+    const auto acknowledged = engine_.acknowledged(peer->endpoint);
+    const Duration unseen = std::min(now - std::exchange(peer->looked_at, now), patience / 4);
+    const bool moves = std::exchange(peer->acknowledged, acknowledged) != acknowledged || !acknowledged;
+    peer->unanswered = moves ? Duration{} : peer->unanswered + unseen;
+    if (peer->unanswered > patience) dead.push_back(peer.get());
+  }
+  for (auto* peer : dead)
+    lose(*peer, {ErrorCode::timeout,
+                 fmt::format("nothing of what is sent to it has been acknowledged for {:.1f} s; what lies between may "
+                             "have forgotten the connection, or loses long packets (rejoin doctor --pairs)",
+                             seconds(peer->unanswered))});
+}
+
 void Communicator::forget(Member member) {
   Peer* peer = peer_of(member);
   if (peer == nullptr) return;

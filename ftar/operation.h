@@ -81,7 +81,10 @@ struct Peer {
   std::vector<std::uint64_t> ready;      // by bucket: the step it has started, plus one
   PeerStats stats;
   TimePoint last_chunk{};
-  RecentLongest gaps;  // between chunks of one all-reduce
+  RecentLongest gaps;                         // between chunks of one all-reduce
+  std::optional<std::uint64_t> acknowledged;  // of what is on its way there, when it was last looked at
+  Duration unanswered{};                      // for how long it has been that
+  TimePoint looked_at{};
 
   bool fenced() const { return met == Epoch{} || flushed > met; }  // none of its writes of older epochs can land
 };

@@ -161,24 +161,6 @@ void Coordinator::on_reduced(NodeId node, const proto::Reduced& reduced) {
   try_commit();
 }
 
-void Coordinator::on_accusation(NodeId node, const proto::Accusation& accusation) {
-  if (is_of_strangers(node, accusation.replica(), RankSet(accusation.rank()))) return;
-  const bool current = accusation.epoch() == epoch_.value &&
-                       members_.find(ReplicaId(accusation.replica())) != nullptr &&
-                       members_.find(ReplicaId(accusation.suspect())) != nullptr;
-  if (!current) return;
-  auto [edge, fresh] = accusations_.try_emplace({ReplicaId(accusation.replica()), ReplicaId(accusation.suspect())});
-  if (fresh || (!edge->second.counts && !accusation.only_waiting())) edge->second.since = now_;
-  const TimePoint waits_since =
-      now_ - std::chrono::milliseconds(std::min<std::uint64_t>(accusation.waited_ms(), 1 << 30));
-  edge->second.waits_since = fresh ? waits_since : std::min(edge->second.waits_since, waits_since);
-  if (accusation.rank() < config_.ranks) edge->second.ranks.add(RankSet(accusation.rank()));
-  edge->second.what = shortened(accusation.what(), kLongestReason);
-  edge->second.lost |= accusation.lost();
-  edge->second.counts |= !accusation.only_waiting();
-  if (accusation.excused() && accusation.suspect() == accusation.replica()) edge->second.excused = now_;
-}
-
 // ---- decisions
 
 void Coordinator::try_commit() {
@@ -247,6 +229,7 @@ bool Coordinator::change_members_at_boundary() {
       continue;
     }
     members_.add({.replica = id, .incarnation = replica.incarnation, .catching_up = true});
+    readmissions_.on_admitted(id, committed_, now_);
     changed = true;
     note("replica {} is admitted after step {}, catching up", id, committed_);
   }

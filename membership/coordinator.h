@@ -56,6 +56,7 @@
 #include "membership/process.h"
 #include "membership/prospect.h"
 #include "membership/rank_set.h"
+#include "membership/readmissions.h"
 #include "membership/replica_state.h"
 
 namespace rejoin::membership {
@@ -107,6 +108,7 @@ class Coordinator {
   // The last that hold the state of the last committed step, and silent: nothing goes on without them.
   std::vector<ReplicaId> blocked_on() const;
   std::vector<ReplicaOutage> outages(TimePoint now) const;
+  TimePoint held_back_until() const { return readmissions_.last(); }  // of replicas that were put out, the last
   // What is not as it should be although nothing waits for it, a sentence each.
   std::vector<std::string> alarms() const;
   // An operator's word in this one's settings that would still change something if this one decided; empty: none.
@@ -196,6 +198,7 @@ class Coordinator {
   void settle_absent();
   void settle_recovery();
   bool mend();
+  void hold_back(ReplicaId id, const std::string& why);
   enum class Begun : bool { maybe, fresh };  // whether somebody may have begun the step before an epoch
   void judge();
   void suspend(ReplicaId replica, const std::string& reason);
@@ -351,7 +354,8 @@ class Coordinator {
   std::optional<Step> balanced_at_;                 // when shares were last changed
   bool all_weigh_ = true;                           // as far as was told
   std::optional<std::string> stopped_;
-  std::vector<ReplicaId> differing_;        // whose results or states differ, where the job is stopped for that
+  std::vector<ReplicaId> differing_;  // whose results or states differ, where the job is stopped for that
+  Readmissions readmissions_{config_.silence};
   std::map<Edge, Accusation> accusations_;  // in this epoch
   std::map<Edge, int> mended_;              // epochs begun for a pair, the lower number first, since the last commit
   Actions actions_;

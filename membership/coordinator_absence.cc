@@ -9,12 +9,6 @@
 
 namespace rejoin::membership {
 
-namespace {
-
-constexpr int kMends = 3;  // epochs in which two members may try to connect again, for each step
-
-}  // namespace
-
 // ---- silence
 
 // The time in which this process did not run is nobody's silence.
@@ -28,6 +22,7 @@ void Coordinator::suspect_itself(Duration pause) {
   for (auto& [edge, about] : accusations_) {
     forgive(about.since, pause, now_);
     forgive(about.waits_since, pause, now_);
+    forgive(about.heard, pause, now_);
     if (about.excused) forgive(*about.excused, pause, now_);
   }
   forgive(under_way_since_, pause, now_);
@@ -113,77 +108,6 @@ void Coordinator::settle_recovery() {
   if (members_.empty() || has_contributors()) return;
   if (!find_contributors()) lose_everybody();
   next_epoch("the last contributor had ended before the coordinator's restart was over");
-}
-
-// ---- members that accuse each other
-
-// Two members whose connection broke connect again, in an epoch of the same members, before anyone is judged. A process
-// that has died is reported by its daemon first.
-bool Coordinator::mend() {
-  std::set<Edge> broken;
-  std::string what;
-  for (const auto& [edge, about] : accusations_) {
-    if (!about.lost || now_ - about.since < config_.silence / 16) continue;
-    const MemberState *one = members_.find(edge.from), *other = members_.find(edge.to);
-    if (one == nullptr || other == nullptr || one == other) continue;
-    if (!present(one->replica, one->incarnation) || !present(other->replica, other->incarnation)) continue;
-    const Edge pair{std::min(edge.from, edge.to), std::max(edge.from, edge.to)};
-    if (mended_[pair] >= kMends) continue;
-    broken.insert(pair);
-    what = about.what;
-  }
-  if (broken.empty()) return false;
-  std::string pairs;
-  for (const auto& pair : broken) {
-    ++mended_[pair];
-    pairs += fmt::format("{}{} and {}", pairs.empty() ? "" : ", ", pair.from, pair.to);
-  }
-  next_epoch(fmt::format("replicas {} connect again: {}", pairs, what));
-  return true;
-}
-
-// The wait-for graph: who is waited for, but waits for nobody, is the one that hangs. A broken connection that could
-// not be mended accuses both its ends.
-void Coordinator::judge() {
-  const Duration patience = config_.silence / 4;
-  std::map<ReplicaId, int> accused;
-  std::set<ReplicaId> waiting;
-  for (const auto& [edge, about] : accusations_) {
-    // The step waits for a trainer that may take its time, and so all others may.
-    if (about.excused && now_ - *about.excused <= config_.silence) return;
-    if (!about.counts) continue;
-    if (edge.from != edge.to) waiting.insert(edge.from);
-    if (now_ - about.since >= patience) ++accused[edge.to];
-  }
-  if (accused.empty()) return;
-  const auto worse = [&](const auto& a, const auto& b) {  // less guilty first
-    const auto rank = [&](const auto& entry) {
-      const MemberState* m = members_.find(entry.first);
-      return std::tuple(!waiting.contains(entry.first), entry.second, m != nullptr && m->catching_up, entry.first);
-    };
-    return rank(a) < rank(b);
-  };
-  const ReplicaId guilty = std::max_element(accused.begin(), accused.end(), worse)->first;
-  std::string what;
-  bool explained = false;  // by its own library, or by a connection that broke
-  for (const auto& [edge, about] : accusations_)
-    if (edge.to == guilty && edge.from != guilty) {
-      what = fmt::format("replica {} {} {}", edge.from, about.lost ? "lost it:" : "waits for", about.what);
-      explained |= about.lost;
-    }
-  if (const auto its_own = accusations_.find({guilty, guilty}); its_own != accusations_.end()) {
-    what += fmt::format("{}the step waits for {}", what.empty() ? "" : "; ", its_own->second.what);
-    explained = true;
-  }
-  const MemberState* m = members_.find(guilty);
-  if (!explained && !waiting.contains(guilty) && m->reduced.size() < config_.ranks &&
-      present(m->replica, m->incarnation))
-    what = fmt::format("it hangs: its processes are heard, wait for nobody and do not go on; {}", what);
-  if (m->catching_up && last_complete(*m)) return block_on(guilty, what);
-  if (m->catching_up && !caught_up(*m)) return remove(guilty, what);
-  if (!others_contribute(guilty) && !promote_caught_up(Whom::connected)) return block_on(guilty, what);
-  suspend(guilty, what);
-  next_epoch(fmt::format("without replica {}: {}", guilty, what));
 }
 
 // ---- out, and back

@@ -167,7 +167,7 @@ void Coordinator::order_members(Begun step) {
   members_.order_by(positions);
 }
 
-// Registered, and neither members nor out for now: in the order in which they have come.
+// Registered, and neither members, nor out for now, nor held back: in the order in which they have come.
 std::vector<ReplicaId> Coordinator::candidates() const {
   std::set<ReplicaId> others;
   for (const auto& m : members_) others.insert(m.replica);
@@ -175,7 +175,7 @@ std::vector<ReplicaId> Coordinator::candidates() const {
   const auto& first = declarations_.first();
   std::vector<std::pair<Incarnation, ReplicaId>> by_incarnation;
   for (const auto& [id, replica] : replicas_) {
-    if (!fully_registered(replica) || others.contains(id)) continue;
+    if (!fully_registered(replica) || others.contains(id) || readmissions_.until(id, now_)) continue;
     if (first && (replica.mixed || !Declarations::fits(*replica.declaration, *first))) continue;
     by_incarnation.emplace_back(replica.incarnation, id);
   }

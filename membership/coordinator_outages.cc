@@ -64,6 +64,11 @@ std::vector<ReplicaOutage> Coordinator::outages(TimePoint now) const {
     if (!fully_registered(replica))
       return fmt::format("{} of its {} ranks have registered again", replica.registered, config_.ranks);
     if (members_.empty()) return "it has registered, and waits for the others";
+    if (const auto until = readmissions_.until(id, now))
+      return fmt::format(
+          "it has registered, and is admitted again in {:.0f} s at the earliest: it was put out soon after "
+          "its last admissions",
+          seconds(*until - now));
     if (connects(id, replica)) return "it has registered, and connects with the others";
     return fmt::format("it has registered, and is admitted after step {}", committed_.value + 1);
   };

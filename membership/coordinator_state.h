@@ -163,6 +163,7 @@ struct Accusation {
   bool counts = false;  // it has lasted too long
   TimePoint since{};    // since when it counts
   TimePoint waits_since{};
+  TimePoint heard{};                   // when the member last said so
   std::optional<TimePoint> excused{};  // when the member last excused itself
   RankSet ranks;                       // the ranks that report it
 };

@@ -173,6 +173,7 @@ class Driver {
   void measure_all();
   bool measure_rates();
   membership::RoundTrips round_trips() const;
+  bool calls(const proto::Peer& peer) const;
   bool not_reached(const ftar::Member& member, const std::string& why);
   void look_for_stalls(TimePoint now);
   void excuse_trainer(TimePoint now);

@@ -16,19 +16,24 @@ constexpr Duration kStallWorthTelling = std::chrono::seconds(1);
 
 }  // namespace
 
+// Of two, the newer one connects. A candidate does with all members, who don't know of it.
+bool Driver::calls(const proto::Peer& peer) const {
+  return peer.incarnation() < machine_.incarnation().value || calls_.contains(member_of(peer));
+}
+
 // It is tried again, without a word for each time: the coordinator's status has it for as long as it lasts. True: this
 // is not the first time since there was a connection.
 bool Driver::not_reached(const ftar::Member& member, const std::string& why) {
-  const bool is_peer =
-      std::ranges::any_of(peers(), [&](const auto& peer) { return peer.incarnation() == member.incarnation.value; });
-  if (!is_peer || !to_be_linked(member)) return false;
+  const auto is_it = [&](const auto& peer) { return peer.incarnation() == member.incarnation.value; };
+  const auto peer = std::ranges::find_if(peers(), is_it);
+  if (peer == peers().end() || !to_be_linked(member)) return false;
   const auto [one, fresh] = unreached_.try_emplace(member.incarnation);
   if (!fresh) return true;
   one->second.set_replica(member.replica.value);
   one->second.set_incarnation(member.incarnation.value);
   one->second.set_rank(config_.rank);
-  one->second.set_why(why);
-  if (!machine_.member()) logger().warn("replica {} is not reached: {}", member.replica, why);
+  one->second.set_why(calls(*peer) ? fmt::format("{}: {}", peer->address(), why) : why);
+  if (!machine_.member()) logger().warn("replica {} is not reached: {}", member.replica, one->second.why());
   report_links();
   return false;
 }
@@ -270,6 +275,8 @@ void Driver::look_for_stalls(TimePoint now) {
   excuse_trainer(now);
   const auto waits = ring_->waits(now);
   excuse_flush(waits, now);
+  if (std::ranges::any_of(waits, [&](const auto& wait) { return wait.since > silence_ / 8; }))
+    ring_->drop_unanswered(deadlines::kUnanswered.of(silence_), now);
   for (const auto& wait : waits) {
     if (wait.since > kStallWorthTelling && stall_reported_for_ != machine_.step().value) {
       stall_reported_for_ = machine_.step().value;
@@ -319,9 +326,8 @@ void Driver::on_peers(const proto::Peers& fragment) {
 void Driver::reach_peers() {
   std::vector<const proto::Peer*> missing, needed;
   for (const auto& peer : peers())
-    // Of two, the newer one connects. A candidate does with all members, who don't know of it.
-    if ((peer.incarnation() < machine_.incarnation().value || calls_.contains(member_of(peer))) &&
-        peer.replica() != config_.replica.value && to_be_linked(member_of(peer)) && !ring_->knows(member_of(peer)))
+    if (calls(peer) && peer.replica() != config_.replica.value && to_be_linked(member_of(peer)) &&
+        !ring_->knows(member_of(peer)))
       (ring_->needs(member_of(peer)) ? needed : missing).push_back(&peer);
   const auto by_turns = [&](std::vector<const proto::Peer*>& all, std::uint64_t& below, std::size_t most) {
     std::ranges::sort(all, std::ranges::greater{}, [&](const proto::Peer* peer) {
@@ -333,7 +339,7 @@ void Driver::reach_peers() {
       if (calls++ >= most) return;
       below = peer->incarnation();
       if (auto connecting = ring_->connect(member_of(*peer), {peer->address(), secret_}); !connecting)
-        not_reached(member_of(*peer), fmt::format("{}: {}", peer->address(), connecting.error().message));
+        not_reached(member_of(*peer), connecting.error().message);
     }
   };
   more_to_reach_ = false;

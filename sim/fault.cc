@@ -21,7 +21,7 @@ constexpr std::array<std::string_view, kFaultKinds> kFaultNames{
     "reset_stream",     "black_hole",   "refuse_memory",  "drift",
     "flip_reduced",     "flip_state",   "busy_trainer",   "lose_log",
     "slow_digest",      "store_away",   "store_cut_off",  "cut_off_from_some",
-    "slow_memory",      "kill_some",    "lying_joiner"};
+    "slow_memory",      "kill_some",    "lying_joiner",   "forget"};
 
 constexpr std::array<std::string_view, kMoments> kMomentNames{"at once",        "commit",    "epoch",    "update",
                                                               "catch_up_begun", "caught_up", "promoted", "rank_up"};

@@ -56,8 +56,9 @@ enum class FaultKind : std::uint8_t {
   slow_memory,   // a rank is killed, and the next one's memory takes this long to be registered: its thread stands
   kill_some,     // several replicas at once, so that several joiners come back
   lying_joiner,  // a node's daemon passes on to other joiners whatever is in the memory of its own, for a while
+  forget,        // what lies between forgets the data connections of a rank, or of a node: neither side learns of it
 };
-constexpr std::size_t kFaultKinds = 43;
+constexpr std::size_t kFaultKinds = 44;
 std::string_view to_string(FaultKind kind);
 
 // When a fault comes: at its time, or when this happens next after it.

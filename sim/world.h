@@ -230,6 +230,7 @@ class World {
   void happen(const Fault& fault);
   void reset_link(std::uint64_t number);
   void black_hole(const Fault& fault, TimePoint until);
+  void forget(const Fault& fault);
   void hang_compute(const Fault& fault, TimePoint until);
   void stop_many(const Fault& fault);
   void suspend_node(const Fault& fault);

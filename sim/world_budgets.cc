@@ -100,6 +100,7 @@ bool World::recovered_again(std::uint64_t& target) {
     if (!leak) return true;
   }
   const Duration budget = kSettled * job.silence;
+  if (deciding() != nullptr) faults_end_ = std::max(faults_end_, deciding()->held_back_until());
   if (now() <= faults_end_ + budget) return false;
   if (leak) checker_.violate("bounded-memory", *leak);
   else

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "base/deadlines.h"
 #include "sim/world.h"
 
 namespace rejoin::sim {
@@ -120,6 +121,7 @@ void World::happen(const Fault& fault) {
       if (daemon != nullptr) fabric_.reset(*daemon->rails[random.pick(daemon->rails.size())], random.next());
       return;
     case FaultKind::black_hole: return black_hole(fault, until);
+    case FaultKind::forget: return forget(fault);
     case FaultKind::refuse_memory: {
       const std::uint64_t times = 1 + random.pick(4);
       if (random.one_in(2)) memory_[{fault.replica, fault.rank}].refused = times;
@@ -193,6 +195,20 @@ void World::black_hole(const Fault& fault, TimePoint until) {
   for (std::uint32_t rank = 0; rank < shape.ranks; ++rank)
     if (streams) block(daemons_[node_of(fault.replica, rank)].get(), daemons_[node_of(to, rank)].get());
     else block(trainers_[fault.replica][rank].get(), trainers_[to][rank].get());
+}
+
+// On all rails, or on one.
+void World::forget(const Fault& fault) {
+  Random random(fault.detail);
+  const Process* of = trainers_[fault.replica][fault.rank].get();
+  if (random.one_in(3)) of = daemons_[node_of(fault.replica, fault.rank)].get();
+  if (of == nullptr) return;
+  const bool one = random.one_in(4);
+  const auto which = random.pick(of->rails.size());
+  const Duration found = deadlines::kUnacknowledged.of(job.silence);
+  for (std::size_t rail = 0; rail < of->rails.size(); ++rail)
+    if (!one || rail == which) fabric_.forget(*of->rails[rail], found);
+  faults_end_ = std::max(faults_end_, now() + found);
 }
 
 // They stop at once, and go on in an order that is drawn.

@@ -197,6 +197,9 @@ class Engine {
   virtual std::vector<Rail> rails() const { return {}; }  // in their order; empty where there is one only
   // Returns the least time in which anything has come back from there, where this transport knows it.
   virtual std::optional<Duration> round_trip(EndpointId) const { return std::nullopt; }
+  // Returns, while something is on its way there, a number that changes whenever the peer's machine acknowledges any of
+  // it, whatever the peer's process does. Nothing: nothing is on its way, or this transport can't tell.
+  virtual std::optional<std::uint64_t> acknowledged(EndpointId) const { return std::nullopt; }
 };
 
 }  // namespace rejoin::transport

@@ -111,6 +111,33 @@ TEST_F(SlowNames, AreWaitedForWhileOneTryAfterTheOtherEnds) {
   EXPECT_TRUE(comes_true(io, [&] { return caller.ups == 1; })) << caller.upstream.why_lost();
 }
 
+// Two addresses: the first is that of a listener that has all the callers that it takes, and answers no more.
+struct SilentAddress : testing::Test {
+  asio::io_context io{1};
+  Listening coordinator{io};
+  asio::ip::tcp::endpoint silent{asio::ip::make_address("127.0.0.9"),
+                                 static_cast<std::uint16_t>(std::stoi(coordinator.port.substr(1)))};
+  asio::ip::tcp::acceptor full{io};
+  std::vector<asio::ip::tcp::socket> callers;
+  SilentAddress() {
+    full.open(silent.protocol());
+    full.bind(silent);
+    full.listen(0);
+    for (int i = 0; i < 4; ++i) callers.emplace_back(io).async_connect(silent, [](auto) {});
+  }
+};
+
+TEST_F(SilentAddress, CostsNoTryAndComesLastFromThenOn) {
+  Asker caller(io, "two.example" + coordinator.port);
+  ASSERT_TRUE(comes_true(io, [&] { return caller.ups == 1 || caller.downs > 0; }));
+  EXPECT_EQ(caller.downs, 0) << caller.upstream.why_lost();
+  for (int lost = 1; lost < 4; ++lost) {
+    caller.upstream.connect_anew("it was reset");
+    ASSERT_TRUE(comes_true(io, [&] { return caller.ups == lost + 1 || caller.downs > lost; }));
+    EXPECT_EQ(caller.downs, lost) << caller.upstream.why_lost();
+  }
+}
+
 TEST_F(SlowNames, KeepNobodyFromEnding) {
   {
     asio::io_context io{1};
@@ -131,5 +158,7 @@ extern "C" int getaddrinfo(const char* name, const char* service, const addrinfo
     rejoin::daemon::name_server->wait();
     name = "localhost";
   }
-  return own(name, service, hints, found);
+  if (name == nullptr || std::strcmp(name, "two.example") != 0) return own(name, service, hints, found);
+  if (const int error = own("127.0.0.9", service, hints, found); error != 0) return error;
+  return own("127.0.0.1", service, hints, &(*found)->ai_next);
 }

@@ -202,6 +202,50 @@ TEST(FtarPlans, WhoseWritesEndOneByOneMakesProgress) {
   EXPECT_TRUE(first.waits(cluster.clock.now()).at(0).to_land) << before;
 }
 
+// Every now and then, as whoever waits does.
+void look(Cluster& cluster, Duration time) {
+  using namespace std::chrono_literals;
+  for (const TimePoint until = cluster.clock.now() + time; cluster.clock.now() < until; cluster.clock.advance(100ms)) {
+    while (cluster.fabric.next_event() <= cluster.clock.now() && cluster.fabric.step()) cluster.pump();
+    for (auto& rank : cluster.ranks) rank->communicator->drop_unanswered(1s, cluster.clock.now());
+    cluster.pump();
+  }
+}
+
+// As a firewall does with what was idle. Both ends find it, the one that nothing was sent to as soon as it says more.
+TEST(FtarPlans, AConnectionOnWhichNothingIsAcknowledgedIsLostAndTheNextOneCarries) {
+  using namespace std::chrono_literals;
+  Cluster cluster(7, {6000});
+  for (int i = 0; i < 2; ++i) cluster.add();
+  cluster.enter(Epoch(1), cluster.ring_members());
+  ASSERT_TRUE(cluster.until([&] { return !cluster.ranks[0]->communicator->busy(); }));
+  cluster.fabric.forget(*cluster.ranks[0]->on_fabric, 1h);
+  look(cluster, 5s);
+  for (auto& rank : cluster.ranks) EXPECT_FALSE(rank->lost_someone()) << "nothing is on its way";
+  cluster.enter(Epoch(2), cluster.ring_members());
+  look(cluster, 900ms);
+  for (auto& rank : cluster.ranks) EXPECT_FALSE(rank->lost_someone()) << "it may be slow";
+  look(cluster, 500ms);
+  for (auto& rank : cluster.ranks) EXPECT_TRUE(rank->lost_someone());
+  auto &older = *cluster.ranks[0], &newer = *cluster.ranks[1];
+  ASSERT_TRUE(newer.communicator->connect(older.self, older.address));
+  cluster.enter(Epoch(3), cluster.ring_members());
+  EXPECT_TRUE(cluster.until([&] { return !older.communicator->busy() && !newer.communicator->busy(); }));
+}
+
+// Its machine acknowledges what comes.
+TEST(FtarPlans, AMemberThatStandsStillLosesNoConnection) {
+  using namespace std::chrono_literals;
+  Cluster cluster(7, {6000});
+  for (int i = 0; i < 2; ++i) cluster.add();
+  cluster.enter(Epoch(1), cluster.ring_members());
+  ASSERT_TRUE(cluster.until([&] { return !cluster.ranks[0]->communicator->busy(); }));
+  cluster.fabric.stop(*cluster.ranks[1]->on_fabric);
+  cluster.enter(Epoch(2), cluster.ring_members());
+  look(cluster, 5s);
+  EXPECT_FALSE(cluster.ranks[0]->lost_someone());
+}
+
 TEST(FtarPlans, WaitsNameTheMemberThatIsMissing) {
   Cluster cluster(3, {40000});
   for (int i = 0; i < 3; ++i) cluster.add();

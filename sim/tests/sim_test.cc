@@ -176,8 +176,8 @@ TEST_F(Simulated, WhoEvaluatesBetweenStepsForManySilencesCostsNobodyAPlace) {
   EXPECT_GE(long_ones, 5u);
 }
 
-TEST_F(Simulated, AConnectionThatIsResetCostsNobodyAPlace) {
-  for (const auto kind : {FaultKind::reset_control, FaultKind::reset_ring, FaultKind::cut_ring})
+TEST_F(Simulated, AConnectionThatIsResetOrForgottenCostsNobodyAPlace) {
+  for (const auto kind : {FaultKind::reset_control, FaultKind::reset_ring, FaultKind::cut_ring, FaultKind::forget})
     for (const std::uint64_t seed : seeds()) {
       Outcome outcome = play_one(kind, std::chrono::milliseconds(1), seed);
       ASSERT_FALSE(outcome.violation) << to_string(kind) << ", seed " << seed << ": " << outcome.violation->what;

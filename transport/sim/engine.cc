@@ -69,6 +69,25 @@ std::optional<Duration> SimEngine::round_trip(EndpointId id) const {
   return 2 * fabric_.least_latency(number_, found->second.peer_engine);
 }
 
+// The machine that it arrives at answers, whatever the process there does.
+void SimEngine::expect_acknowledgement(Endpoint& endpoint, Duration there) {
+  const TimePoint now = fabric_.clock_.now();
+  const Duration back = fabric_.options_.min_delay + fabric_.slowness(endpoint.peer_engine, number_);
+  const TimePoint at = endpoint.forgotten ? TimePoint::max() : now + there + back;
+  auto& all = endpoint.acknowledgements;
+  for (; !all.empty() && all.front() <= now; all.pop_front()) ++endpoint.acknowledged;
+  all.push_back(all.empty() ? at : std::max(all.back(), at));
+}
+
+std::optional<std::uint64_t> SimEngine::acknowledged(EndpointId id) const {
+  const auto found = endpoints_.find(id.value);
+  if (found == endpoints_.end() || !found->second.connected || found->second.failed) return std::nullopt;
+  const auto& all = found->second.acknowledgements;
+  const auto come = static_cast<std::uint64_t>(std::ranges::upper_bound(all, fabric_.clock_.now()) - all.begin());
+  if (come == all.size()) return std::nullopt;
+  return found->second.acknowledged + come;
+}
+
 Result<RegionId> SimEngine::register_region(std::span<std::byte> memory, MemoryKind kind, Access access) {
   if (kind != MemoryKind::host) return fail(ErrorCode::unreachable, "simulated rails reach host memory only");
   if (refuse_memory_ > 0 && refuse_memory_-- > 0)
@@ -124,6 +143,8 @@ Result<> SimEngine::send(EndpointId id, BytesView message) {
   const TimePoint now = fabric_.clock_.now();
   const Duration there = fabric_.delay() + fabric_.slowness(number_, endpoint->peer_engine);
   endpoint->last_message = std::max(endpoint->last_message + Duration(1), now + there);
+  expect_acknowledgement(*endpoint, endpoint->last_message - now);
+  if (endpoint->forgotten) return {};
   *endpoint->unheard += message.size();
   const std::shared_ptr<void> weight(nullptr, [unheard = endpoint->unheard, size = message.size()](void*) {
     *unheard -= size;  // heard, or lost
@@ -195,6 +216,7 @@ void SimEngine::start(EndpointId id, Direction direction, const Write& what) {
   const std::uint64_t operation = ++fabric_.ids_made_;
   endpoint.outstanding.insert(operation);
   endpoint.contexts[operation] = what.context;
+  if (endpoint.forgotten) return expect_acknowledgement(endpoint, {});
   OnItsWay moved{what, number_, endpoint.peer_engine, id, endpoint.peer, operation, direction, {}};
   if (fabric_.options_.late_writes && direction == Direction::write) {
     const std::byte* bytes = regions_.at(what.local.region.value).memory.data() + what.local.offset;
@@ -208,6 +230,7 @@ void SimEngine::start(EndpointId id, Direction direction, const Write& what) {
   const Duration there = (moved.left ? fabric_.late_delay() : fabric_.delay()) +
                          (direction == Direction::write ? fabric_.slowness(number_, endpoint.peer_engine)
                                                         : fabric_.slowness(endpoint.peer_engine, number_));
+  expect_acknowledgement(endpoint, there);
   fabric_.after(there, [&fabric = fabric_, moved = std::move(moved)]() mutable { land(fabric, std::move(moved)); });
 }
 
@@ -295,7 +318,9 @@ void SimEngine::close(EndpointId id) {
     complete(id, operation, Error{ErrorCode::cancelled, "the endpoint was closed"});
   const auto peer_engine = found->second.peer_engine;
   const auto peer = found->second.peer;
+  const bool forgotten = found->second.forgotten;
   endpoints_.erase(found);
+  if (forgotten) return;  // nor does its end come there
   const Duration seen = fabric_.options_.late_writes ? fabric_.options_.detection : fabric_.delay();
   fabric_.after(seen, [&fabric = fabric_, peer_engine, peer] {
     if (auto* other = fabric.engine(peer_engine)) other->fail_endpoint(peer, "closed by the peer");

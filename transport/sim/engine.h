@@ -1,6 +1,7 @@
 // One process's engine on the simulated fabric.
 #pragma once
 
+#include <deque>
 #include <map>
 #include <set>
 #include <vector>
@@ -32,6 +33,7 @@ class SimEngine final : public Engine {
   int event_fd() const override { return -1; }
   void close(EndpointId endpoint) override;
   std::optional<Duration> round_trip(EndpointId endpoint) const override;
+  std::optional<std::uint64_t> acknowledged(EndpointId endpoint) const override;
 
  private:
   friend class Fabric;
@@ -45,6 +47,9 @@ class SimEngine final : public Engine {
     std::shared_ptr<std::size_t> unheard = std::make_shared<std::size_t>(0);  // bytes of messages, see Fabric::Held
     std::set<std::uint64_t> outstanding;
     std::map<std::uint64_t, std::uint64_t> contexts;  // operation → the caller's context
+    bool forgotten = false;                           // see Fabric::forget()
+    std::deque<TimePoint> acknowledgements;           // when they come, of what was sent, in its order
+    std::uint64_t acknowledged = 0;                   // … of those that have come
   };
   struct Region {
     std::span<std::byte> memory;
@@ -78,6 +83,7 @@ class SimEngine final : public Engine {
     pending_.push_back({std::move(event), std::move(message), std::move(weight)});
   }
   Endpoint* open(EndpointId id);
+  void expect_acknowledgement(Endpoint& endpoint, Duration there);
 
   Fabric& fabric_;
   const std::uint32_t number_;

@@ -62,6 +62,7 @@ void Fabric::kill(const Engine& engine) {
   auto& victim = made_here(engine);
   victim.dead_ = true;
   for (const auto& [id, endpoint] : victim.endpoints_) {
+    if (endpoint.forgotten) continue;
     const auto peer_engine = endpoint.peer_engine;
     const auto peer = endpoint.peer;
     const auto later = options_.spread > Duration{} ? pick(Duration{}, options_.spread) : Duration{};
@@ -114,12 +115,30 @@ void Fabric::reset(const Engine& engine, std::uint64_t which) {
   break_there(mine, EndpointId(one->first), options_.detection, "connection reset");
 }
 
+void Fabric::forget(const Engine& engine, Duration until_found) {
+  auto& mine = made_here(engine);
+  for (auto& [id, endpoint] : mine.endpoints_) {
+    auto* other = this->engine(endpoint.peer_engine);
+    auto* there = other == nullptr ? nullptr : other->open(endpoint.peer);
+    if (there == nullptr || !endpoint.connected || !there->connected || endpoint.failed) continue;
+    endpoint.forgotten = there->forgotten = true;
+    const auto end = [this, until_found](std::uint32_t number, EndpointId which) {
+      after(until_found, [this, number, which] {
+        if (auto* living = this->engine(number)) living->fail_endpoint(which, "it acknowledges nothing");
+      });
+    };
+    end(mine.number_, EndpointId(id));
+    end(endpoint.peer_engine, endpoint.peer);
+  }
+}
+
 void Fabric::break_there(SimEngine& engine, EndpointId id, Duration heard, const std::string& why) {
   const auto* endpoint = engine.open(id);
   if (endpoint == nullptr) return;
-  after(heard, [this, peer_engine = endpoint->peer_engine, peer = endpoint->peer, why] {
-    if (auto* other = this->engine(peer_engine)) other->fail_endpoint(peer, why);
-  });
+  if (!endpoint->forgotten)
+    after(heard, [this, peer_engine = endpoint->peer_engine, peer = endpoint->peer, why] {
+      if (auto* other = this->engine(peer_engine)) other->fail_endpoint(peer, why);
+    });
   engine.fail_endpoint(id, why);
 }
 

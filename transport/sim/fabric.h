@@ -64,6 +64,10 @@ class Fabric {
   void block(const Engine& from, const Engine& to, TimePoint until);
   // One of its connections (number `which` of them, as it were on a circle) is reset: the two see it, nobody else does.
   void reset(const Engine& engine, std::uint64_t which);
+  // What lies between has forgotten the connections that this engine has now, as a firewall does of idle ones: nothing
+  // that is sent on them arrives, their ends included, and neither side sees that until they have been dead for so
+  // long.
+  void forget(const Engine& engine, Duration until_found);
   // Registering memory fails, so many times.
   void refuse_memory(const Engine& engine, std::uint64_t times);
   // The next registration takes this long: its caller, who can't wait in virtual time, asks for how long it stands now.

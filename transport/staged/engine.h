@@ -51,6 +51,9 @@ class StagedEngine final : public Engine {
   void close(EndpointId endpoint) override;
   std::vector<Rail> rails() const override { return below_->rails(); }
   std::optional<Duration> round_trip(EndpointId endpoint) const override { return below_->round_trip(endpoint); }
+  std::optional<std::uint64_t> acknowledged(EndpointId endpoint) const override {
+    return below_->acknowledged(endpoint);
+  }
 
  private:
   static constexpr std::size_t kMaxUnderWay = 1 << 20;  // offers, requests and writes of one peer

@@ -193,6 +193,7 @@ TimePoint StripedEngine::next_timer() const {
     for (const auto& rail : endpoint->rails)
       if (rail.link != nullptr && !rail.link->open) look_at(rail.link->last_heard + options_.greeting);
     if (endpoint->stage != Stage::open) continue;
+    if (!endpoint->missing_told) look_at(endpoint->expected_until);
     std::size_t open = 0, busy = 0;
     for (const auto& rail : endpoint->rails) {
       if (rail.link == nullptr) next = std::min(next, rail.retry_at);
@@ -225,8 +226,7 @@ std::vector<Rail> StripedEngine::rails() const {
   std::vector<Rail> all(rails_.size());
   for (const auto& [id, endpoint] : endpoints_) {
     if (endpoint->stage != Stage::open) continue;
-    const std::size_t of_both = endpoint->initiator ? endpoint->addresses.size() : endpoint->expected_rails;
-    for (std::size_t i = 0; i < std::min(all.size(), of_both); ++i) {
+    for (std::uint32_t i = 0; i < rails_of_both(*endpoint); ++i) {
       ++all[i].peers;
       const Link* link = endpoint->rails[i].link;
       if (link != nullptr && link->open) ++all[i].up;
@@ -246,6 +246,20 @@ std::optional<Duration> StripedEngine::round_trip(EndpointId id) const {
     if (its && (!least || *its < *least)) least = its;
   }
   return least;
+}
+
+// Of one rail that stands while others move, check_rails() takes care.
+std::optional<std::uint64_t> StripedEngine::acknowledged(EndpointId id) const {
+  const auto found = endpoints_.find(id.value);
+  if (found == endpoints_.end()) return std::nullopt;
+  std::optional<std::uint64_t> all;
+  for (const auto& link : found->second->links) {
+    if (!link->open) continue;
+    const auto its = rails_[link->rail]->acknowledged(link->endpoint);
+    if (!its) return std::nullopt;
+    all = all.value_or(0) + *its;
+  }
+  return all;
 }
 
 std::span<const Event> StripedEngine::poll() {

@@ -64,6 +64,7 @@ class StripedEngine final : public Engine {
   void close(EndpointId endpoint) override;
   std::vector<Rail> rails() const override;
   std::optional<Duration> round_trip(EndpointId endpoint) const override;
+  std::optional<std::uint64_t> acknowledged(EndpointId endpoint) const override;
 
  private:
   static constexpr std::uint64_t kMaxOpenWrites = 1 << 20;  // announced or begun, and not complete
@@ -106,7 +107,9 @@ class StripedEngine final : public Engine {
     std::uint32_t fenced_below = 0;  // the peer has been sent that links of lower generations are fenced here
     TimePoint retry_at = TimePoint::max();
     Duration backoff{};
-    std::string down;  // why, until it is reported: the end of a whole peer is not reported rail by rail
+    bool was_up = false;
+    std::string never_up;  // why, as far as is known, where it has not been up so far
+    std::string down;      // why, until it is reported: the end of a whole peer is not reported rail by rail
     Seldom reports{kSameLineAgain};
   };
   struct Sent {
@@ -148,6 +151,7 @@ class StripedEngine final : public Engine {
     std::vector<Address> addresses;  // the initiator's: of the peer's rails
     std::vector<RailState> rails;
     std::uint32_t expected_rails = 0;  // the accepting end's: so many of them the peer connects
+    bool missing_told = false;         // those that had not come by then
     TimePoint expected_until{};        // those that have not come yet are waited for until then
     std::vector<std::unique_ptr<Link>> links;
     std::uint32_t primary = kNoRail;  // the rail that carries messages
@@ -204,6 +208,8 @@ class StripedEngine final : public Engine {
   void sweep();
   void check_rails(Endpoint& endpoint);
   TimePoint waiting_since(const Endpoint& endpoint, const Link& link) const;
+  std::uint32_t rails_of_both(const Endpoint& endpoint) const;
+  void note_missing(Endpoint& endpoint);
   void probe(Endpoint& endpoint);
   TimePoint next_timer() const;
   Link* add_link(Endpoint& endpoint, std::uint32_t rail, std::uint32_t generation, EndpointId at);

@@ -36,6 +36,7 @@ Result<> StripedEngine::connect_rail(Endpoint& endpoint, std::uint32_t rail) {
       .rails = static_cast<std::uint32_t>(std::min(endpoint.rails.size(), endpoint.addresses.size()))};
   auto at = rails_[rail]->connect(endpoint.addresses[rail], bytes_of(greeting));
   if (!at) {
+    if (state.generations == 0) state.never_up = at.error().message;
     ++state.generations;
     retry_later(state);
     return tl::unexpected(at.error());
@@ -85,7 +86,7 @@ void StripedEngine::on_accepted(std::uint32_t rail, const Event& event) {
 }
 
 void StripedEngine::on_link_open(Endpoint& endpoint, Link& link) {
-  link.open = true;
+  link.open = endpoint.rails[link.rail].was_up = true;
   if (link.generation > 0) logger().info("rail {} to the peer is up again", link.rail);
   // The peer takes each message once, whichever rail brings it first.
   if (endpoint.primary == kNoRail || (is_for_bulk(endpoint.primary) && !is_for_bulk(link.rail))) {
@@ -114,7 +115,10 @@ void StripedEngine::end_link(Endpoint& endpoint, Link& link, const std::string& 
   const bool any_open = std::any_of(endpoint.rails.begin(), endpoint.rails.end(),
                                     [](const RailState& rail) { return rail.link != nullptr && rail.link->open; });
   if (!any_open && !rails_expected(endpoint)) return fail_endpoint(endpoint, ErrorCode::unavailable, why);
-  if (!was_open) return;
+  if (!was_open) {
+    if (link.generation == 0) state.never_up = why;
+    return;
+  }
   state.down = why;
   if (endpoint.primary == link.rail) {
     endpoint.primary = kNoRail;  // until one is up, messages are kept
@@ -233,6 +237,23 @@ void StripedEngine::sweep() {
   }
 }
 
+std::uint32_t StripedEngine::rails_of_both(const Endpoint& endpoint) const {
+  const std::size_t of_both = endpoint.initiator ? endpoint.addresses.size() : endpoint.expected_rails;
+  return static_cast<std::uint32_t>(std::min(rails_.size(), of_both));
+}
+
+// A rail that was dead before there was a connection is told of as one that dies later.
+void StripedEngine::note_missing(Endpoint& endpoint) {
+  if (endpoint.missing_told || now_ < endpoint.expected_until) return;
+  endpoint.missing_told = true;
+  for (std::uint32_t rail = 0; rail < rails_of_both(endpoint); ++rail) {
+    RailState& state = endpoint.rails[rail];
+    if (state.was_up) continue;
+    state.down = state.never_up.empty() ? fmt::format("it has not come up in {:.1f} s", seconds(2 * options_.stall))
+                                        : fmt::format("it has not come up: {}", state.never_up);
+  }
+}
+
 // Dead rails are tried again; a rail that holds on to a piece while others go on is dead.
 void StripedEngine::check_rails(Endpoint& endpoint) {
   for (auto& state : endpoint.rails)
@@ -241,6 +262,7 @@ void StripedEngine::check_rails(Endpoint& endpoint) {
   if (endpoint.primary == kNoRail && !rails_expected(endpoint))
     return fail_endpoint(endpoint, ErrorCode::unavailable, "its other rails did not come up in time");
   if (endpoint.stage != Stage::open) return;
+  note_missing(endpoint);
   for (std::uint32_t rail = 0; rail < endpoint.rails.size(); ++rail)
     if (const auto why = std::exchange(endpoint.rails[rail].down, {}); !why.empty())
       if (const auto before = endpoint.rails[rail].reports.may_say(now_))

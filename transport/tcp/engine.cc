@@ -20,6 +20,13 @@
 
 namespace rejoin::transport::tcp {
 
+namespace {
+
+// Seconds. Clouds forget what is idle after 240 at the least.
+constexpr std::int64_t kLongestProbe = 60;
+
+}  // namespace
+
 void use_no_pacing_inside_a_machine(const Fd& socket) {
   sockaddr_storage here{}, there{};
   socklen_t here_length = sizeof here, there_length = sizeof there;
@@ -111,6 +118,7 @@ void TcpEngine::take_up(Endpoint& endpoint, Fd socket) {
   endpoint.socket = std::move(socket);
   set_option(endpoint.socket, IPPROTO_TCP, TCP_NODELAY, 1);
   limit_unacknowledged(endpoint);
+  probe_when_idle(endpoint.socket);
   endpoint.wants_write = endpoint.stage == Stage::connecting;
   epoll_event event{.events = EPOLLIN | EPOLLRDHUP | (endpoint.wants_write ? EPOLLOUT : 0u),
                     .data = {.u64 = endpoint.id.value}};
@@ -123,6 +131,15 @@ void TcpEngine::limit_unacknowledged(const Endpoint& endpoint) const {
   const std::int64_t parts = endpoint.stage == Stage::connecting ? endpoint.addresses : 1;
   set_option(endpoint.socket, IPPROTO_TCP, TCP_USER_TIMEOUT,
              static_cast<int>(milliseconds(deadlines::kUnacknowledged.of(silence_)) / parts));
+}
+
+// What lies between keeps a connection in mind for as long as it sees something of it. One that was forgotten all the
+// same, or whose peer's machine is gone, ends as one does on which something was sent.
+void TcpEngine::probe_when_idle(const Fd& socket) const {
+  const auto after = std::max<std::int64_t>(1, deadlines::kProbeOfIdle.of(silence_) / std::chrono::seconds(1));
+  set_option(socket, IPPROTO_TCP, TCP_KEEPIDLE, static_cast<int>(std::min<std::int64_t>(after, kLongestProbe)));
+  set_option(socket, IPPROTO_TCP, TCP_KEEPINTVL, static_cast<int>(std::min<std::int64_t>(after, kLongestProbe)));
+  set_option(socket, SOL_SOCKET, SO_KEEPALIVE, 1);
 }
 
 Result<EndpointId> TcpEngine::connect(const Address& peer, BytesView hello) {
@@ -148,6 +165,8 @@ Result<> TcpEngine::begin_connection(Endpoint& endpoint, std::deque<SocketAddres
   if (!socket) return tl::unexpected(socket.error());
   endpoint.further = std::move(addresses);
   endpoint.addresses = 1 + static_cast<std::uint32_t>(endpoint.further.size());
+  endpoint.called_at = clock_.now();
+  if (!endpoint.further.empty()) trying_.push_back(endpoint.id);
   take_up(endpoint, std::move(*socket));
   return {};
 }
@@ -192,10 +211,8 @@ void TcpEngine::finish_connecting(Endpoint& endpoint) {
   socklen_t length = sizeof error;
   ::getsockopt(endpoint.socket.get(), SOL_SOCKET, SO_ERROR, &error, &length);
   if (error != 0) {
-    auto next = begin_connection(endpoint.further);
-    if (!next) return fail_endpoint(endpoint, ErrorCode::unavailable, std::strerror(error));
-    hang_up(epoll_, endpoint.socket, process_);
-    return take_up(endpoint, std::move(*next));
+    if (!try_further(endpoint)) fail_endpoint(endpoint, ErrorCode::unavailable, std::strerror(error));
+    return;
   }
   endpoint.further.clear();
   endpoint.stage = Stage::greeting;
@@ -205,6 +222,25 @@ void TcpEngine::finish_connecting(Endpoint& endpoint) {
   endpoint.by_kernel = by_kernel_ && kernel_tls::attach(endpoint.socket);
   if (endpoint.by_kernel) endpoint.out.front().header.key = wire::kByKernel;
   flush(endpoint);
+}
+
+bool TcpEngine::try_further(Endpoint& endpoint) {
+  auto next = begin_connection(endpoint.further);
+  if (!next) return false;
+  hang_up(epoll_, endpoint.socket, process_);
+  endpoint.called_at = clock_.now();
+  take_up(endpoint, std::move(*next));
+  return true;
+}
+
+// One that answers nothing, as where a machine's IPv6 leads nowhere, would take all the time that the caller has.
+void TcpEngine::look_after_calls(TimePoint now) {
+  std::erase_if(trying_, [&](EndpointId id) {
+    Endpoint* call = find(id);
+    if (call == nullptr || call->stage != Stage::connecting || call->further.empty()) return true;
+    if (now - call->called_at > deadlines::kAllAddresses.of(silence_) / call->addresses) (void)try_further(*call);
+    return call->further.empty();
+  });
 }
 
 void TcpEngine::watch(Endpoint& endpoint, bool wants_write) {
@@ -241,7 +277,7 @@ void TcpEngine::fail_operations(Endpoint& endpoint, const Error& error) {
 
 void TcpEngine::fail_endpoint(Endpoint& endpoint, ErrorCode code, std::string why) {
   if (endpoint.stage == Stage::failed) return;
-  const bool unseen = endpoint.stage == Stage::accepting;
+  const bool unseen = endpoint.stage == Stage::accepting, was_there = endpoint.stage != Stage::connecting;
   endpoint.stage = Stage::failed;
   endpoint.failure = std::move(why);
   calls_.remove(endpoint.id);
@@ -250,7 +286,8 @@ void TcpEngine::fail_endpoint(Endpoint& endpoint, ErrorCode code, std::string wh
   hang_up(epoll_, endpoint.socket, process_);  // the fence
   endpoint.out.clear();
   endpoint.unsent.clear();
-  const Error error{code, fmt::format("the peer is gone: {}", endpoint.failure)};
+  const Error error{
+      code, fmt::format("{}: {}", was_there ? "the peer is gone" : "it can't be connected with", endpoint.failure)};
   fail_operations(endpoint, error);
   if (unseen) {
     endpoints_.erase(endpoint.id.value);
@@ -269,6 +306,12 @@ std::optional<Duration> TcpEngine::round_trip(EndpointId id) const {
   const auto found = endpoints_.find(id.value);
   if (found == endpoints_.end() || found->second->stage != Stage::open) return std::nullopt;
   return least_round_trip(found->second->socket);
+}
+
+std::optional<std::uint64_t> TcpEngine::acknowledged(EndpointId id) const {
+  const auto found = endpoints_.find(id.value);
+  if (found == endpoints_.end() || found->second->stage != Stage::open) return std::nullopt;
+  return acknowledged_of_more(found->second->socket);
 }
 
 void TcpEngine::close(EndpointId id) {

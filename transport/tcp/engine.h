@@ -69,6 +69,7 @@ class TcpEngine final : public Engine {
   int event_fd() const override { return epoll_.get(); }
   void close(EndpointId endpoint) override;
   std::optional<Duration> round_trip(EndpointId endpoint) const override;
+  std::optional<std::uint64_t> acknowledged(EndpointId endpoint) const override;
 
  private:
   // One that connects has no socket before its peer's name is resolved.
@@ -121,6 +122,7 @@ class TcpEngine final : public Engine {
     // Until it is open.
     std::deque<SocketAddress> further;  // of the peer's name, for when this one can't be reached
     std::uint32_t addresses = 1;        // with those that have been tried
+    TimePoint called_at{};              // this one, where there are further ones
     Secret secret;                      // the caller's, or the one that the caller has named
     Bytes hello;                        // the caller's
     Nonce ours{}, theirs{};
@@ -149,9 +151,12 @@ class TcpEngine final : public Engine {
   void limit_unacknowledged(const Endpoint& endpoint) const;
   Result<> begin_connection(Endpoint& endpoint, std::deque<SocketAddress> addresses);
   void look_at_names();
+  void probe_when_idle(const Fd& socket) const;
   Result<Fd> begin_connection(std::deque<SocketAddress>& addresses) const;
   Result<Fd> begin_connection(const SocketAddress& address) const;
   void finish_connecting(Endpoint& endpoint);
+  bool try_further(Endpoint& endpoint);
+  void look_after_calls(TimePoint now);
   void watch(Endpoint& endpoint, bool wants_write);
   void fail_endpoint(Endpoint& endpoint, ErrorCode code, std::string why);
   void fail_damaged(Endpoint& endpoint);
@@ -204,6 +209,7 @@ class TcpEngine final : public Engine {
   Strangers strangers_;
   Greetings calls_;                 // of ours, from connect() on
   Names names_;                     // of peers
+  std::vector<EndpointId> trying_;  // of those, to peers whose names have further addresses
   Seldom damaged_{kSameLineAgain};  // a line in the log
   Unguessable unguessable_;
   Regions regions_{unguessable_};

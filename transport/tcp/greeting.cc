@@ -27,6 +27,7 @@ void TcpEngine::look_after_greetings() {
   if (names_.waits()) look_at_names();
   if (strangers_.empty() && calls_.empty() && !acceptor_.waits()) return;
   const TimePoint now = clock_.now();
+  look_after_calls(now);
   acceptor_.look(epoll_, listener_, now);
   while (const auto id = strangers_.to_go(now)) fail_endpoint(*find(*id), ErrorCode::timeout, Strangers::kTooLate);
   while (const auto id = calls_.overdue(now)) {

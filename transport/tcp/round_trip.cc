@@ -8,14 +8,28 @@
 
 namespace rejoin::transport::tcp {
 
-std::optional<Duration> least_round_trip(const Fd& socket) {
+namespace {
+
+std::optional<tcp_info> info_of(const Fd& socket, std::size_t needed) {
   tcp_info info{};
   socklen_t length = sizeof info;
-  constexpr std::size_t needed = offsetof(tcp_info, tcpi_min_rtt) + sizeof info.tcpi_min_rtt;
   if (::getsockopt(socket.get(), IPPROTO_TCP, TCP_INFO, &info, &length) != 0 || length < needed) return std::nullopt;
-  constexpr auto none = ~decltype(info.tcpi_min_rtt){0};
-  if (info.tcpi_min_rtt == none) return std::nullopt;
-  return std::chrono::microseconds(info.tcpi_min_rtt);
+  return info;
+}
+
+}  // namespace
+
+std::optional<Duration> least_round_trip(const Fd& socket) {
+  const auto info = info_of(socket, offsetof(tcp_info, tcpi_min_rtt) + sizeof tcp_info::tcpi_min_rtt);
+  constexpr auto none = ~decltype(info->tcpi_min_rtt){0};
+  if (!info || info->tcpi_min_rtt == none) return std::nullopt;
+  return std::chrono::microseconds(info->tcpi_min_rtt);
+}
+
+std::optional<std::uint64_t> acknowledged_of_more(const Fd& socket) {
+  const auto info = info_of(socket, offsetof(tcp_info, tcpi_bytes_acked) + sizeof tcp_info::tcpi_bytes_acked);
+  if (!info || info->tcpi_unacked == 0 || info->tcpi_retransmits == 0) return std::nullopt;
+  return info->tcpi_bytes_acked;
 }
 
 }  // namespace rejoin::transport::tcp

@@ -93,6 +93,21 @@ TEST(Striped, ARailThatNeverAnswersIsWaitedForTwoStallsByWhoConnectsIt) {
   expect_the_end_after_two_stalls(c, c.a);
 }
 
+// As of one that dies later, at both ends.
+TEST(Striped, ARailThatIsDeadFromTheStartIsLoggedOnce) {
+  Cluster c(6, 2, std::chrono::seconds(3600));
+  ASSERT_TRUE(c.until([&] { return c.a.up && c.b.up; }));
+  testing::internal::CaptureStdout();
+  for (const TimePoint before = c.clock.now(); c.clock.now() - before < 20 * kOptions.stall;) c.turn();
+  const std::string logged = testing::internal::GetCapturedStdout();
+  const std::string line = "rail 0 to a peer is down (it has not come up in 0.0 s); the others carry on";
+  const auto first = logged.find(line);
+  ASSERT_NE(first, std::string::npos) << logged;
+  const auto second = logged.find(line, first + 1);
+  ASSERT_NE(second, std::string::npos) << logged;
+  EXPECT_EQ(logged.find("is down", second + line.size()), std::string::npos) << logged;
+}
+
 // A peer that stood still answers over one rail before it does over the other.
 TEST(Striped, APauseOfThePeerTakesNoRailOut) {
   Cluster c(5);

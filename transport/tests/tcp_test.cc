@@ -5,9 +5,12 @@
 #include <netinet/in.h>
 #include <poll.h>
 #include <sys/socket.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <fstream>
 #include <optional>
+#include <sstream>
 #include <vector>
 
 #include "base/clock.h"
@@ -218,6 +221,67 @@ TEST(TcpEngines, APeerIsReachedByAnyAddressThatItsNameHas) {
     return (connected && accepted) || testing::Test::HasFailure();
   }));
   client->close(endpoint);
+}
+
+// A listener that has all the callers that it takes: what comes is not answered.
+struct Full {
+  Fd listener;
+  std::vector<Fd> callers;
+  Full(const char* host, std::uint16_t port) {
+    listener = Fd(::socket(AF_INET, SOCK_STREAM, 0));
+    sockaddr_in address{.sin_family = AF_INET, .sin_port = htons(port), .sin_addr = {}, .sin_zero = {}};
+    EXPECT_EQ(::inet_pton(AF_INET, host, &address.sin_addr), 1);
+    EXPECT_EQ(::bind(listener.get(), reinterpret_cast<sockaddr*>(&address), sizeof address), 0);
+    EXPECT_EQ(::listen(listener.get(), 0), 0);
+    for (int i = 0; i < 4; ++i) {
+      callers.emplace_back(::socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK, 0));
+      (void)::connect(callers.back().get(), reinterpret_cast<sockaddr*>(&address), sizeof address);
+    }
+  }
+};
+
+// Whoever waits for the connection gives it up after a silence.
+TEST(TcpEngines, AnAddressThatAnswersNothingDoesNotKeepThoseBehindItWaitingForASilence) {
+  constexpr std::chrono::seconds silence(8);
+  auto server = make_engine({}).value(), client = make_engine({}).value();
+  client->set_silence(silence);
+  const std::string address = server->listen({"127.0.0.1:0"})->text;
+  const auto port = address.substr(address.rfind(':'));
+  const Full full("127.0.0.9", static_cast<std::uint16_t>(std::stoi(port.substr(1))));
+  (void)client->connect({"two.addresses.test" + port}, as_bytes("hello")).value();
+  bool connected = false;
+  EXPECT_TRUE(within(silence, [&] {
+    for (const auto& event : client->poll()) connected |= event.kind == EventKind::connected;
+    (void)server->poll();
+    return connected;
+  }));
+}
+
+// Of both ends: the kernel's timer is the one of an idle connection (2), and is over within the silence.
+TEST(TcpEngines, AnIdleConnectionIsProbed) {
+  auto server = make_engine({}).value(), client = make_engine({}).value();
+  for (auto* engine : {server.get(), client.get()}) engine->set_silence(std::chrono::seconds(3));
+  const std::string address = server->listen({"127.0.0.1:0"})->text;
+  (void)client->connect({address}, as_bytes("hello")).value();
+  bool connected = false, accepted = false;
+  ASSERT_TRUE(within(std::chrono::seconds(20), [&] {
+    for (const auto& event : client->poll()) connected |= event.kind == EventKind::connected;
+    for (const auto& event : server->poll()) accepted |= event.kind == EventKind::accepted;
+    return connected && accepted;
+  }));
+  const std::string port = fmt::format(":{:04X}", std::stoi(address.substr(address.rfind(':') + 1)));
+  EXPECT_TRUE(within(std::chrono::seconds(20), [&] {
+    std::ifstream table("/proc/net/tcp");
+    int probed = 0;
+    for (std::string line; std::getline(table, line);) {
+      std::istringstream fields(line);
+      std::string number, local, remote, state, queues, timer;
+      fields >> number >> local >> remote >> state >> queues >> timer;
+      if (state != "01" || (!local.ends_with(port) && !remote.ends_with(port))) continue;
+      probed += timer.starts_with("02:") && std::stoul(timer.substr(3), nullptr, 16) <= 3ul * ::sysconf(_SC_CLK_TCK);
+    }
+    return probed == 2;
+  }));
 }
 
 TEST(TcpEngines, OneThatWantsTheKernelToEncryptAndOneThatDoesNotUnderstandEachOther) {

@@ -77,6 +77,9 @@ class ThreadedEngine final : public Engine {
   std::optional<Duration> round_trip(EndpointId id) const override {
     return worker_->answer_of([&](Engine& below) { return below.round_trip(id); });
   }
+  std::optional<std::uint64_t> acknowledged(EndpointId id) const override {
+    return worker_->answer_of([&](Engine& below) { return below.acknowledged(id); });
+  }
 
  private:
   static constexpr std::size_t kMostUnanswered = 1 * MiB;  // of messages that the thread has not taken

@@ -1,0 +1,127 @@
+// Members that accuse each other: who connects again, who is put out, and for how long.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "membership/coordinator.h"
+
+namespace rejoin::membership {
+
+namespace {
+
+constexpr int kMends = 3;  // epochs in which two members may try to connect again, for each step
+
+}  // namespace
+
+void Coordinator::on_accusation(NodeId node, const proto::Accusation& accusation) {
+  if (is_of_strangers(node, accusation.replica(), RankSet(accusation.rank()))) return;
+  const bool current = accusation.epoch() == epoch_.value &&
+                       members_.find(ReplicaId(accusation.replica())) != nullptr &&
+                       members_.find(ReplicaId(accusation.suspect())) != nullptr;
+  if (!current) return;
+  auto [edge, fresh] = accusations_.try_emplace({ReplicaId(accusation.replica()), ReplicaId(accusation.suspect())});
+  if (fresh || (!edge->second.counts && !accusation.only_waiting())) edge->second.since = now_;
+  const TimePoint waits_since =
+      now_ - std::chrono::milliseconds(std::min<std::uint64_t>(accusation.waited_ms(), 1 << 30));
+  edge->second.waits_since = fresh ? waits_since : std::min(edge->second.waits_since, waits_since);
+  if (accusation.rank() < config_.ranks) edge->second.ranks.add(RankSet(accusation.rank()));
+  edge->second.heard = now_;
+  // That it is waited for, once it is lost, tells no more.
+  if (!edge->second.lost || accusation.lost()) edge->second.what = shortened(accusation.what(), kLongestReason);
+  edge->second.lost |= accusation.lost();
+  edge->second.counts |= !accusation.only_waiting();
+  if (accusation.excused() && accusation.suspect() == accusation.replica()) edge->second.excused = now_;
+}
+
+// Two members whose connection broke connect again, in an epoch of the same members, before anyone is judged. A process
+// that has died is reported by its daemon first.
+bool Coordinator::mend() {
+  std::set<Edge> broken;
+  std::string what;
+  for (const auto& [edge, about] : accusations_) {
+    if (!about.lost || now_ - about.since < config_.silence / 16) continue;
+    const MemberState *one = members_.find(edge.from), *other = members_.find(edge.to);
+    if (one == nullptr || other == nullptr || one == other) continue;
+    if (!present(one->replica, one->incarnation) || !present(other->replica, other->incarnation)) continue;
+    const Edge pair{std::min(edge.from, edge.to), std::max(edge.from, edge.to)};
+    if (mended_[pair] >= kMends) continue;
+    broken.insert(pair);
+    what = about.what;
+  }
+  if (broken.empty()) return false;
+  std::string pairs;
+  for (const auto& pair : broken) {
+    ++mended_[pair];
+    pairs += fmt::format("{}{} and {}", pairs.empty() ? "" : ", ", pair.from, pair.to);
+  }
+  next_epoch(fmt::format("replicas {} connect again: {}", pairs, what));
+  return true;
+}
+
+// The wait-for graph: who is waited for, but waits for nobody, is the one that hangs. Who has been in the job for few
+// steps has more patience than others: it says whom it waits for all the same, and then that one hangs, if anybody. A
+// broken connection that could not be mended accuses both its ends.
+void Coordinator::judge() {
+  const Duration patience = config_.silence / 4;
+  std::map<ReplicaId, int> accused;
+  std::set<ReplicaId> waiting;
+  std::vector<Edge> patient;
+  for (const auto& [edge, about] : accusations_) {
+    // The step waits for a trainer that may take its time, and so all others may.
+    if (about.excused && now_ - *about.excused <= config_.silence) return;
+    if (edge.from != edge.to && (about.counts || now_ - about.heard <= patience)) {
+      waiting.insert(edge.from);
+      if (!about.counts) patient.push_back(edge);
+    }
+    if (about.counts && now_ - about.since >= patience) ++accused[edge.to];
+  }
+  if (accused.empty()) return;
+  for (std::size_t before = 0; before != accused.size();) {
+    before = accused.size();
+    for (const auto& edge : patient)
+      if (accused.contains(edge.from)) accused.try_emplace(edge.to, 0);
+  }
+  const auto worse = [&](const auto& a, const auto& b) {  // less guilty first
+    const auto rank = [&](const auto& entry) {
+      const MemberState* m = members_.find(entry.first);
+      return std::tuple(!waiting.contains(entry.first), entry.second, m != nullptr && m->catching_up, entry.first);
+    };
+    return rank(a) < rank(b);
+  };
+  const ReplicaId guilty = std::max_element(accused.begin(), accused.end(), worse)->first;
+  std::string what;
+  bool explained = false;  // by its own library, or by a connection that broke
+  for (const auto& [edge, about] : accusations_)
+    if (edge.to == guilty && edge.from != guilty && (about.lost || !explained)) {
+      what = fmt::format("replica {} {} {}", edge.from, about.lost ? "lost it:" : "waits for", about.what);
+      explained |= about.lost;
+    }
+  if (const auto its_own = accusations_.find({guilty, guilty}); its_own != accusations_.end()) {
+    what += fmt::format("{}the step waits for {}", what.empty() ? "" : "; ", its_own->second.what);
+    explained = true;
+  }
+  const MemberState* m = members_.find(guilty);
+  if (!explained && !waiting.contains(guilty) && m->reduced.size() < config_.ranks &&
+      present(m->replica, m->incarnation))
+    what = fmt::format("it hangs: its processes are heard, wait for nobody and do not go on; {}", what);
+  if (m->catching_up && last_complete(*m)) return block_on(guilty, what);
+  if (m->catching_up && !caught_up(*m)) {
+    hold_back(guilty, what);
+    return remove(guilty, what);
+  }
+  if (!others_contribute(guilty) && !promote_caught_up(Whom::connected)) return block_on(guilty, what);
+  suspend(guilty, what);
+  hold_back(guilty, what);
+  next_epoch(fmt::format("without replica {}: {}", guilty, what));
+}
+
+// Whoever is put out soon after its admission, again and again, costs all others what it takes to find that out.
+void Coordinator::hold_back(ReplicaId id, const std::string& why) {
+  const auto held = readmissions_.on_put_out(id, committed_, now_);
+  if (!held) return;
+  warn("replica {} was put out soon after its admission, {} times ({}): the next is in {:.0f} s at the earliest", id,
+       held->times, why, seconds(held->pause));
+}
+
+}  // namespace rejoin::membership
