@@ -271,12 +271,12 @@ void Driver::look_for_stalls(TimePoint now) {
     for (const auto& [replica, why] : broken_) accuse({.replica = replica, .incarnation = {}}, why).set_lost(true);
   }
   excuse_digests(now);
+  // Also by whom nobody is waited for any more: what it has sent, others may wait for.
+  ring_->drop_unanswered(deadlines::kUnanswered.of(silence_), now);
   if (machine_.reduced()) return;
   excuse_trainer(now);
   const auto waits = ring_->waits(now);
   excuse_flush(waits, now);
-  if (std::ranges::any_of(waits, [&](const auto& wait) { return wait.since > silence_ / 8; }))
-    ring_->drop_unanswered(deadlines::kUnanswered.of(silence_), now);
   for (const auto& wait : waits) {
     if (wait.since > kStallWorthTelling && stall_reported_for_ != machine_.step().value) {
       stall_reported_for_ = machine_.step().value;
