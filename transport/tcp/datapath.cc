@@ -14,9 +14,6 @@ namespace rejoin::transport::tcp {
 namespace {
 
 constexpr std::size_t kBytesPerTurn = 4 * MiB;  // one endpoint's share of a poll(), so that none starves the others
-// A poll() with something to tell ends when it has received this much: who is told of bytes finds them in the cache,
-// and sends on what it adds up while more comes.
-constexpr std::size_t kBytesPerPoll = 256 * KiB;
 constexpr std::size_t kFramesPerCall = 32;
 constexpr std::uint64_t kTogether = 1 * MiB, kWorthWaiting = 64 * KiB;  // bytes to come in one call
 
@@ -25,7 +22,6 @@ constexpr std::uint64_t kTogether = 1 * MiB, kWorthWaiting = 64 * KiB;  // bytes
 std::span<const Event> TcpEngine::poll() {
   // Everything posted since the last poll() leaves in one system call an endpoint.
   flush_posted();
-  received_ = 0;
   for (auto id : std::exchange(unread_, {})) {
     Endpoint* endpoint = find(id);
     if (endpoint == nullptr || endpoint->stage == Stage::failed) continue;
@@ -206,8 +202,6 @@ void TcpEngine::acknowledge(Endpoint& endpoint, std::uint64_t operation, Regions
 // Reads what there is: the rest of a body straight to its place, and what follows into the buffer.
 void TcpEngine::receive(Endpoint& endpoint) {
   const EndpointId id = endpoint.id;
-  const auto enough = [&] { return received_ >= kBytesPerPoll && !events_.empty(); };
-  if (enough()) return receive_later(endpoint);
   for (std::size_t turn = 0; turn < kBytesPerTurn;) {
     const bool direct = endpoint.in_body && !endpoint.discard && endpoint.begin == endpoint.end;
     std::size_t wanted = direct ? endpoint.header.length - endpoint.filled : 0;
@@ -232,7 +226,6 @@ void TcpEngine::receive(Endpoint& endpoint) {
     }
     const auto count = static_cast<std::size_t>(got);
     turn += count;
-    received_ += count;
     const std::size_t placed = std::min(count, wanted);
     endpoint.filled += placed;
     endpoint.end += count - placed;
@@ -241,15 +234,12 @@ void TcpEngine::receive(Endpoint& endpoint) {
     // A short read means the socket is empty: no need to ask again.
     if (count < wanted + (parts[used - 1].iov_len)) break;
     if (endpoint.stage == Stage::open) endpoint.buffer.resize(kBuffer);
-    if (enough()) return receive_later(endpoint);
   }
-  if (endpoint.records && endpoint.records->holds_received()) return receive_later(endpoint);
+  if (endpoint.records && endpoint.records->holds_received()) {
+    if (!std::exchange(endpoint.unread, true)) unread_.push_back(id);
+    return;
+  }
   await_more(endpoint);
-}
-
-// In the next poll(), behind those that have waited for longer.
-void TcpEngine::receive_later(Endpoint& endpoint) {
-  if (!std::exchange(endpoint.unread, true)) unread_.push_back(endpoint.id);
 }
 
 // Where more than the rest of this body is on its way, it pays to leave the socket alone until much has come: each call

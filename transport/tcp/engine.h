@@ -186,7 +186,6 @@ class TcpEngine final : public Engine {
   void flush_posted();  // of all endpoints
   ssize_t send_some(Endpoint& endpoint, const msghdr& message);
   void receive(Endpoint& endpoint);
-  void receive_later(Endpoint& endpoint);
   void await_more(Endpoint& endpoint);
   bool parse(Endpoint& endpoint);
   bool begin_frame(Endpoint& endpoint);
@@ -217,8 +216,7 @@ class TcpEngine final : public Engine {
   std::unordered_map<std::uint64_t, std::unique_ptr<Endpoint>> endpoints_;
   std::vector<EndpointId> unflushed_;
   bool polled_on_ = false;
-  std::vector<EndpointId> unread_;  // they may have more than epoll knows of: to be read without asking it
-  std::size_t received_ = 0;        // bytes, in this poll()
+  std::vector<EndpointId> unread_;  // encrypted ones that hold bytes which epoll does not know of
 };
 
 }  // namespace rejoin::transport::tcp
