@@ -256,8 +256,10 @@ FileStamps::FileStamps(const CertificateFiles& files) {
   }
 }
 
+// In seconds: some are valid for longer than nanoseconds can count.
 bool OwnCertificate::ends_soon(std::chrono::system_clock::time_point now) const {
-  return until - now < std::min<std::chrono::seconds>(std::chrono::days(7), (until - from) / 3);
+  return until - std::chrono::floor<std::chrono::seconds>(now) <
+         std::min<std::chrono::seconds>(std::chrono::days(7), (until - from) / 3);
 }
 
 Result<OwnCertificate> use_certificates(SSL_CTX* context, const CertificateFiles& files) {

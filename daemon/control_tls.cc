@@ -232,7 +232,7 @@ asio::ssl::context& JobKeys::ControlTls::context() const {
 void JobKeys::ControlTls::look_after() const {
   if (!files_.given()) return;
   (void)context();
-  const auto now = std::chrono::system_clock::now();
+  const auto now = std::chrono::floor<std::chrono::seconds>(std::chrono::system_clock::now());
   if (!own_->ends_soon(now)) return;
   const bool ended = own_->until <= now;
   if (!(ended ? has_ended_ : ends_soon_).may_say(std::chrono::steady_clock::now())) return;

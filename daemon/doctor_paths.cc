@@ -71,7 +71,7 @@ std::uint32_t Pairs::mtu(const Rail& rail, const std::string& towards) const {
   const auto local = name.find(':');
   if (local != std::string::npos) return interface_mtu(name.substr(local + 1));
   const auto host = transport::own_host_towards(with_port(towards, own_port_));
-  return host ? interface_mtu(*host) : 0;
+  return interface_mtu(host.value_or(towards));  // of a way that does not leave the machine, its own end is the peer's
 }
 
 // With its first rail alone, before it has said where the others are.

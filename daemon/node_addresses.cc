@@ -22,7 +22,7 @@ bool of_this_machine(const std::string& host) {
 // ---- this machine's own addresses: see "Where others find a node" in docs/design-notes.md
 
 // Its own end of the connection with the coordinator is where peers find this machine, as far as it can tell. What is
-// known besides stays, unless it is another machine's by now: an interface may be away for a moment.
+// known besides stays where nothing else is there: an interface may be away for a moment.
 void NodeServer::find_own_hosts(bool connected_anew) {
   const auto& [here, there] = coordinators_.ends();
   const auto parts = transport::SocketAddress::split(there);

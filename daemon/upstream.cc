@@ -109,11 +109,12 @@ void Upstream::call_next() {
     if (attempt->unanswered == 0) lost(error.message());
   });
   attempt.head_start.cancel();
-  if (attempt.sockets.size() == attempt.endpoints.size()) return;
+  if (attempt.sockets.size() >= attempt.endpoints.size()) return;
   const Duration each = deadlines::kAllAddresses.of(silence_) / static_cast<std::int64_t>(attempt.endpoints.size());
   attempt.head_start.expires_after(std::min<Duration>(each, kHeadStart));
+  // One that has expired before it is cancelled comes all the same, and finds that the last has been called.
   attempt.head_start.async_wait([this, attempt = attempt_](asio::error_code error) {
-    if (!error && !attempt->over) call_next();
+    if (!error && !attempt->over && attempt->sockets.size() < attempt->endpoints.size()) call_next();
   });
 }
 

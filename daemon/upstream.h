@@ -2,8 +2,8 @@
 // connects, proves the job key, and connects again for as long as its owner lives. Neither connecting nor the proof may
 // take longer than the silence, because the system itself would retry a connection that met a cut link after ever
 // longer pauses. A name is resolved anew at each try, since it may have come to mean another machine, but one that is
-// still being resolved since an earlier try is waited for; of several addresses the one that
-// was heard last is called first, the others shortly after it, and each further try begins with another one.
+// still being resolved since an earlier try is waited for; of several addresses the one that was heard last is called
+// first, the others shortly after it, and each further try begins with another one.
 // Everything runs in the io_context's thread.
 #pragma once
 

@@ -34,7 +34,7 @@ class Readmissions {
   // Returns how long it has to wait, where it has to.
   std::optional<Held> on_put_out(ReplicaId replica, Step step, TimePoint now) {
     auto& one = all_[replica];
-    const bool soon = one.admitted && (step.value - one.admitted->value < kSoon ||
+    const bool soon = one.admitted && (step.value < one.admitted->value + kSoon ||
                                        now - one.admitted_at < deadlines::kSoonPutOut.of(silence_));
     one.admitted.reset();
     one.times = soon ? one.times + 1 : 0;

@@ -13,6 +13,15 @@
 
 namespace rejoin::transport {
 
+namespace {
+
+// Not what the name server says of a name, but that it, or this machine, can't say anything.
+bool is_of_server(int error) {
+  return error == EAI_AGAIN || error == EAI_FAIL || error == EAI_MEMORY || error == EAI_SYSTEM;
+}
+
+}  // namespace
+
 Result<HostPort> SocketAddress::split(const std::string& text) {
   const auto colon = text.rfind(':');
   if (colon == std::string::npos || colon == 0 || colon + 1 == text.size())
@@ -46,8 +55,8 @@ Result<std::deque<SocketAddress>> SocketAddress::find(const std::string& text, i
   hints.ai_flags = flags;
   addrinfo* found = nullptr;
   if (int error = ::getaddrinfo(parts->host.c_str(), std::to_string(parts->port).c_str(), &hints, &found); error != 0)
-    return fail(error == EAI_AGAIN || error == EAI_SYSTEM ? ErrorCode::unavailable : ErrorCode::invalid_argument,
-                "address '{}': {}", text, ::gai_strerror(error));
+    return fail(is_of_server(error) ? ErrorCode::unavailable : ErrorCode::invalid_argument, "address '{}': {}", text,
+                ::gai_strerror(error));
   std::deque<SocketAddress> all;
   for (const addrinfo* each = found; each != nullptr; each = each->ai_next) {
     SocketAddress& address = all.emplace_back();

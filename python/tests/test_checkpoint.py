@@ -161,7 +161,7 @@ def saved(tmp_path, monkeypatch) -> dict:
     one._updates.count_all(20)
     monkeypatch.setattr(one, "_native", SimpleNamespace(position=lambda: "of step 20", committed=lambda: 20))
     monkeypatch.setattr(one, "_joined", True)
-    monkeypatch.setattr(_checkpoint, "_native", SimpleNamespace(position_step=lambda position: 20))
+    monkeypatch.setattr(_checkpoint._native, "position_step", lambda position: 20)
     return copy.deepcopy(one.state_dict())
 
 
@@ -202,6 +202,54 @@ def test_a_job_goes_on_with_an_average_a_scale_and_another_optimizer(tmp_path, s
     other = made(tmp_path, metrics=["loss", "norm"])
     other.load_state_dict(without, changed=True)
     assert other._updates.offset == -20 and float(other._optimizer.state[other._model.weight]["step"]) == 0
+
+
+def as_of(session: Session, saved: dict) -> list[bool]:
+    """Say of each moment of a layer's weight whether it is the checkpoint's."""
+    of = session._optimizer.state[session._model[0].weight]
+    return [bool((of[name] != 0).all()) for name in ("exp_avg", "exp_avg_sq")]
+
+
+def test_another_optimizer_that_shares_a_moment_begins_anew_and_so_do_other_groups(tmp_path, monkeypatch, caplog):
+    """A part of the moments is nothing to another rule, and in other groups the numbers mean other parameters."""
+
+    def of(moments: dict, number: int) -> dict:
+        return {name: value if value.dim() == 0 or number % 2 == 0 else value[0] for name, value in moments.items()}
+
+    state = {"step": torch.tensor(20.0), "exp_avg": torch.ones(2, 2), "exp_inf": torch.ones(2, 2)}
+    monkeypatch.setattr(_checkpoint._native, "position_step", lambda position: 20)
+    kept = {"exp_avg": torch.ones(2, 2), "exp_avg_sq": torch.ones(2, 2), "step": torch.tensor(20.0)}
+    for moments, groups, same in (
+        (state, [[0, 1, 2, 3]], False),
+        (kept, [[0], [1, 2, 3]], False),
+        (kept, [[0, 1, 2, 3]], True),
+    ):
+        one = made(tmp_path, model=torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)))
+        checkpoint = one.state_dict()
+        checkpoint["optimizer"] = {
+            "state": {n: of(moments, n) for n in range(4)},
+            "param_groups": [{"params": group} for group in groups],
+        }
+        checkpoint["rejoin"]["rank0"]["position"] = "of step 20"
+        one.load_state_dict(checkpoint, changed=True)
+        assert as_of(one, checkpoint) == [same, same]
+        assert one._updates.offset == (0 if same else -20)
+        assert ("begins anew" in caplog.text) != same
+        caplog.clear()
+
+
+def test_buffers_may_be_others_than_the_checkpoints_and_parameters_may_not(tmp_path, caplog):
+    plain, normed = (torch.nn.Sequential(torch.nn.Linear(2, 2)) for _ in range(2))
+    normed.register_buffer("seen", torch.ones(3))
+    checkpoint = copy.deepcopy(made(tmp_path, model=plain).state_dict())
+    one = made(tmp_path, model=normed)
+    with pytest.raises(RuntimeError, match="seen"):
+        one.load_state_dict(checkpoint)
+    one.load_state_dict(checkpoint, changed=True)
+    assert "lacks the buffers 'seen'" in caplog.text and normed.seen.tolist() == [1.0, 1.0, 1.0]
+    del checkpoint["model"]["0.bias"]
+    with pytest.raises(InvalidArgument, match="no parameter '0.bias'"):
+        made(tmp_path, model=torch.nn.Sequential(torch.nn.Linear(2, 2))).load_state_dict(checkpoint, changed=True)
 
 
 def test_a_state_that_differs_names_the_remedy_in_python(tmp_path, saved, monkeypatch):

@@ -16,6 +16,7 @@ from test_job import RUNNING, Job  # noqa: E402
 from test_run import until  # noqa: E402
 from writer import session  # noqa: E402
 
+from rejoin.errors import Unavailable  # noqa: E402
 from rejoin.torch import _final, _leaving, _ranks  # noqa: E402
 
 
@@ -134,4 +135,37 @@ def test_sigterm_ends_the_wait_and_a_file_system_without_locks_leaves_it_to_the_
     for leads in (True, False):
         with _final.final_save(session(step=9, leads=leads), path) as mine:
             assert mine == leads
-    assert "its file system has no locks (No locks available)" in caplog.text
+    assert "there is no lock beside it (No locks available)" in caplog.text
+
+
+def test_the_folder_is_made_and_where_it_cant_be_the_leader_writes(tmp_path, caplog):
+    with _final.final_save(session(), tmp_path / "out" / "of" / "here" / "gpt.pt") as mine:
+        assert mine and not caplog.text
+    (tmp_path / "file").touch()
+    for leads in (True, False):
+        with _final.final_save(session(leads=leads), tmp_path / "file" / "gpt.pt") as mine:
+            assert mine == leads
+    assert "there is no lock beside it (File exists)" in caplog.text
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_whose_block_fails_holds_no_other_up_and_nothing_is_written(tmp_path, failing):
+    store, path = torch.distributed.HashStore(), tmp_path / "gpt"
+
+    def rank(number: int) -> type | None:
+        ranks = _ranks.Ranks(0, _leaving.Leaving(), lambda: None)
+        ranks.rank, ranks._size, ranks._store = number, 2, store
+        one = session()
+        one._ranks = ranks
+        try:
+            with _final.final_save(one, path) as mine:
+                assert mine
+                if number == failing:
+                    raise ZeroDivisionError
+        except (ZeroDivisionError, Unavailable) as error:
+            return type(error)
+
+    with ThreadPoolExecutor() as threads:
+        ends = list(threads.map(rank, (0, 1)))
+    assert ends[failing] is ZeroDivisionError and ends[1 - failing] is Unavailable
+    assert (tmp_path / "gpt.saved").read_text() == ""

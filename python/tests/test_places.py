@@ -78,6 +78,16 @@ def test_what_takes_a_parameters_place_is_refused(tmp_path, monkeypatch, change,
         one._optimizer.step()
 
 
+def test_what_is_thawed_after_attach_is_refused(tmp_path, monkeypatch):
+    model = model_of_three()
+    one, _ = in_a_step(tmp_path, monkeypatch, model)
+    teach(model)
+    one._places.check()
+    model.teacher.requires_grad_(True)
+    with pytest.raises(rejoin.InvalidArgument, match=NEW.format("teacher.weight")):
+        one._places.check()
+
+
 def move_by_name(model):
     prune.identity(model[0], "weight")  # the same object as weight_orig
 

@@ -152,3 +152,4 @@ def test_a_setting_is_told_alike_in_all_processes(tmp_path):
     assert "0x" not in told and "partial(<function warm>, 2)" in told and "then=warm" in told
     assert of(also=[Shape(), warm]) == told
     assert of(shape=functools.partial(warm, 3)) != told
+    assert "also={'a', 'b', 'c'}" in of(also={"b", "a", "c"})

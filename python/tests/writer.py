@@ -9,7 +9,10 @@ from rejoin.torch import _final
 
 
 def session(step=7, digest=1, since=0.0, leads=False, leaving=False) -> SimpleNamespace:
-    ranks = SimpleNamespace(rank=0, first_says=lambda name, first: first(), gather=lambda *_, **more: [])
+    ranks = SimpleNamespace(
+        rank=0, first_says=lambda name, first: first(), gather=lambda *_, **more: [], say=lambda *_: None,
+        leave_together=lambda name: None,
+    )  # fmt: skip
     return SimpleNamespace(
         replica=0, _step=object(), version=step, committed=step, finished=True, leads=leads, _since=since,
         state_digest=lambda: digest, _ranks=ranks, _saves=0, _leaving=SimpleNamespace(is_set=lambda: leaving),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,10 @@ if TYPE_CHECKING:
     from rejoin.torch._metrics import Metrics
     from rejoin.torch._session import Session
 
+log = logging.getLogger("rejoin")
+
+# Moments that a setting of the same rule has added since: they begin with zeros beside the others.
+_SINCE_THEN = frozenset({"max_exp_avg_sq"})
 # Behind a position: what the optimizer had counted before the job, which its own counts, of float32, tell up to 2^24.
 # Behind that the metrics' names. They are no keys of their own, as dcp.load() refuses a checkpoint without one, such as
 # an older one.
@@ -89,7 +94,7 @@ def restore(session: Session, state: Mapping[str, Any], changed: bool = False) -
     """Take the state in as `Session.load_state_dict()` says."""
     if session._model is None or session._optimizer is None or session._updates is None or session._joined:
         raise InvalidArgument("load_state_dict() comes after attach() and before join()")
-    session._model.load_state_dict(state["model"])
+    _load_model(session._model, state["model"], changed)
     place = state["rejoin"].get(f"rank{session.rank}") if "rejoin" in state else None
     if "rejoin" in state and place is None:
         known = ", ".join(state["rejoin"])
@@ -101,7 +106,7 @@ def restore(session: Session, state: Mapping[str, Any], changed: bool = False) -
         _load_metrics(session._metrics, place.get("metrics"), json.loads(names) if names else None, changed)
         if session._loss_scale is not None and place.get("loss_scale") is not None:
             session._loss_scale.copy_(place["loss_scale"])
-    _load_optimizer(session, state["optimizer"]["state"], version, int(counted) if counted else None, changed)
+    _load_optimizer(session, state["optimizer"], version, int(counted) if counted else None, changed)
     session._position, session._compares = position or None, not changed
     buffers = place.get("buffers", {}) if place is not None else {}
     with torch.no_grad():
@@ -118,6 +123,19 @@ def restore(session: Session, state: Mapping[str, Any], changed: bool = False) -
                 tensor.take(tensor.columns[-1], state.get("average", {}).get(tensor.name, tensor.value))
 
 
+def _load_model(model: torch.nn.Module, state: Mapping[str, Any], changed: bool) -> None:
+    loaded = model.load_state_dict(state, strict=not changed)
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    if missing := sorted(parameters.intersection(loaded.missing_keys)):
+        raise InvalidArgument(f"the checkpoint has no parameter '{missing[0]}': buffers alone may be others than its")
+    for names, what in (
+        (loaded.missing_keys, "lacks the buffers"),
+        (loaded.unexpected_keys, "has what is not the model's:"),
+    ):
+        if names:
+            log.warning("the checkpoint %s %s", what, ", ".join(map(repr, names)))
+
+
 # By name; those that the checkpoint does not have begin with zeros. Older ones have no names.
 def _load_metrics(metrics: Metrics, values: torch.Tensor | None, names: list[str] | None, changed: bool) -> None:
     if values is None or metrics.state is None:
@@ -132,8 +150,9 @@ def _load_metrics(metrics: Metrics, values: torch.Tensor | None, names: list[str
 
 
 def _load_optimizer(
-    session: Session, state: Mapping[int, Mapping[str, Any]], version: int, before: int | None, changed: bool
+    session: Session, saved: Mapping[str, Any], version: int, before: int | None, changed: bool
 ) -> None:
+    state: Mapping[int, Mapping[str, Any]] = saved["state"]
     assert session._optimizer is not None and session._updates is not None
     held = {id(tensor.value): tensor for tensor in session._tensors}
     order = [p for group in session._optimizer.param_groups for p in group["params"]]
@@ -149,12 +168,25 @@ def _load_optimizer(
             )
     tensors = [held[id(parameter)] for parameter in order]
     counted = _optimizer.counted((t.name, t.kept, state.get(number, {})) for number, t in enumerate(tensors))
+    # Another optimizer begins anew: moments of one rule, or some of them, are nothing to another one.
+    others = any(set(tensors[n].kept.moments) - _SINCE_THEN - set(kept) for n, kept in state.items())
+    begins = changed and (others or not _same_groups(session._optimizer, saved))
+    if begins:
+        log.warning("the optimizer is another than the checkpoint's, and begins anew")
     for number, kept in state.items():
-        tensors[number].take_state(kept)
-    begins = changed and not any(set(t.kept.moments) & set(state.get(n, {})) for n, t in enumerate(tensors))
+        if not begins:
+            tensors[number].take_state(kept)
     if begins and counted is not None:  # another optimizer: it counts from the job's next step on
         session._updates.offset = -version
         session._updates.count_all(version)
     elif state and counted is not None:
         session._updates.offset = before if before is not None else counted - version
         session._updates.count_all(version)
+
+
+# Numbers of parameters are those of all groups in a row: they mean the same parameters in the same groups alone.
+def _same_groups(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> bool:
+    groups = saved.get("param_groups")
+    if groups is None:
+        return True
+    return [len(group["params"]) for group in groups] == [len(group["params"]) for group in optimizer.param_groups]

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rejoin.errors import Unavailable
+
 if TYPE_CHECKING:
     from rejoin.torch._session import Session
 
@@ -31,19 +33,29 @@ class _Turn:
     def __init__(self, session: Session, path: Path) -> None:
         self._session, self._path = session, path
         self._line = f"step={session.committed} digest={session.state_digest():016x}\n".encode()
-        self._file = os.open(path.with_name(f"{path.name}.saved"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        self._file: int | None = None
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(path.with_name(f"{path.name}.saved"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            self._has_none(error)
+
+    def _has_none(self, error: OSError) -> None:
+        log.warning("%s: there is no lock beside it (%s): if the leader dies while it writes, nobody writes it",
+                    self._path, error.strerror)  # fmt: skip
 
     def comes(self) -> bool:
         """Wait for it; false where another replica has written meanwhile, or is left to after SIGTERM."""
         since, told = time.monotonic(), False
+        if self._file is None:
+            return self._session.leads
         while True:
             try:
                 fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except OSError as error:
                 if error.errno not in _TAKEN:
-                    log.warning("%s: its file system has no locks (%s): if the leader dies while it writes, nobody "
-                                "writes it", self._path, error.strerror)  # fmt: skip
+                    self._has_none(error)
                     return self._session.leads
             if self._session._leaving.is_set():
                 log.warning("SIGTERM: another replica writes %s, and is not waited for", self._path)
@@ -60,36 +72,46 @@ class _Turn:
 
     def written(self) -> None:
         """Say so to those who wait."""
-        os.pwrite(self._file, self._line, 0)
-        os.fsync(self._file)
+        if self._file is not None:
+            os.pwrite(self._file, self._line, 0)
+            os.fsync(self._file)
 
     def end(self) -> None:
         """Let the next one go on."""
-        os.close(self._file)
+        if self._file is not None:
+            os.close(self._file)
 
 
 @contextmanager
 def final_save(session: Session, path: str | os.PathLike[str]) -> Iterator[bool]:
     """Let one replica write, and the others wait for it: `Session.final_save()`."""
     path = Path(path)
-    if session._step is None or session.version is None or session._ranks is None:
+    ranks = session._ranks
+    if session._step is None or session.version is None or ranks is None:
         log.warning("replica %d has not the job's last state, and leaves %s to those that have", session.replica, path)
         yield False
         return
-    if not session.finished and not session.leads:  # it left before: after SIGTERM, or with a break
-        yield False
-        return
-    ranks = session._ranks
+    # It left before: after SIGTERM, or with a break.
+    early = not session.finished and not session.leads
     name = f"final {session._saves}"
     session._saves += 1
-    turn = _Turn(session, path) if ranks.rank == 0 else None
+    turn = _Turn(session, path) if ranks.rank == 0 and not early else None
+    comes = turn.comes if turn is not None else (lambda: False) if ranks.rank == 0 else None
+    written = False
     try:
-        mine = ranks.first_says(name, turn.comes if turn is not None else None)
-        yield mine
-        if mine:
-            ranks.gather(f"{name} is written", b"", patient=True)
-            if turn is not None:
-                turn.written()
+        mine = ranks.first_says(name, comes)
+        try:
+            yield mine
+            written = mine
+        finally:
+            if mine and not written:
+                ranks.say(f"{name} is written", b"0")
+        if not mine:
+            return ranks.leave_together(f"{name} is over")
+        if b"0" in ranks.gather(f"{name} is written", b"1", patient=True):
+            raise Unavailable(f"{path} is not written: another rank's block has failed")
+        if turn is not None:
+            turn.written()
     finally:
         if turn is not None:
             turn.end()

@@ -50,4 +50,7 @@ class Places:
     # By identity, which a module that is looked at keeps alive. Every step asks: it is to be quick.
     def _of(self, module: torch.nn.Module) -> list[int]:
         inner = list(map(id, module._modules.values()))
-        return inner if self._sharded else [*inner, *map(id, module._parameters.values())]
+        if self._sharded:
+            return inner
+        own = module._parameters.values()
+        return [*inner, *map(id, own), *(parameter is not None and parameter.requires_grad for parameter in own)]

@@ -101,7 +101,11 @@ class Ranks:
             assert first is not None
             return first()
         if first is not None:
-            self._store.set(name, b"1" if first() else b"0")
+            says = False
+            try:
+                says = first()
+            finally:  # also where it fails: nobody is to wait for it
+                self._store.set(name, b"1" if says else b"0")
         self._wait(f"'{name}'", [name], patient=True)
         return bool(self._store.get(name) == b"1")
 
@@ -154,16 +158,23 @@ class Ranks:
             return True
         return step >= last
 
-    def leave_together(self) -> None:
-        """Wait until all ranks are through with their last step's body.
+    def say(self, name: str, mine: bytes) -> None:
+        """Say under this name what `gather()` gives others, and wait for nobody."""
+        if self._store is not None:
+            self._store.set(f"{name}/{self.rank}", mine)
 
-        The first one that leaves ends the replica's part in the job, in which another may still write a checkpoint.
+    def leave_together(self, name: str = "leaves") -> None:
+        """Wait for a while until all ranks are through with their last step's body, or have come here; once for each
+        name.
+
+        The first one that leaves ends the replica's part in the job, in which another may still write a checkpoint;
+        and whoever has the store takes it along.
         """
         if self._store is None:
             return
         try:
-            self._store.set(f"leaves/{self.rank}", "1")
-            ranks = [f"leaves/{rank}" for rank in range(self._size)]
+            self._store.set(f"{name}/{self.rank}", "1")
+            ranks = [f"{name}/{rank}" for rank in range(self._size)]
             self._store.wait(ranks, timedelta(seconds=_WAITS_FOR_BODIES_SECONDS))
         except torch.distributed.DistError:  # one is gone, or takes too long; or whoever had the store is gone
             pass

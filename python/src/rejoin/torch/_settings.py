@@ -42,6 +42,8 @@ def text(value: Any) -> str:
     """Tell a setting exactly, and in another process alike."""
     if isinstance(value, torch.Tensor):
         return str(value.tolist())
+    if isinstance(value, set | frozenset):  # whose order is each process's own
+        return f"{{{', '.join(sorted(map(text, value)))}}}"
     return _ADDRESS.sub("", getattr(value, "__qualname__", repr(value)))  # the name of a function
 
 
