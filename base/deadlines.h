@@ -24,14 +24,13 @@ constexpr int ticks_of(Duration silence) {
 constexpr Duration tick_of(Duration silence) { return silence / ticks_of(silence) + std::chrono::milliseconds(1); }
 
 // Who is silent, or has no time to say more than that it is there:
-constexpr Deadline kHeartbeatOfTrainer{1, 8};  // a trainer's heartbeat to its daemon
-constexpr Deadline kHeartbeatOfDaemon{1, 4};   // a daemon's or relay's heartbeat to the coordinator
-constexpr Deadline kOthersComeBack{5, 1};      // who is silent while others still come back after the same loss
-constexpr Deadline kStreamsWait{4, 1};         // CUDA streams that wait for a progress thread that stands still
-constexpr Deadline kStartPatience{15, 1};      // replicas that have not come, at the start of a job that lost all
-constexpr Deadline kSoonPutOut{30, 1};         // a replica that is put out was admitted so lately: soon again
-constexpr Deadline kFirstReadmission{4,
-                                     1};  // from the second such time on, the pause before it is admitted; it doubles
+constexpr Deadline kHeartbeatOfTrainer{1, 8};    // a trainer's heartbeat to its daemon
+constexpr Deadline kHeartbeatOfDaemon{1, 4};     // a daemon's or relay's heartbeat to the coordinator
+constexpr Deadline kOthersComeBack{5, 1};        // who is silent while others still come back after the same loss
+constexpr Deadline kStreamsWait{4, 1};           // CUDA streams that wait for a progress thread that stands still
+constexpr Deadline kStartPatience{15, 1};        // replicas that have not come, at the start of a job that lost all
+constexpr Deadline kSoonPutOut{30, 1};           // a replica that is put out was admitted so lately: soon again
+constexpr Deadline kFirstReadmission{4, 1};      // from the second such time on, the pause until admission; it doubles
 constexpr Deadline kLongestReadmission{150, 1};  // the longest pause before such a replica is admitted
 // Several coordinators:
 constexpr Deadline kTakeover{3, 20};   // the leading coordinator is not heard, or can't write: others may take over

@@ -22,6 +22,7 @@ namespace rejoin::demo {
 namespace {
 
 constexpr auto kRestartAfter = std::chrono::milliseconds(200);  // what a scheduler needs to start a process again
+constexpr auto kAsksEvery = std::chrono::milliseconds(200);
 
 // Each on a line of its own, under the message.
 std::string joined(const std::vector<std::string>& lines) {
@@ -76,14 +77,29 @@ Result<nlohmann::json> Job::wait_for_addresses(pid_t& pid, const std::string& fi
 Result<> Job::start_coordinator(Coordinator& one) {
   const std::string address_file = fmt::format("{}/{}.json", directory_, one.name);
   std::filesystem::remove(address_file);
-  std::vector<std::string> arguments{
-      settings_.binaries + "/rejoind", "--coordinator", "--listen", one.address, "--log-directory", one.log_directory,
-      "--replicas", std::to_string(settings_.replicas), "--ranks", std::to_string(settings_.ranks), "--batch",
-      std::to_string(settings_.batch), "--steps", std::to_string(settings_.steps), "--silence-ms",
-      std::to_string(settings_.silence_ms),
-      // Where everybody was killed the demo starts afresh; its proof counts the steps.
-      "--roll-back-to", "0", "--job-key-file", directory_ + "/key", "--address-file", address_file, "--events",
-      events_directory()};
+  std::vector<std::string> arguments{settings_.binaries + "/rejoind",
+                                     "--coordinator",
+                                     "--listen",
+                                     one.address,
+                                     "--log-directory",
+                                     one.log_directory,
+                                     "--replicas",
+                                     std::to_string(settings_.replicas),
+                                     "--ranks",
+                                     std::to_string(settings_.ranks),
+                                     "--batch",
+                                     std::to_string(settings_.batch),
+                                     "--steps",
+                                     std::to_string(settings_.steps),
+                                     "--silence-ms",
+                                     std::to_string(settings_.silence_ms),
+                                     "--job-key-file",
+                                     directory_ + "/key",
+                                     "--address-file",
+                                     address_file,
+                                     "--events",
+                                     events_directory()};
+  if (gives_up_) arguments.insert(arguments.end(), {"--roll-back-to", "0"});
   if (etcd_) {
     const std::string store = "etcd:" + etcd_->endpoints();
     arguments.insert(arguments.end(), {"--store", store, "--job", "demo", "--name", one.name});
@@ -262,7 +278,28 @@ Result<> Job::on_ended(pid_t pid, int status, TimePoint now) {
   const RankName rank = trainer->first;
   trainers_.erase(trainer);
   if (signal == 0 && WEXITSTATUS(status) == 0) finished_.insert(rank);
-  else lost_.try_emplace(rank.replica, now);
+  else lost_.try_emplace(rank.replica, now), died_.insert(rank.replica);
+  return {};
+}
+
+// Where everybody was killed the demo, as the job's operator, has it start afresh; its proof counts the steps.
+Result<> Job::answer_coordinators(TimePoint now) {
+  if (died_.size() < settings_.replicas || now - asked_ < kAsksEvery) return {};
+  asked_ = now;
+  const bool wanted = std::any_of(coordinators_.begin(), coordinators_.end(), [](const Coordinator& one) {
+    const auto status = nlohmann::json::parse(get(one.status, "/status"), nullptr, false);
+    return one.pid > 0 && status.contains("coordinator_role") &&
+           status.at("coordinator_role").contains("wants_roll_back_to");
+  });
+  if (!wanted) return {};
+  died_.clear();
+  gives_up_ = true;
+  for (auto& one : coordinators_) {
+    if (one.pid > 0) end(std::exchange(one.pid, 0));
+    one.lost.reset();
+    if (auto started = start_coordinator(one); !started) return started;
+  }
+  gives_up_ = false;
   return {};
 }
 
@@ -272,6 +309,7 @@ Result<> Job::look_after(TimePoint now) {
     if (pid <= 0) break;
     if (auto ended = on_ended(pid, status, now); !ended) return ended;
   }
+  if (auto answered = answer_coordinators(now); !answered) return answered;
   for (auto& one : coordinators_)
     if (one.lost && now - *one.lost >= kRestartAfter) {
       one.lost.reset();

@@ -84,6 +84,7 @@ class Job {
   Result<> start_trainer(RankName rank, const std::vector<std::string>& more);
   Result<> on_ended(pid_t pid, int status, TimePoint now);
   Result<> on_coordinator_ended(Coordinator& coordinator, TimePoint now);
+  Result<> answer_coordinators(TimePoint now);
   // What it says of its addresses, the daemon that has just been started as `pid`, with this one among them.
   Result<nlohmann::json> wait_for_addresses(pid_t& pid, const std::string& file, const char* key);
 
@@ -97,6 +98,9 @@ class Job {
   std::set<RankName> finished_;
   std::set<RankName> stopped_;
   std::map<std::uint32_t, TimePoint> lost_;  // replicas to be started again
+  std::set<std::uint32_t> died_;             // replicas, since the job began, or began afresh
+  TimePoint asked_{};
+  bool gives_up_ = false;  // coordinators are started with an operator's word
 };
 
 }  // namespace rejoin::demo

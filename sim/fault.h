@@ -90,7 +90,7 @@ enum class Plant : std::uint8_t {
   wrong_batch,                // a trainer trains other samples than it was given
   touch_the_input,            // gradients are changed while they are reduced
   damage_after_verification,  // a joiner's state changes after it was verified
-  deaf_rank,                  // one rank stops hearing plans
+  deaf_rank,                  // one rank of each replica stops hearing plans: one alone is put out, and held back
   early_verification,         // a joiner is called complete before it is
   stale_write,                // a write lands after its endpoint was closed
   log_too_much,               // the budget for kept gradients is ignored

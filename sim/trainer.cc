@@ -215,8 +215,7 @@ std::size_t Trainer::pins_in_use() const {
 void Trainer::run() {
   const TimePoint now = world_.now_at(machine);
   driver_->notice(now);
-  const bool deaf =
-      world_.planted(Plant::deaf_rank) && replica == 0 && rank == 0 && world_.now().time_since_epoch() > 2s;
+  const bool deaf = world_.planted(Plant::deaf_rank) && rank == 0 && world_.now().time_since_epoch() > 2s;
   for (const auto& message : std::exchange(inbox_, {}))
     if (!deaf || !message.has_plan()) driver_->on_control_message(message, now);
   const auto outcomes = driver_->outcomes();
