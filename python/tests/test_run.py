@@ -274,7 +274,7 @@ def test_the_page_is_named_and_what_variables_say_of_another_daemon_is_not_taken
 def test_a_job_ends_at_once_where_the_settings_of_a_daemon_are_wrong(tmp_path):
     more = """
         output = Path(sys.argv[1]) / "node0.log"
-        self._start(run._Process("node0", ["bash", "-c", "echo what is wrong; exit 2"], None, output))
+        self._start(run.Kept("node0", ["bash", "-c", "echo what is wrong; exit 2"], None, output))
 """
     job = job_of(tmp_path, "trap 'exit 0' TERM; while :; do sleep 0.05; done", more=more)
     _, told = job.communicate(timeout=60)
