@@ -19,26 +19,8 @@ struct Limits : testing::Test {
   const Scratch scratch;
   const std::string key = scratch.key();
   std::vector<std::string> daemon(const std::vector<std::string>& more) const {
-    return with({kDaemon,
-                 "--job-key-file",
-                 key,
-                 "--coordinator",
-                 "--log-directory",
-                 scratch.path + "/log",
-                 "--replicas",
-                 "1",
-                 "--ranks",
-                 "1",
-                 "--batch",
-                 "1",
-                 "--listen",
-                 "127.0.0.1:0",
-                 "--status",
-                 "127.0.0.1:0",
-                 "--socket",
-                 scratch.path + "/socket",
-                 "--flight-dir",
-                 "off"},
+    return with(lone_coordinator({"--job-key-file", key, "--log-directory", scratch.path + "/log", "--socket",
+                                  scratch.path + "/socket"}),
                 more);
   }
 };

@@ -11,6 +11,13 @@ namespace rejoin::test {
 
 inline const std::string kMinimal = binaries() + "/rejoin-minimal";
 
+// A coordinator of a job of one trainer, with this added.
+inline std::vector<std::string> lone_coordinator(std::vector<std::string> with) {
+  with.insert(with.begin(), {kDaemon, "--coordinator", "--replicas", "1", "--ranks", "1", "--batch", "1", "--listen",
+                             "127.0.0.1:0", "--status", "127.0.0.1:0", "--flight-dir", "off"});
+  return with;
+}
+
 struct Job : Daemons {
   std::vector<std::unique_ptr<Process>> processes;
 

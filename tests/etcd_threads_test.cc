@@ -19,36 +19,11 @@ struct EtcdThreads : testing::Test {
 };
 
 TEST_F(EtcdThreads, AreAskedForAtTheStart) {
-  const Ended ended = run({"/usr/bin/prlimit",
-                           "--nproc=8:8",
-                           "/usr/bin/setpriv",
-                           "--reuid",
-                           std::to_string(user),
-                           "--clear-groups",
-                           kDaemon,
-                           "--coordinator",
-                           "--name",
-                           "c0",
-                           "--store",
-                           "etcd:127.0.0.1:1",
-                           "--job",
-                           "j",
-                           "--job-key-file",
-                           job.key,
-                           "--log-directory",
-                           job.file("log"),
-                           "--replicas",
-                           "1",
-                           "--ranks",
-                           "1",
-                           "--batch",
-                           "1",
-                           "--listen",
-                           "127.0.0.1:0",
-                           "--status",
-                           "127.0.0.1:0",
-                           "--flight-dir",
-                           "off"});
+  auto command = lone_coordinator({"--name", "c0", "--store", "etcd:127.0.0.1:1", "--job", "j", "--job-key-file",
+                                   job.key, "--log-directory", job.file("log")});
+  command.insert(command.begin(), {"/usr/bin/prlimit", "--nproc=8:8", "/usr/bin/setpriv", "--reuid",
+                                   std::to_string(user), "--clear-groups"});
+  const Ended ended = run(command);
   EXPECT_EQ(ended.status, 1) << ended.output;
   EXPECT_THAT(ended.output, HasSubstr("gRPC, which speaks with etcd, needs 12 threads: the system gives no thread"));
   EXPECT_THAT(ended.output, HasSubstr("raise the limit of processes ('ulimit -u', or pids.max of the container)"));

@@ -128,6 +128,13 @@ struct MovingHost : TwoHosts {
   std::string port;
 
   MovingHost() { silence = "2000"; }
+  // Gives each an address that begins so.
+  bool has_ipv6(const std::string& network) {
+    for (int i = 0; i < 2; ++i)
+      if (hosts[i].ip({"addr", "add", fmt::format("{}{}/64", network, i + 1), "dev", "eth0", "nodad"}).status != 0)
+        return false;
+    return true;
+  }
   void start_coordinator() {
     start_daemon(0, "coordinator",
                  {"--coordinator", "--listen", "[::]:0", "--log-directory", file("log"), "--replicas", "2", "--ranks",
@@ -211,9 +218,7 @@ TEST(Hosts, AnAddressThatChangesIsToldToWhoComesLater) {
 TEST(Hosts, WhoListensOverIpv4AloneIsToldByAnIpv4Address) {
   MovingHost two;
   if (const auto why = two.connect(); !why.empty()) GTEST_SKIP() << why;
-  for (int i = 0; i < 2; ++i)
-    if (two.hosts[i].ip({"addr", "add", fmt::format("fd00:77::{}/64", i + 1), "dev", "eth0", "nodad"}).status != 0)
-      GTEST_SKIP() << "no IPv6 here";
+  if (!two.has_ipv6("fd00:77::")) GTEST_SKIP() << "no IPv6 here";
   two.start_coordinator();
   for (int i = 0; i < 2; ++i) two.start_node(i, "[fd00:77::1]" + two.port);
   for (int i = 0; i < 2; ++i) two.restart(i);
@@ -225,9 +230,7 @@ TEST(Hosts, WhoListensOverIpv4AloneAndHasNoSuchAddressIsRefused) {
   MovingHost two;
   if (const auto why = two.connect(); !why.empty()) GTEST_SKIP() << why;
   two.hosts[1].ip({"addr", "flush", "dev", "eth0"});
-  for (int i = 0; i < 2; ++i)
-    if (two.hosts[i].ip({"addr", "add", fmt::format("fd00:77::{}/64", i + 1), "dev", "eth0", "nodad"}).status != 0)
-      GTEST_SKIP() << "no IPv6 here";
+  if (!two.has_ipv6("fd00:77::")) GTEST_SKIP() << "no IPv6 here";
   two.start_coordinator();
   two.start_node(1, "[fd00:77::1]" + two.port);
   two.restart(1);
@@ -249,9 +252,7 @@ TEST(Hosts, WhoListensOverIpv4AloneAndHasNoSuchAddressIsRefused) {
 TEST(Hosts, ACoordinatorAtALinkLocalAddressIsNoReasonToTellOne) {
   MovingHost two;
   if (const auto why = two.connect(); !why.empty()) GTEST_SKIP() << why;
-  for (int i = 0; i < 2; ++i)
-    if (two.hosts[i].ip({"addr", "add", fmt::format("fe80::77:{}/64", i + 1), "dev", "eth0", "nodad"}).status != 0)
-      GTEST_SKIP() << "no IPv6 here";
+  if (!two.has_ipv6("fe80::77:")) GTEST_SKIP() << "no IPv6 here";
   two.start_coordinator();
   const std::string coordinator = "[fe80::77:1%eth0]" + two.port;
   two.start_node(1, coordinator);

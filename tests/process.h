@@ -65,6 +65,7 @@ class Process {
     const int out = ::open(output_.c_str(), O_WRONLY | O_CREAT | O_APPEND, 0600);
     ::dup2(out, 1);
     ::dup2(out, 2);
+    ::close_range(3, ~0U, 0);  // nor has it what this process was started with
     for (auto& variable : environment) ::putenv(variable.data());
     std::vector<char*> argv;
     for (auto& argument : arguments) argv.push_back(argument.data());

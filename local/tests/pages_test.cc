@@ -7,7 +7,6 @@
 #include <sys/mount.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -17,6 +16,7 @@
 
 #include "base/bytes.h"
 #include "base/populate.h"
+#include "base/tests/said_by_child.h"
 #include "local/owner.h"
 #include "local/view.h"
 
@@ -78,27 +78,15 @@ TEST_F(Pages, ThatTheDaemonCannotHaveAreTheRanksFailure) {
 
 // What a process says in which overcommit_memory reads so, and /mnt is a file system of 64 KiB.
 std::string where_it_reads(const std::string& overcommit, const std::function<std::string()>& says) {
-  int ends[2];
-  EXPECT_EQ(::pipe(ends), 0);
-  const pid_t child = ::fork();
-  if (child == 0) {
-    std::string said = "nobody may mount here";
-    if (::unshare(CLONE_NEWNS) == 0 && ::mount(nullptr, "/", nullptr, MS_REC | MS_PRIVATE, nullptr) == 0 &&
-        ::mount("tmpfs", "/mnt", "tmpfs", 0, "size=64k") == 0) {
-      std::ofstream("/mnt/overcommit") << overcommit << "\n";
-      said = ::mount("/mnt/overcommit", "/proc/sys/vm/overcommit_memory", nullptr, MS_BIND, nullptr) == 0
-                 ? says()
-                 : "nothing may be mounted there";
-    }
-    (void)!::write(ends[1], said.data(), said.size());
-    ::_exit(0);
-  }
-  ::close(ends[1]);
-  char said[4096];
-  const ssize_t got = ::read(ends[0], said, sizeof said);
-  ::close(ends[0]);
-  ::waitpid(child, nullptr, 0);
-  return {said, static_cast<std::size_t>(std::max<ssize_t>(got, 0))};
+  return test::said_by_child([&]() -> std::string {
+    if (::unshare(CLONE_NEWNS) != 0 || ::mount(nullptr, "/", nullptr, MS_REC | MS_PRIVATE, nullptr) != 0 ||
+        ::mount("tmpfs", "/mnt", "tmpfs", 0, "size=64k") != 0)
+      return "nobody may mount here";
+    std::ofstream("/mnt/overcommit") << overcommit << "\n";
+    return ::mount("/mnt/overcommit", "/proc/sys/vm/overcommit_memory", nullptr, MS_BIND, nullptr) == 0
+               ? says()
+               : "nothing may be mounted there";
+  });
 }
 
 #define SKIP_IF_NOT_MOUNTED(said) \

@@ -78,6 +78,12 @@ struct Bench {
     message.mutable_rank_up()->set_incarnation(incarnations[replica]);
     send(node, message);
   }
+  // After a restart: the contributor of before comes back, and ends.
+  void lose_the_contributor_of(const Bench& before) {
+    incarnations = before.incarnations;
+    back(0, 10);
+    down(0);
+  }
   // … as ranks that have heard all of what another coordinator has decided.
   void back_from(const Bench& other, std::uint32_t replica) {
     for (std::uint32_t rank = 0; rank < config.ranks; ++rank) {

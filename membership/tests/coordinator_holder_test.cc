@@ -161,9 +161,7 @@ TEST(Coordinator, AJoinerMaySayAfterTheCoordinatorsRestartThatItHasCaughtUp) {
     Bench first;
     first.start_with_a_joiner();
     Bench bench(first.log);
-    bench.incarnations = first.incarnations;
-    bench.back(0, 10);
-    bench.down(0);
+    bench.lose_the_contributor_of(first);
     EXPECT_EQ(bench.contributors(), 0u);
     bench.back(1, 11, 2);
     for (std::uint32_t rank = 0; rank < bench.config.ranks; ++rank) bench.stand(1, rank, says);
@@ -181,9 +179,7 @@ TEST(Coordinator, AJoinerThatMayHaveCaughtUpIsWaitedForAfterTheCoordinatorsResta
     Bench first;
     first.start_with_a_joiner();
     Bench bench(first.log);
-    bench.incarnations = first.incarnations;
-    bench.back(0, 10);
-    bench.down(0);
+    bench.lose_the_contributor_of(first);
     bench.back_with(1, 0, 11, 2);  // its other rank's daemon is silent for long
     bench.stand(1, 0, true, 11);
     bench.pass(10s, {11});
@@ -219,9 +215,7 @@ TEST(Coordinator, AJoinerThatOnlyMayHaveCaughtUpIsGivenUpAtAnOperatorsWord) {
     Bench first;
     first.start_with_a_joiner();
     Bench bench(first.log, {.roll_back_to = told ? std::optional(Step(0)) : std::nullopt});
-    bench.incarnations = first.incarnations;
-    bench.back(0, 10);
-    bench.down(0);
+    bench.lose_the_contributor_of(first);
     bench.pass(14s, {});
     EXPECT_EQ(bench.coordinator.blocked_on(), std::vector{ReplicaId(1)});
     bench.pass(3s, {});

@@ -11,9 +11,7 @@ TEST(Coordinator, AJoinerWhoseRanksHaveYetToSayWhereTheyStandIsWaitedFor) {
     Bench first;
     first.start_with_a_joiner();
     Bench bench(first.log);
-    bench.incarnations = first.incarnations;
-    bench.back(0, 10);
-    bench.down(0);
+    bench.lose_the_contributor_of(first);
     bench.pass(1200ms, {10});
     bench.inbox.clear();
     bench.back_with(1, 0, 11, 2), bench.back_with(1, 1, 12, 2);

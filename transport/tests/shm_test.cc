@@ -25,6 +25,7 @@
 #include "base/digest.h"
 #include "base/fd.h"
 #include "base/refusals.h"
+#include "base/tests/said_by_child.h"
 #include "base/unix_socket.h"
 #include "transport/shm/factory.h"
 #include "transport/shm/ring.h"
@@ -49,20 +50,7 @@ bool forbid_process_vm_readv() {
 
 // In a process of its own, which keeps the filter. Returns what `says` returned there.
 std::string in_a_container(const std::function<std::string()>& says) {
-  int ends[2];
-  EXPECT_EQ(::pipe(ends), 0);
-  const pid_t child = ::fork();
-  if (child == 0) {
-    const std::string said = forbid_process_vm_readv() ? says() : "no seccomp here";
-    (void)!::write(ends[1], said.data(), said.size());
-    ::_exit(0);
-  }
-  ::close(ends[1]);
-  char said[4096];
-  const ssize_t got = ::read(ends[0], said, sizeof said);
-  ::close(ends[0]);
-  ::waitpid(child, nullptr, 0);
-  return {said, static_cast<std::size_t>(std::max<ssize_t>(got, 0))};
+  return test::said_by_child([&] { return forbid_process_vm_readv() ? says() : "no seccomp here"; });
 }
 
 // A megabyte from one engine to the other. Empty: it arrived.

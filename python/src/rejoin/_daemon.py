@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
+from rejoin._job_variables import without_roles
 from rejoin._programs import path
 from rejoin.errors import InvalidArgument, Unavailable
 from rejoin.launch import Place, local_rank
@@ -68,9 +69,7 @@ def local_daemon(place: Place, environment: Mapping[str, str] | None = None) -> 
         f"another trainer of replica {place.replica} runs here (LOCAL_RANK tells ranks apart): its daemon has not ended"
     )
     _until(False, name, None, other)
-    of_another = ("REJOIN_SOCKET", "REJOIN_COORDINATOR_ROLE", "REJOIN_RELAY", "REJOIN_ADDRESS_FILE", "REJOIN_STORE")
-    for variable in [name for name in variables if name in of_another or name.startswith("REJOIN_ETCD_")]:
-        del variables[variable]
+    variables = without_roles(variables)
     host = os.fsencode(socket.gethostname()).decode("utf-8", "replace")  # the kernel takes any bytes, rejoind text
     variables.setdefault("REJOIN_NODE", f"replica{place.replica}-{host}")
     variables.setdefault("REJOIN_LOG_LEVEL", "warn")

@@ -21,15 +21,18 @@ def without_addresses(environment: Mapping[str, str]) -> dict[str, str]:
     return variables
 
 
+def without_roles(environment: Mapping[str, str]) -> dict[str, str]:
+    """Give these variables without another daemon's socket, role, store and file of addresses."""
+    others = {f"REJOIN_{name}" for name in ("SOCKET", "COORDINATOR_ROLE", "RELAY", "ADDRESS_FILE", "STORE")}
+    return {
+        name: value for name, value in environment.items() if name not in others and not name.startswith("REJOIN_ETCD_")
+    }
+
+
 def of_daemons(environment: Mapping[str, str]) -> dict[str, str]:
     """Give what daemons take of them: no two can have one socket or port, nor a role that one variable gives to all."""
-    variables = without_addresses(environment)
+    variables = without_roles(without_addresses(environment))
     _unless_free(variables, "REJOIN_STATUS")
-    not_theirs = {f"REJOIN_{name}" for name in (
-        "SOCKET", "COORDINATOR", "COORDINATOR_ROLE", "RELAY", "ADDRESS_FILE", "STORE", "JOB",
-    )}  # fmt: skip
-    return {
-        name: value
-        for name, value in variables.items()
-        if name not in not_theirs and not name.startswith("REJOIN_ETCD_")
-    }
+    for name in ("COORDINATOR", "JOB"):
+        variables.pop(f"REJOIN_{name}", None)
+    return variables

@@ -87,7 +87,7 @@ class Ranks:
         """
         if self._store is None:
             return [mine]
-        self._store.set(f"{name}/{self.rank}", mine)
+        self.say(name, mine)
         keys = [f"{name}/{rank}" for rank in range(self._size)]
         self._wait(f"its '{name}'", keys, patient)
         return list(self._store.multi_get(keys))
@@ -173,7 +173,7 @@ class Ranks:
         if self._store is None:
             return
         try:
-            self._store.set(f"{name}/{self.rank}", "1")
+            self.say(name, b"1")
             ranks = [f"{name}/{rank}" for rank in range(self._size)]
             self._store.wait(ranks, timedelta(seconds=_WAITS_FOR_BODIES_SECONDS))
         except torch.distributed.DistError:  # one is gone, or takes too long; or whoever had the store is gone
