@@ -75,6 +75,10 @@ Result<std::vector<Setting>> parse_settings(std::string_view text) {
     Setting setting{.name = std::string(line.substr(0, line.find_first_of(" \t\r="))), .value = "true", .line = number};
     const std::string_view rest = trimmed(line.substr(setting.name.size()));
     const bool named = is_name(setting.name);
+    if (line.front() == '[')
+      return fail(ErrorCode::invalid_argument,
+                  "line {}: '{}' begins a section, and settings stand in none: take it out", number,
+                  printable(line, 200));
     if (!named || (!rest.empty() && rest.front() != '=' && rest.front() != '#'))
       return fail(ErrorCode::invalid_argument, "line {}: '{}' is not of the form name = value{}", number,
                   printable(line, 200), named ? ": it has no '=' behind the name" : "");

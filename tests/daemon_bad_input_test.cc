@@ -139,7 +139,7 @@ TEST(BadInput, EachGetsOneLineThatSaysWhatAndHowToMendIt) {
   expect({kDaemon, "--job-key-file", key, "--config", scratch.write("unknown", "replicas = 3\nreplica = 4\n")},
          "no setting is called 'replica'; the nearest is 'replicas'");
   expect({kDaemon, "--job-key-file", key, "--config", scratch.write("section", "[node]\nsilence-ms = 4000\n")},
-         "no setting is called 'node.silence-ms'; the nearest is 'silence-ms'");
+         "line 1: '[node]' begins a section, and settings stand in none: take it out");
   expect({kDaemon, "--job-key-file", key}, "nothing to do: give --coordinator, or --socket");
   expect({kDaemon, "--job-key-file", scratch.path + "/none", "--coordinator"}, "No such file");
   expect({kDaemon, "--job-key-file", scratch.write("open", "0123456789abcdef0123", 0644), "--coordinator"},

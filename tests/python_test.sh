@@ -21,5 +21,5 @@ scratch=$(mktemp -d /tmp/rejoin-python-XXXXXX)
 trap 'rm -rf "$scratch"' EXIT
 # The trainer of rejoin_step_perf --python is a script for this package.
 "$build/bin/rejoin_step_perf" --python "$tools/bin/python" -s 4K --replicas 2 -n 20 -w 5 >"$scratch/steps" || { cat "$scratch/steps"; exit 1; }
-REJOIN_FLIGHT_DIR="$scratch/flight" REJOIN_FAKE_CUDA_FOLDER="$build/fake_cuda" OMP_NUM_THREADS=1 "$tools/bin/python" -m pytest -q -p no:cacheprovider -rs --durations 5 \
+REJOIN_FLIGHT_DIR="$scratch/flight" REJOIN_FAKE_CUDA_FOLDER="$build/fake_cuda" OMP_NUM_THREADS=1 "$tools/bin/python" -m pytest -q -p no:cacheprovider -rsfE --durations 5 \
   --numprocesses 2 --dist worksteal --basetemp "$scratch/tests" "${@:3}"

@@ -25,7 +25,7 @@ import types
 from pathlib import Path
 from typing import IO
 
-from rejoin import run
+from rejoin import _kept, run
 
 LONGEST_ORDER = 1 << 17
 NUMBER = struct.Struct("q")
@@ -207,7 +207,7 @@ class _Job(run.Job):
 
 
 class _Subprocess:
-    """What rejoin-run has in the place of the module."""
+    """What rejoin-run starts processes with, in the place of the module."""
 
     def __getattr__(self, name: str) -> object:
         return getattr(subprocess, name)
@@ -240,7 +240,7 @@ def _program(order: dict) -> list[str]:
     arguments = _take(order)
     if arguments[:2] != ["-m", "rejoin.run"]:
         return arguments
-    run.Job, run.subprocess = _Job, _Subprocess()
+    run.Job, _kept.subprocess = _Job, _Subprocess()
     try:
         sys.exit(run.main(arguments[2:]))
     except _Forked as forked:

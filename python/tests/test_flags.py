@@ -13,9 +13,12 @@ SMALL = (torch.bool, torch.uint8, torch.int8, torch.int16)
 
 
 def test_a_replica_that_comes_back_has_the_flags_and_counts_of_the_others(tmp_path):
-    job = Job(tmp_path, "--flags", steps=100, kill={1: ("backward", 20)})
-    errors = job.wait()
-    assert "replica 1 ended with signal SIGKILL" in errors
+    job = Job(tmp_path, "--flags", steps=0, kill={1: ("backward", 20)})
+    job.until(lambda: job.killed(1))
+    trained = job.trains(1)
+    job.until(lambda: job.trains(1) > trained + 12)
+    job.process.terminate()
+    assert "replica 1 ended with signal SIGKILL" in job.wait(60)
     check_equal(job, 2)
     told = [dict(re.findall(r"^flags (\d+) (.*)$", job.log(replica), re.M)) for replica in (0, 1)]
     both = [step for step in told[0].keys() & told[1].keys() if int(step) > 20]
