@@ -214,7 +214,7 @@ class _Subprocess:
 
     @staticmethod
     def Popen(command: list[str], env: dict[str, str], stdout: IO[bytes], stderr: int, preexec_fn) -> object:
-        if command[0] != sys.executable:
+        if os.path.normpath(command[0]) != os.path.normpath(sys.executable):
             return subprocess.Popen(command, env=env, stdout=stdout, stderr=stderr, preexec_fn=preexec_fn)
         assert stderr == subprocess.STDOUT
         pid = os.fork()
