@@ -24,6 +24,7 @@ void Coordinator::describe(proto::LogRecord::Job& job) const {
   job.set_ranks(config_.ranks);
   job.set_batch(config_.batch);
   job.set_constant_batch(config_.constant_batch);
+  job.set_unit(static_cast<std::uint32_t>(ledger_.unit()));
   job.set_id(job_);
   put_rule(links_, job);
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <numeric>
 #include <optional>
 
 #include "base/clock.h"
@@ -40,8 +41,10 @@ struct JobConfig {
   Dealing dealing() const {
     return {.batch = batch,
             .together = constant_batch ? batch * replicas : 0,
-            .unit = batch % ranks == 0 ? std::uint64_t{ranks} : 1};
+            .unit = std::gcd(batch, std::uint64_t{ranks})};
   }
+  // Of logs that do not say theirs.
+  std::uint64_t unit_before() const { return batch % ranks == 0 ? ranks : 1; }
 };
 
 }  // namespace rejoin::membership

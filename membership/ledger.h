@@ -59,6 +59,9 @@ class Ledger {
   void assign(const std::vector<ReplicaId>& contributors);
   // Contributors share a number of samples, which their weights say: it is constant, or a balance is in force.
   bool shares() const { return dealing_.together > 0 || balance_.in_force(); }
+  // That of the log that this ledger is taken up from. It divides what is shared.
+  void set_unit(std::uint64_t unit) { dealing_.unit = unit; }
+  std::uint64_t unit() const { return dealing_.unit; }
   // The steps after the one under way, or about to be assigned, are shared like this.
   void set_next(const Balance& balance) { next_balance_ = balance; }
   const Balance& balance() const { return balance_; }  // of the step under way

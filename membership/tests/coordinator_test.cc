@@ -124,6 +124,30 @@ TEST(Coordinator, AConstantBatchIsSharedByThoseWhoContribute) {
   EXPECT_NE(refused.error().message.find("with --constant-batch"), std::string::npos) << refused.error().message;
 }
 
+// So that shards which divide a replica's ranks and its batch divide every share.
+TEST(Coordinator, SamplesAreSharedInUnitsThatRanksAndBatchHaveInCommonAndALogSaysInWhich) {
+  const auto unit = [](std::uint32_t ranks, std::uint64_t batch) {
+    return JobConfig{.replicas = 3, .ranks = ranks, .batch = batch}.dealing().unit;
+  };
+  EXPECT_EQ(unit(8, 4), 4u);
+  EXPECT_EQ(unit(4, 6), 2u);
+  EXPECT_EQ(unit(2, 10), 2u);
+  EXPECT_EQ(unit(3, 10), 1u);
+  Bench bench({}, {.constant_batch = true});
+  bench.start();
+  auto log = bench.log;
+  const auto recovered = [&](std::uint32_t told) {
+    log.front().mutable_job()->set_unit(told);
+    Coordinator other(bench.config);
+    const auto done = other.recover(log, bench.now);
+    return done ? std::to_string(other.ledger().unit()) : done.error().message;
+  };
+  EXPECT_EQ(log.front().job().unit(), 2u);
+  EXPECT_EQ(recovered(5), "5");
+  EXPECT_EQ(recovered(0), "2") << "an older log";
+  EXPECT_EQ(recovered(3), "the log's unit, 3, does not divide its batch");
+}
+
 TEST(Coordinator, AReplicaComesBackAsCatchingUpAndContributesWhenAllItsRanksAreReady) {
   Bench bench;
   bench.start();
