@@ -7,10 +7,12 @@
 //
 // Infinities and NaNs stay what they are, but the other elements of their block become NaNs. So do, in 8 bits, those
 // beside an element of so large a magnitude (255/128 × 2¹²⁷) that it would be rounded up to an infinity: it becomes
-// that. Scales are not below 2⁻¹²⁶, so that the error is at most 2⁻¹²⁷ there.
+// that. Scales are not below 2⁻¹²⁶, so that the error is at most 2⁻¹²⁷ there. Where a float16 of 65,280 or more is in
+// its block, magnitudes above 64,512 are coded as that, in 8 bits: rounded to the nearest they would be infinities.
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 
 #include "base/arithmetic.h"
 
@@ -46,6 +48,15 @@ template <unsigned kBits>
 REJOIN_INLINE float inverse(std::uint32_t word) {
   if constexpr (kBits == 8) return std::bit_cast<float>((254 - word) << 23);
   else return 1.0f / scale<4>(word);
+}
+
+// Of a block whose largest magnitude has at least the bits kTop: what is finite in the type is so when it is decoded.
+template <typename Element, unsigned kBits>
+constexpr bool kTopIsRoundedUp = kBits == 8 && std::is_same_v<Element, arithmetic::Float16>;
+constexpr std::uint32_t kTop = std::bit_cast<std::uint32_t>(65280.0f);
+REJOIN_INLINE float below_top(float value) {
+  constexpr float most = 63 * 1024.0f, infinite = 65520.0f;  // from here on float16 has none but infinities
+  return value > -infinite && value < infinite ? std::clamp(value, -most, most) : value;
 }
 
 REJOIN_INLINE std::uint32_t magnitude(float value) { return std::bit_cast<std::uint32_t>(value) & 0x7fffffff; }

@@ -122,6 +122,9 @@ REJOIN_INLINE std::uint32_t code_block(float* values, int* codes) {
     }
     return word;
   }
+  if constexpr (block_float::kTopIsRoundedUp<Element, bits>)
+    if (static_cast<std::uint32_t>(largest) >= block_float::kTop) [[unlikely]]
+      for (std::size_t i = 0; i < kElements<Element>; ++i) values[i] = block_float::below_top(values[i]);
   const float scale = block_float::scale<bits>(word), inverse = block_float::inverse<bits>(word);
   for (std::size_t i = 0; i < kElements<Element>; i += kLanes) {
     Floats lanes;

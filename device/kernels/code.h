@@ -150,7 +150,10 @@ class PassOf {
     std::uint32_t largest = 0;
     m_.template unrolled<kParts * kCount>(
         [&](unsigned i) { largest = std::max(largest, block_float::magnitude(values[i])); });
-    const std::uint32_t word = block_float::scale_word<kBits>(m_.most_of_block(largest));
+    const std::uint32_t most = m_.most_of_block(largest), word = block_float::scale_word<kBits>(most);
+    if constexpr (block_float::kTopIsRoundedUp<Element, kBits>)
+      if (most >= block_float::kTop)
+        m_.template unrolled<kParts * kCount>([&](unsigned i) { values[i] = block_float::below_top(values[i]); });
     finite = word != block_float::kNotFinite<kBits>;
     const float scale = block_float::scale<kBits>(word), inverse = block_float::inverse<kBits>(word);
     std::uint32_t numbers[kParts * kWords] = {};

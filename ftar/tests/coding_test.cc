@@ -159,6 +159,27 @@ TEST(Coding, RoundsToTheNearestAndTiesToEven) {
   EXPECT_EQ(loaded(DataType::float32, made->out), (std::vector<float>{127, 0, 2, 2, 0, -2, -2, 1}));
 }
 
+TEST(Coding, WhatIsFiniteInFloat16StaysSo) {
+  const auto type = DataType::float16;
+  const std::vector<float> values{65504, 65472, 65280, 65248, 65024, 64992, 64512, 64480, -65504, 1000, 0};
+  const Bytes own = stored(type, values);
+  for (const auto set : kSets)
+    for (const auto width : kWidths) {
+      const auto made = code(set, {.type = type, .count = values.size(), .own = own.data(), .width = width});
+      if (!made) continue;
+      const auto got = loaded(type, made->out), lost = loaded(type, made->residual);
+      for (std::size_t i = 0; i < values.size(); ++i) {
+        EXPECT_LE(std::abs(got[i] - values[i]), width == Width::eight ? 1024.0f : 65504.0f / 14) << values[i];
+        EXPECT_EQ(got[i] + lost[i], values[i]);
+      }
+    }
+  // What is none of its numbers is an infinity, as it is uncoded.
+  const Bytes half = stored(type, std::vector<float>(3, 32768.0f));
+  const auto made =
+      code("generic", {.type = type, .count = 3, .own = half.data(), .arrived = half.data(), .width = Width::eight});
+  for (const float sum : loaded(type, made->out)) EXPECT_EQ(sum, kInfinity);
+}
+
 TEST(Coding, AllInstructionSetsGiveTheSameBitsForAnyBits) {
   constexpr std::size_t count = 20011;
   std::mt19937_64 random(3);
