@@ -67,11 +67,14 @@ void Joiner::give_up(ReplicaId fellow, std::string why, bool wrong) {
   given_up_.push_back({fellow, std::move(why), wrong});
 }
 
-// Who has sent something that is not what it said, or not what contributors have, is asked for nothing any more. It
-// says itself that it was damaged on its way, or `source` is empty and it was found by a contributor's digest.
+// Who has sent something that is not what contributors have, as a digest of theirs has shown (`source` is empty), is
+// asked for nothing any more. What was damaged on its way may be the way's fault, or this process's own: who has sent
+// it is asked again after a while.
 void Joiner::sent_wrong(std::uint32_t slice, std::optional<ReplicaId> source) {
-  if (const auto from = came_from_.find(slice); !source && from != came_from_.end()) source = from->second;
-  if (source && fellows_.contains(*source)) give_up(*source, "what it has sent is wrong", true);
+  const bool damaged = source.has_value();
+  if (const auto from = came_from_.find(slice); !damaged && from != came_from_.end()) source = from->second;
+  if (source && fellows_.contains(*source))
+    give_up(*source, damaged ? "what it has sent came damaged" : "what it has sent is wrong", !damaged);
 }
 
 }  // namespace rejoin::catchup

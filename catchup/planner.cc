@@ -178,15 +178,23 @@ std::vector<std::uint32_t> Planner::next(ReplicaId source, std::size_t sources, 
     ask(at->second);
   }
   Queue& rest = others_turns_.empty() ? offered_ : others_turns_;
-  if (asked.fellow || !asked.under_way.empty() || rest.empty()) return slices;
-  if (!idle && (!slow_ || out_of_turn_.size() >= turn())) return slices;
-  // From the end, where their own joiners come last; fellows that do the same begin beside it.
-  auto slice = rest.rbegin();
-  std::advance(slice, std::min<std::size_t>(own_, rest.size() - 1));
-  if (passed_over(*slice)) return slices;
-  const std::uint32_t chosen = slice->second;
-  out_of_turn_.insert(chosen);
-  ask(chosen);
+  if (asked.fellow || rest.empty()) return slices;
+  if (asked.under_way.empty()) {
+    if (granted_ == 0 && idle) granted_ = last_grant_ = std::clamp(2 * last_grant_, 1u, total_);
+    if (granted_ == 0 && (!slow_ || out_of_turn_.size() >= turn())) return slices;
+  }
+  const std::size_t at_once = std::min<std::size_t>(window, std::max<std::size_t>(1, granted_));
+  while (!rest.empty() && asked.under_way.size() < at_once) {
+    // From the end, where their own joiners come last; fellows that do the same begin beside it.
+    auto slice = rest.rbegin();
+    std::advance(slice, std::min<std::size_t>(own_, rest.size() - 1));
+    if (passed_over(*slice)) return slices;
+    const std::uint32_t chosen = slice->second;
+    out_of_turn_.insert(chosen);
+    ask(chosen);
+    if (granted_ == 0) break;
+    --granted_;
+  }
   return slices;
 }
 
@@ -195,6 +203,7 @@ bool Planner::on_arrived(ReplicaId source, std::uint32_t slice) {
   if (found == sources_.end() || found->second.under_way.erase(slice) == 0) return false;
   if (!have_[slice]) ++arrived_;
   have_[slice] = true;
+  if (found->second.fellow) granted_ = last_grant_ = 0;
   count(found->second);
   if (!out_of_turn_.contains(slice)) {
     ++plain_;

@@ -7,7 +7,8 @@
 // however many joiners there are. Who is through with its own turn, and has few slices under way from anybody, asks
 // contributors for others' slices, one at a time and no more than one turn of them: so a slow fellow holds nobody up,
 // and contributors send each slice about twice at most. Past that bound it asks only where nothing has come from
-// anybody for a while.
+// anybody for a while: for one slice, and for twice as many each time until a fellow sends something. So joiners that
+// can have nothing of each other are soon as fast as one alone.
 #pragma once
 
 #include <cstdint>
@@ -105,7 +106,8 @@ class Planner {
   std::size_t counted_ = 0;  // slices that were delivered since the last time that all counts were halved
   std::size_t reach_ = ~std::size_t{0};
   std::uint32_t own_ = 0, of_ = 1;
-  std::set<std::uint32_t> out_of_turn_;  // slices of others' turns that contributors were asked for
+  std::set<std::uint32_t> out_of_turn_;         // slices of others' turns that contributors were asked for
+  std::uint32_t granted_ = 0, last_grant_ = 0;  // slices past the bound: that may yet be asked for, and at once
   TimePoint now_{};
   std::optional<TimePoint> begun_;
   std::uint32_t plain_ = 0;       // slices that have arrived and are not of these

@@ -207,7 +207,7 @@ TEST(Planner, WhoIsHeldUpTakesOthersTurnsOneByOneAndNoMoreThanOneTurnOfThem) {
       for (auto slice : next) {
         planner.on_time(TimePoint(std::chrono::milliseconds(++now)));
         EXPECT_TRUE(asked.insert(slice).second);
-        EXPECT_TRUE(asked.size() <= 20 || planner.under_way(contributor) == 1);
+        EXPECT_TRUE(asked.size() <= 20 || planner.under_way(contributor) == 1 || idle);
         planner.on_arrived(contributor, slice);
       }
   };
@@ -222,6 +222,41 @@ TEST(Planner, WhoIsHeldUpTakesOthersTurnsOneByOneAndNoMoreThanOneTurnOfThem) {
   EXPECT_TRUE(asked.contains(59)) << "from the end";
   go_on(true);
   EXPECT_TRUE(planner.all_arrived()) << "nobody else sends anything";
+}
+
+// However many do not reach each other: their contributors are asked for all of it, and soon as by one alone.
+TEST(Planner, WhoHasNoFellowsIsSoonNoLongerHeldUp) {
+  constexpr std::uint32_t slices = 6000, of = 6;
+  Planner planner(slices, 16);
+  const ReplicaId contributor(0), fellow(1);
+  planner.set_turn(0, of);
+  planner.on_source_up(contributor);
+  const auto go_on = [&](bool idle) {
+    std::size_t widest = 0;
+    for (auto next = planner.next(contributor, 0, idle); !next.empty(); next = planner.next(contributor)) {
+      widest = std::max(widest, next.size());
+      for (auto slice : next) planner.on_arrived(contributor, slice);
+    }
+    return widest;
+  };
+  go_on(false);
+  EXPECT_EQ(planner.arrived(), slices / of);
+  for (std::uint32_t all = 1; all < 1000; all = 2 * all + 1) {
+    go_on(true);
+    EXPECT_EQ(planner.arrived(), slices / of + all) << "twice as many each time";
+  }
+  EXPECT_GT(go_on(true), 8u) << "many are under way at once";
+  // One comes after all, and sends: what is left is others' turns again.
+  planner.on_fellow_up(fellow);
+  planner.on_offered(fellow, 1);
+  ASSERT_EQ(planner.next(fellow), (std::vector<std::uint32_t>{1}));
+  planner.on_arrived(fellow, 1);
+  const auto before = planner.arrived();
+  go_on(true);
+  EXPECT_EQ(planner.arrived(), before + 1);
+  int idle = 0;
+  for (; !planner.all_arrived() && idle < 100; ++idle) go_on(true);
+  EXPECT_LT(idle, 14);
 }
 
 TEST(Planner, WhatOneJoinerHasIsEverywhereAfterFewHops) {
