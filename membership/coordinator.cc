@@ -23,7 +23,7 @@ proto::Member& name(const auto& of, proto::Member& member) {
 
 Actions Coordinator::on_message(NodeId node, const proto::FromNode& message, TimePoint now) {
   now_ = now;
-  nodes_[node].heard = now;
+  nodes_[node].hear(now, config_.silence);
   if (outdated_ && !message.has_heartbeat()) return take();
   switch (message.kind_case()) {
     case proto::FromNode::kHello:  // the shell has checked it
@@ -58,7 +58,7 @@ Actions Coordinator::on_message(NodeId node, const proto::FromNode& message, Tim
 }
 
 void Coordinator::on_sign_of_life(NodeId node, TimePoint now) {
-  if (auto found = nodes_.find(node); found != nodes_.end()) found->second.heard = now;
+  if (auto found = nodes_.find(node); found != nodes_.end()) found->second.hear(now, config_.silence);
 }
 
 // Its ranks may still run: they have `silence` to come back through another connection, or longer while others do.

@@ -219,6 +219,7 @@ class Coordinator {
   void evict(NodeId node, ReplicaId replica, Incarnation incarnation, const std::string& reason, std::uint64_t of_job);
   bool is_back(const MemberState& member) const;
   bool present(ReplicaId replica, Incarnation incarnation) const;
+  bool could_say(const MemberState& m) const;
   bool overdue(const ReplicaState& replica) const;
   bool may_come_back(const RankState& rank) const;
   void on_return();

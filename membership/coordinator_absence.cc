@@ -37,7 +37,10 @@ void Coordinator::lose_silent_nodes() {
     if (now_ - state.heard > config_.silence) silent.push_back(node);
   for (auto node : silent) {
     const ConnectedNode& state = nodes_.at(node);
-    warn("node {} at {} was silent for {:.0f} ms", state.name, state.address, milliseconds(config_.silence));
+    const bool came_anew = std::any_of(nodes_.upper_bound(node), nodes_.end(),
+                                       [&](const auto& one) { return one.second.name == state.name; });
+    warn("node {} at {} was silent for {:.0f} ms{}", state.name, state.address, milliseconds(config_.silence),
+         came_anew ? " over this connection, and has another one since" : "");
     lose_node(node, now_ - config_.silence);
     // Its ranks may be out by the time that it is heard again: it has to connect anew, and to introduce them.
     actions_.close.push_back(node);

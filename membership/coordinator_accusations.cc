@@ -59,9 +59,20 @@ bool Coordinator::mend() {
   return true;
 }
 
+// That it waits, and for whom: all of its ranks are heard, and not for the first time just now.
+bool Coordinator::could_say(const MemberState& m) const {
+  const auto hears = [&](const RankState& rank) {
+    const auto node = nodes_.find(rank.node);
+    return rank.connected_node && node != nodes_.end() && node->second.is_heard_steadily(now_, config_.silence);
+  };
+  const ReplicaState* here = registration(m.replica, m.incarnation);
+  return here != nullptr && fully_registered(*here) && std::ranges::all_of(here->ranks, hears);
+}
+
 // The wait-for graph: who is waited for, but waits for nobody, is the one that hangs. Who has been in the job for few
 // steps has more patience than others: it says whom it waits for all the same, and then that one hangs, if anybody. A
-// broken connection that could not be mended accuses both its ends.
+// broken connection that could not be mended accuses both its ends. Of one that is not heard it isn't known whether it
+// waits: within a silence it is heard again or lost, and as long nobody is judged who does wait.
 void Coordinator::judge() {
   const Duration patience = config_.silence / 4;
   std::map<ReplicaId, int> accused;
@@ -82,14 +93,24 @@ void Coordinator::judge() {
     for (const auto& edge : patient)
       if (accused.contains(edge.from)) accused.try_emplace(edge.to, 0);
   }
+  enum class Known : std::uint8_t { waits, nothing, hangs };
+  const auto known = [&](ReplicaId id) {
+    const MemberState* m = members_.find(id);
+    if (m == nullptr || waiting.contains(id)) return Known::waits;
+    return could_say(*m) ? Known::hangs : Known::nothing;
+  };
   const auto worse = [&](const auto& a, const auto& b) {  // less guilty first
     const auto rank = [&](const auto& entry) {
       const MemberState* m = members_.find(entry.first);
-      return std::tuple(!waiting.contains(entry.first), entry.second, m != nullptr && m->catching_up, entry.first);
+      return std::tuple(known(entry.first), entry.second, m != nullptr && m->catching_up, entry.first);
     };
     return rank(a) < rank(b);
   };
   const ReplicaId guilty = std::max_element(accused.begin(), accused.end(), worse)->first;
+  const bool for_long = std::ranges::any_of(accusations_, [&](const auto& one) {
+    return one.first.to == guilty && one.second.counts && now_ - one.second.since > patience + config_.silence;
+  });
+  if (known(guilty) == Known::nothing && !for_long) return;
   std::string what;
   bool explained = false;  // by its own library, or by a connection that broke
   for (const auto& [edge, about] : accusations_)
@@ -102,8 +123,7 @@ void Coordinator::judge() {
     explained = true;
   }
   const MemberState* m = members_.find(guilty);
-  if (!explained && !waiting.contains(guilty) && m->reduced.size() < config_.ranks &&
-      present(m->replica, m->incarnation))
+  if (!explained && known(guilty) == Known::hangs && m->reduced.size() < config_.ranks)
     what = fmt::format("it hangs: its processes are heard, wait for nobody and do not go on; {}", what);
   if (m->catching_up && last_complete(*m)) return block_on(guilty, what);
   if (m->catching_up && !caught_up(*m)) {

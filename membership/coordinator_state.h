@@ -6,6 +6,7 @@
 #include <string>
 
 #include "base/clock.h"
+#include "base/deadlines.h"
 #include "control.pb.h"
 #include "membership/coordinator_actions.h"
 #include "membership/link_rates.h"
@@ -49,13 +50,24 @@ struct ProcessId {
 
 // A connection of a daemon or relay.
 struct ConnectedNode {
-  TimePoint heard{};  // when it sent something last
+  TimePoint heard{};        // when it sent something last
+  TimePoint heard_since{};  // without a longer gap than heartbeats leave
   std::string name, address;
   RankSet hosts;  // the ranks, of any replica, that have registered through it
   Spoken spoken = Spoken();
   std::string release{};
   std::uint64_t silence_ms = 0;    // its own; 0: not told
   std::vector<ProcessId> moved{};  // that have registered through it, and then through another connection
+  // At most so much lies between two things that are heard of one that is there.
+  static Duration longest_gap(Duration silence) { return deadlines::kHeartbeatOfDaemon.of(silence) * 3 / 2; }
+  void hear(TimePoint now, Duration silence) {
+    if (now - heard > longest_gap(silence)) heard_since = now;
+    heard = now;
+  }
+  // It is heard, and was before: what it had to say when it was not heard has come.
+  bool is_heard_steadily(TimePoint now, Duration silence) const {
+    return now - heard <= longest_gap(silence) && heard - heard_since >= silence / 8;
+  }
 };
 
 // Of a job that does not start, as its trainers are told.

@@ -61,6 +61,54 @@ TEST(Coordinator, AWaitThatWasNotTooLongAndIsOverTellsNothing) {
   EXPECT_EQ(bench.coordinator.suspended()[0].reason.find("it hangs"), 0u) << bench.coordinator.suspended()[0].reason;
 }
 
+// What it has to say may be on its way still, and it may be another one that hangs.
+TEST(Coordinator, WhoseNodeIsNotHeardIsNotJudgedForWhatItHasNotSaid) {
+  Bench bench;
+  bench.start();
+  bench.pass(250ms);
+  bench.pass(400ms, {0, 2});  // nothing comes from node 1
+  bench.accuse(0, 1);
+  bench.pass(500ms, {0, 2});
+  ASSERT_EQ(bench.coordinator.members().size(), 3u) << bench.warnings;
+  bench.pass(63ms);  // it is heard, and what it had to say comes behind that
+  ASSERT_EQ(bench.coordinator.members().size(), 3u) << bench.warnings;
+  bench.accuse(1, 2, /*lost=*/false, /*only_waiting=*/true);
+  bench.pass(63ms);
+  ASSERT_EQ(bench.coordinator.suspended().size(), 1u);
+  EXPECT_EQ(bench.coordinator.suspended()[0].replica, ReplicaId(2));
+}
+
+TEST(Coordinator, WhoIsHeardAgainAndSaysNothingHangs) {
+  Bench bench;
+  bench.start();
+  bench.pass(400ms, {0, 2});
+  bench.accuse(0, 1);
+  bench.pass(300ms, {0, 2});
+  bench.pass(125ms);
+  ASSERT_EQ(bench.coordinator.members().size(), 3u) << bench.warnings;
+  bench.pass(125ms);
+  ASSERT_EQ(bench.coordinator.suspended().size(), 1u);
+  EXPECT_EQ(bench.coordinator.suspended()[0].reason.find("it hangs: its processes are heard"), 0u)
+      << bench.coordinator.suspended()[0].reason;
+}
+
+// The others stand meanwhile.
+TEST(Coordinator, WhoIsHeardNowAndThenHasASilenceToSayWhyItDoesNotGoOn) {
+  Bench bench;
+  bench.start();
+  bench.pass(400ms, {0, 2});
+  bench.accuse(0, 1);
+  for (int i = 0; i < 2; ++i) {
+    bench.pass(438ms, {0, 2});
+    bench.pass(63ms);
+    ASSERT_EQ(bench.coordinator.members().size(), 3u) << i << bench.warnings;
+  }
+  bench.pass(375ms, {0, 2});
+  ASSERT_EQ(bench.coordinator.suspended().size(), 1u);
+  EXPECT_EQ(bench.coordinator.suspended()[0].replica, ReplicaId(1));
+  EXPECT_EQ(bench.coordinator.suspended()[0].reason.find("it hangs"), std::string::npos);
+}
+
 // It is the connection that broke, or a process that is done with the step.
 TEST(Coordinator, WhoIsLostOrHasReducedIsNotSaidToHang) {
   for (const bool lost : {true, false}) {
