@@ -39,6 +39,9 @@ constexpr Deadline kStoreTry{1, 8};    // a try at one member of their etcd; lon
 constexpr Deadline kAbandoned{2, 1};   // a leader of which the store shows nothing, and no node hears it
 // Control connections:
 constexpr Deadline kControlProof{4, 1};  // a caller's proof of the job key
+constexpr Deadline kCallAgain{1, 8};     // a call to a coordinator that nobody answers: made once more beside it
+constexpr Deadline kForgotten{1, 2};     // nothing is heard or acknowledged over one: a second one is made beside it
+constexpr Deadline kUnheard{3, 4};       // likewise, where what is sent is acknowledged
 // Data connections, those of the all-reduce and the stream alike:
 constexpr Deadline kDataProof{5, 1};          // a caller's proof of the secret, and the listener's answer
 constexpr Deadline kUnacknowledged{5, 1};     // bytes that a peer's kernel does not acknowledge, over TCP

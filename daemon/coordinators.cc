@@ -47,7 +47,10 @@ void Coordinators::check(TimePoint heard) {
   if (leader_) all_[*leader_]->check(heard);
 }
 
-void Coordinators::tick(TimePoint now) { carry_out(tracker_.on_tick(now)); }
+void Coordinators::tick(TimePoint now) {
+  carry_out(tracker_.on_tick(now));
+  for (auto& one : all_) one->tick(now);
+}
 
 void Coordinators::carry_out(Actions actions, const proto::ToNode* message) {
   REJOIN_CHECK(!busy_ || message == nullptr, "a message came within a message");

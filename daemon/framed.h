@@ -43,6 +43,8 @@ class Framed : public std::enable_shared_from_this<Framed> {
   // Ends it, as one that has not proven the job key. A server counts it by its kind.
   void refuse(refusals::Why kind, const std::string& why);
   std::string remote() const { return remote_; }
+  // For how long the other end's system has acknowledged nothing, where something is to be acknowledged; else zero.
+  std::chrono::milliseconds unacknowledged_for() const;
   // Whether it was ended for what either side did not prove; not where the other side went, or came to be silent.
   bool refused() const { return refused_; }
 

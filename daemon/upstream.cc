@@ -6,6 +6,7 @@
 
 #include "base/bytes.h"
 #include "base/deadlines.h"
+#include "base/entropy.h"
 #include "base/events.h"
 #include "base/log.h"
 #include "base/refusals.h"
@@ -43,15 +44,20 @@ struct Upstream::Attempt {
 };
 
 Upstream::~Upstream() {
-  if (attempt_) attempt_->end();
+  end_attempt();
   if (connection_) connection_->close();
+}
+
+void Upstream::end_attempt() {
+  if (const auto attempt = std::exchange(attempt_, nullptr)) attempt->end();
+  if (const auto next = std::exchange(next_, nullptr)) next->close();
 }
 
 void Upstream::connect() {
   const auto parts = transport::SocketAddress::split(address_);
   attempt_ = std::make_shared<Attempt>(io_);
   limit_time();
-  if (!parts) return lost(parts.error().message);
+  if (!parts) return not_connected(parts.error().message);
   asio::error_code is_name;
   const auto address = asio::ip::make_address(parts->host, is_name);
   if (!is_name) return connect_to({{address, parts->port}});
@@ -62,7 +68,7 @@ void Upstream::limit_time() {
   attempt_->timer.expires_after(silence_);
   attempt_->timer.async_wait([this, attempt = attempt_](asio::error_code error) {
     if (error || attempt->over) return;
-    lost(attempt->resolved ? "it does not answer" : "its name is not resolved in time");
+    not_connected(attempt->resolved ? "it does not answer" : "its name is not resolved in time");
   });
 }
 
@@ -70,7 +76,7 @@ void Upstream::limit_time() {
 void Upstream::resolve(const std::string& host, std::uint16_t port) {
   resolver_.ask(host, port, [this, attempt = attempt_](Result<Resolver::Endpoints> found) {
     if (attempt->over) return;
-    if (!found) return lost(fmt::format("address '{}': {}", address_, found.error().message));
+    if (!found) return not_connected(fmt::format("address '{}': {}", address_, found.error().message));
     limit_time();
     connect_to(std::move(*found));
   });
@@ -89,10 +95,11 @@ void Upstream::connect_to(Resolver::Endpoints endpoints) {
 }
 
 // One that answers nothing must not cost this node its place: it has a head start before the next one is called, and
-// whoever answers first is taken (RFC 8305).
+// whoever answers first is taken (RFC 8305). Nor must a call that is lost, which the system would repeat after 1, 3 and
+// 7 s: when all have been called, each is called once more beside that, and so on.
 void Upstream::call_next() {
   Attempt& attempt = *attempt_;
-  const auto endpoint = attempt.endpoints[attempt.sockets.size()];
+  const auto endpoint = attempt.endpoints[attempt.sockets.size() % attempt.endpoints.size()];
   auto& socket = attempt.sockets.emplace_back(io_);
   ++attempt.unanswered;
   socket.async_connect(endpoint, [this, attempt = attempt_, &socket, endpoint](asio::error_code error) {
@@ -102,64 +109,85 @@ void Upstream::call_next() {
       asio::ip::tcp::socket taken = std::move(socket);
       attempt->end();
       attempt_.reset();
-      called_ = endpoint;
-      return talk(std::move(taken));
+      return talk(std::move(taken), endpoint);
     }
     if (attempt->sockets.size() < attempt->endpoints.size()) return call_next();
-    if (attempt->unanswered == 0) lost(error.message());
+    if (attempt->unanswered == 0) not_connected(error.message());
   });
-  attempt.head_start.cancel();
-  if (attempt.sockets.size() >= attempt.endpoints.size()) return;
   const Duration each = deadlines::kAllAddresses.of(silence_) / static_cast<std::int64_t>(attempt.endpoints.size());
-  attempt.head_start.expires_after(std::min<Duration>(each, kHeadStart));
-  // One that has expired before it is cancelled comes all the same, and finds that the last has been called.
-  attempt.head_start.async_wait([this, attempt = attempt_](asio::error_code error) {
-    if (!error && !attempt->over && attempt->sockets.size() < attempt->endpoints.size()) call_next();
+  const bool first_round = attempt.sockets.size() < attempt.endpoints.size();
+  attempt.head_start.expires_after(first_round ? std::min<Duration>(each, kHeadStart)
+                                               : deadlines::kCallAgain.of(silence_));
+  // One that has expired before it is set anew comes all the same.
+  attempt.head_start.async_wait([this, attempt = attempt_, called = attempt.sockets.size()](asio::error_code error) {
+    if (!error && !attempt->over && attempt->sockets.size() == called) call_next();
   });
 }
 
-void Upstream::talk(asio::ip::tcp::socket socket) {
+void Upstream::talk(asio::ip::tcp::socket socket, const asio::ip::tcp::endpoint& called) {
   std::string name = name_;
   if (const auto parts = transport::SocketAddress::split(address_); name.empty() && parts) name = parts->host;
   asio::error_code gone;  // then it ends at once
-  ends_ = {text_of(socket.local_endpoint(gone)), text_of(socket.remote_endpoint(gone))};
-  connection_ = std::make_shared<Framed>(std::move(socket), keys_, false, name);
-  connection_->start({.ready =
-                          [this] {
-                            up_ = true;
-                            events::record(events::Kind::coordinator_up, {}, address_);
-                            heard_ = false;
-                            spoken_ = membership::Spoken();
-                            release_.clear();
-                            spdlog::log(
-                                one_of_several_ && !logged_refused_ ? spdlog::level::debug : spdlog::level::info,
-                                "connected to the coordinator at {}", address_);
-                            handlers_.up();
-                          },
-                      .message =
-                          [this](std::string_view bytes) {
-                            proto::ToNode message;
-                            const bool sound = message.ParseFromArray(bytes.data(), static_cast<int>(bytes.size()));
-                            if (sound && message.has_welcome() && !message.welcome().refusal().empty())
-                              return on_refusal(message.welcome());
-                            heard_ = true;
-                            refusal_.clear();
-                            logged_refused_.reset();
-                            why_lost_.clear();
-                            pause_ = std::chrono::milliseconds(0);
-                            tries_ = 0;
-                            heard_at_ = called_;
-                            if (!sound) {
-                              handlers_.rejected();
-                              refusals::count(refusals::Why::protocol);
-                              return spdlog::warn("the coordinator sent bytes that are no message; ignored");
-                            }
-                            if (message.has_heartbeat()) hear_stamp(bytes);
-                            if (message.has_welcome()) on_welcome(message.welcome());
-                            handlers_.message(message);
-                          },
-                      .closed = [this](const std::string& why) { lost(up_ && !heard_ ? without_a_word(why) : why); }},
-                     silence_);
+  const Ends ends{text_of(socket.local_endpoint(gone)), text_of(socket.remote_endpoint(gone))};
+  next_ = std::make_shared<Framed>(std::move(socket), keys_, false, name);
+  next_->start({.ready = [this, ends, called] { on_up(ends, called); },
+                .message = [this](std::string_view bytes) { on_bytes(bytes); },
+                .closed =
+                    [this, which = next_.get()](const std::string& why) {
+                      if (which != connection_.get()) return not_connected(why);
+                      lost(heard_ ? why : without_a_word(why));
+                    }},
+               silence_);
+}
+
+// Where it takes another one's place, what is still to come over that one is not heard: all is said again over this.
+void Upstream::on_up(const Ends& ends, const asio::ip::tcp::endpoint& called) {
+  const auto silent = std::exchange(connection_, std::exchange(next_, nullptr));
+  const TimePoint now = SteadyClock().now();
+  if (std::exchange(up_, false)) {
+    silent->close();
+    const auto why =
+        fmt::format("nothing was heard for {:.0f} ms, and another connection is up", milliseconds(now - last_heard_));
+    events::record(events::Kind::coordinator_lost, {}, address_ + "\n" + why);
+    spdlog::warn("coordinator at {}: {}", address_, why);
+    handlers_.down();
+  }
+  up_ = true;
+  events::record(events::Kind::coordinator_up, {}, address_);
+  ends_ = ends;
+  called_ = called;
+  heard_ = false;
+  last_heard_ = now;
+  their_silence_ = silence_;
+  apart_ = Duration(random_number() % static_cast<std::uint64_t>((silence_ / 16 + Duration(1)).count()));
+  spoken_ = membership::Spoken();
+  release_.clear();
+  spdlog::log(one_of_several_ && !logged_refused_ ? spdlog::level::debug : spdlog::level::info,
+              "connected to the coordinator at {}", address_);
+  handlers_.up();
+}
+
+void Upstream::on_bytes(std::string_view bytes) {
+  proto::ToNode message;
+  const bool sound = message.ParseFromArray(bytes.data(), static_cast<int>(bytes.size()));
+  if (sound && message.has_welcome() && !message.welcome().refusal().empty()) return on_refusal(message.welcome());
+  heard_ = true;
+  last_heard_ = SteadyClock().now();
+  end_attempt();  // beside it
+  refusal_.clear();
+  logged_refused_.reset();
+  why_lost_.clear();
+  pause_ = std::chrono::milliseconds(0);
+  tries_ = 0;
+  heard_at_ = called_;
+  if (!sound) {
+    handlers_.rejected();
+    refusals::count(refusals::Why::protocol);
+    return spdlog::warn("the coordinator sent bytes that are no message; ignored");
+  }
+  if (message.has_heartbeat()) hear_stamp(bytes);
+  if (message.has_welcome()) on_welcome(message.welcome());
+  handlers_.message(message);
 }
 
 // It comes before anything else. The connection is closed here, and made anew as one is that another key was shown on.
@@ -173,6 +201,8 @@ void Upstream::on_welcome(const proto::NodeWelcome& welcome) {
   constexpr std::size_t longest = 32;
   spoken_ = membership::Spoken::with({welcome.oldest(), welcome.newest()});
   release_ = printable(welcome.release(), longest);
+  if (welcome.silence_ms() != 0)
+    their_silence_ = std::min<Duration>(silence_, std::chrono::milliseconds(welcome.silence_ms()));
   if (release_ != release() || spoken_.version() != membership::kProtocolVersion)
     spdlog::info("the coordinator at {} is of release {}, this rejoind of {}; they speak protocol {}", address_,
                  release_, release(), spoken_.version());
@@ -180,6 +210,7 @@ void Upstream::on_welcome(const proto::NodeWelcome& welcome) {
 
 void Upstream::finish(std::function<void()> over) {
   if (!up_) return asio::post(io_, std::move(over));
+  end_attempt();
   finished_ = std::move(over);
   connection_->finish([this] { lost("finished"); });
 }
@@ -195,8 +226,19 @@ void Upstream::check(TimePoint heard) {
   if (up_ && SteadyClock().now() - heard > silence_) connect_anew("it was silent");
 }
 
+// Whoever is stopped, or has much to do, acknowledges all the same, and is called later: its answer may be on its way.
+void Upstream::tick(TimePoint now) {
+  if (const Duration pause = pause_detector_.on_tick(now); pause > Duration{})
+    membership::forgive(last_heard_, pause, now);
+  if (!up_ || finished_ || attempt_ || next_ || pause_detector_.settling(now)) return;
+  const bool acknowledges =
+      connection_->unacknowledged_for() <= deadlines::kHeartbeatOfDaemon.of(their_silence_) * 3 / 2;
+  const auto patience = (acknowledges ? deadlines::kUnheard : deadlines::kForgotten).of(their_silence_) + apart_;
+  if (now - last_heard_ > patience) connect();
+}
+
 void Upstream::connect_anew(const std::string& why) {
-  if (!connection_) return;
+  if (!up_) return;
   connection_->close();
   lost(why);
 }
@@ -217,25 +259,41 @@ std::string Upstream::without_a_word(const std::string& why) {
       why, membership::Versions{}.text(), membership::kOldestProtocol);
 }
 
+// The one that was up. Another one may be on its way already.
 void Upstream::lost(const std::string& why) {
   if (finished_) return std::exchange(finished_, nullptr)();
-  if (attempt_) attempt_->end();
-  // One that shows the key, and goes without a word, does not want this node. Where something else listens, its answer
-  // does not always come before its end.
-  const bool refused = connection_ && (up_ ? !heard_ : connection_->refused() || refused_);
-  pause_ = refused ? std::min(std::max(2 * pause_, kRetry), kMostRetry) : kRetry;
   connection_.reset();
-  if (std::exchange(up_, false)) events::record(events::Kind::coordinator_lost, {}, address_ + "\n" + why);
+  up_ = false;
+  events::record(events::Kind::coordinator_lost, {}, address_ + "\n" + why);
+  // One that shows the key, and goes without a word, does not want this node.
+  tell_that_it_is_not_connected(why, !heard_);
+  if (!attempt_ && !next_) try_again(!heard_);
+}
+
+// A try has led to nothing. Beside a connection that is up it is nobody's loss.
+void Upstream::not_connected(const std::string& why) {
+  // Where something else listens, its answer does not always come before its end.
+  const bool refused = next_ && (next_->refused() || (refused_ && !up_));
+  end_attempt();
+  if (up_) spdlog::debug("coordinator at {}: no connection beside the one that is silent: {}", address_, why);
+  else tell_that_it_is_not_connected(why, refused);
+  try_again(refused);
+}
+
+void Upstream::tell_that_it_is_not_connected(const std::string& why, bool refused) {
   why_lost_ = why;
   refused_ = refused;
   handlers_.down();
-  if (logged_refused_ != refused) {
-    if (handlers_.over()) spdlog::info("coordinator at {}: {}; the job is finished", address_, why);
-    else
-      spdlog::warn("coordinator at {}: {}; trying again {} {} ms", address_, why,
-                   refused ? "ever less often, in the end every" : "every", (refused ? kMostRetry : kRetry).count());
-    logged_refused_ = refused;
-  }
+  if (logged_refused_ == refused) return;
+  logged_refused_ = refused;
+  if (handlers_.over()) spdlog::info("coordinator at {}: {}; the job is finished", address_, why);
+  else
+    spdlog::warn("coordinator at {}: {}; trying again {} {} ms", address_, why,
+                 refused ? "ever less often, in the end every" : "every", (refused ? kMostRetry : kRetry).count());
+}
+
+void Upstream::try_again(bool refused) {
+  pause_ = refused ? std::min(std::max(2 * pause_, kRetry), kMostRetry) : kRetry;
   attempt_ = std::make_shared<Attempt>(io_);
   attempt_->timer.expires_after(pause_);
   attempt_->timer.async_wait([this, attempt = attempt_](asio::error_code error) {

@@ -4,6 +4,10 @@
 // longer pauses. A name is resolved anew at each try, since it may have come to mean another machine, but one that is
 // still being resolved since an earlier try is waited for; of several addresses the one that was heard last is called
 // first, the others shortly after it, and each further try begins with another one.
+//
+// What lies between may forget a connection (a firewall that fails over, address translation), and neither end hears
+// of that: over one that is not heard nothing comes any more, and a new one would pass. So that is made beside it,
+// before the silence is over, and takes its place when it is up, unless the old one is heard before.
 // Everything runs in the io_context's thread.
 #pragma once
 
@@ -17,6 +21,7 @@
 #include "control.pb.h"
 #include "daemon/framed.h"
 #include "daemon/resolver.h"
+#include "membership/pause_detector.h"
 #include "membership/versions.h"
 
 namespace rejoin::daemon {
@@ -41,7 +46,8 @@ class Upstream {
         handlers_(std::move(handlers)),
         one_of_several_(one_of_several),
         name_(std::move(name)),
-        resolver_(io) {}
+        resolver_(io),
+        pause_detector_(silence) {}
   ~Upstream();
   Upstream(const Upstream&) = delete;
   // The ends of its connection, "host:port": this machine's, and the other one.
@@ -54,6 +60,7 @@ class Upstream {
   // Nothing more is sent. `over` is called once while this lives, when all that was sent has been read, or can't be any
   // more, or the coordinator has not been heard for a silence.
   void finish(std::function<void()> over);
+  void tick(TimePoint now);  // at least every silence / 8
   // Connects anew if the coordinator was last heard too long ago, since a silent coordinator is as good as gone.
   void check(TimePoint heard);
   void connect_anew(const std::string& why);
@@ -73,11 +80,17 @@ class Upstream {
   void resolve(const std::string& host, std::uint16_t port);
   void connect_to(Resolver::Endpoints endpoints);
   void call_next();
-  void talk(asio::ip::tcp::socket socket);
+  void talk(asio::ip::tcp::socket socket, const asio::ip::tcp::endpoint& called);
+  void on_up(const Ends& ends, const asio::ip::tcp::endpoint& called);
+  void on_bytes(std::string_view bytes);
   void on_refusal(const proto::NodeWelcome& welcome);
   void on_welcome(const proto::NodeWelcome& welcome);
   static std::string without_a_word(const std::string& why);
   void lost(const std::string& why);
+  void not_connected(const std::string& why);
+  void tell_that_it_is_not_connected(const std::string& why, bool refused);
+  void try_again(bool refused);
+  void end_attempt();
 
   asio::io_context& io_;
   const std::string address_;
@@ -87,20 +100,24 @@ class Upstream {
   const bool one_of_several_;
   const std::string name_;
   Resolver resolver_;
-  std::shared_ptr<Attempt> attempt_;  // under way, or waited for
-  std::shared_ptr<Framed> connection_;
+  std::shared_ptr<Attempt> attempt_;    // under way, or waited for
+  std::shared_ptr<Framed> next_;        // that it has led to, and the key is not shown yet
+  std::shared_ptr<Framed> connection_;  // that is up
+  membership::PauseDetector pause_detector_;
+  TimePoint last_heard_{};
+  Duration their_silence_{}, apart_{};  // apart_: from other nodes, so that they don't call all at once
   Ends ends_;
   bool up_ = false, heard_ = false;  // it has shown the key; and has said something since
   std::string why_lost_;
   bool refused_ = false;
   std::string refusal_;
   membership::Spoken spoken_;
-  std::string release_;                 // of it, where it has said
-  std::optional<bool> logged_refused_;  // that it is not connected was logged, and whether as a refusal
-  std::chrono::milliseconds pause_{0};  // before the last try
-  std::size_t tries_ = 0;               // since it was heard
-  asio::ip::tcp::endpoint called_, heard_at_;
-  std::function<void()> finished_;  // where nothing more is sent: to be called
+  std::string release_;                        // of it, where it has said
+  std::optional<bool> logged_refused_;         // that it is not connected was logged, and whether as a refusal
+  std::chrono::milliseconds pause_{0};         // before the last try
+  std::size_t tries_ = 0;                      // since it was heard
+  asio::ip::tcp::endpoint called_, heard_at_;  // over the connection that is up
+  std::function<void()> finished_;             // where nothing more is sent: to be called
 };
 
 }  // namespace rejoin::daemon

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "base/deadlines.h"
 #include "base/fail.h"
 #include "sim/world.h"
 
@@ -115,7 +116,12 @@ void Daemon::on_link_up(std::uint64_t answered) {
   const std::size_t i = connection_of(answered);
   if (i == connections_.size() || connections_[i].connecting != answered) return;
   connections_[i].connecting = 0;
+  if (const auto silent = std::exchange(connections_[i].link, 0); silent != 0) {
+    world_.close_link(silent);
+    act(tracker_.on_disconnected(i, local_now()));
+  }
   connections_[i].link = answered;
+  connections_[i].heard = local_now();
   act(tracker_.on_connected(i, local_now()));
 }
 
@@ -128,13 +134,15 @@ void Daemon::on_link_down(std::uint64_t gone) {
 
 void Daemon::lose(std::size_t i) {
   connections_[i].link = 0;
-  connections_[i].connect_at = local_now() + kRetry;
+  if (connections_[i].connecting == 0) connections_[i].connect_at = local_now() + kRetry;
   act(tracker_.on_disconnected(i, local_now()));
 }
 
 void Daemon::on_control_message(std::uint64_t from, const proto::ToNode& message) {
   const std::size_t i = connection_of(from);
   if (i == connections_.size() || connections_[i].link != from) return;
+  connections_[i].heard = local_now();
+  if (const auto beside = std::exchange(connections_[i].connecting, 0); beside != 0) world_.close_link(beside);
   const auto actions = tracker_.on_message(i, message, local_now());
   act(actions);
   if (!actions.pass) return;
@@ -186,14 +194,19 @@ void Daemon::tick() {
     world_.close_link(connections_[*leader].link);
     lose(*leader);
   }
-  for (std::uint32_t i = 0; i < connections_.size(); ++i) {
-    Connection& to = connections_[i];
-    if (to.connecting != 0 && now >= to.connect_at) world_.close_link(std::exchange(to.connecting, 0));
-    if (to.link != 0 || to.connecting != 0 || now < to.connect_at) continue;
-    to.connecting = world_.connect(*this, i);
-    to.connect_at = now + (to.connecting != 0 ? world_.job.silence : kRetry);
-  }
+  for (std::uint32_t i = 0; i < connections_.size(); ++i) call(i);
   world_.wake(*this);
+}
+
+// As Upstream does; also beside a connection over which nothing is heard.
+void Daemon::call(std::uint32_t coordinator) {
+  Connection& to = connections_[coordinator];
+  const TimePoint now = local_now();
+  if (to.connecting != 0 && now >= to.connect_at) world_.close_link(std::exchange(to.connecting, 0));
+  const bool heard = to.link != 0 && now - to.heard <= deadlines::kForgotten.of(world_.job.silence);
+  if (heard || to.connecting != 0 || now < to.connect_at) return;
+  to.connecting = world_.connect(*this, coordinator);
+  to.connect_at = now + (to.connecting != 0 ? world_.job.silence : kRetry);
 }
 
 void Daemon::carry_out(const membership::Node::Actions& actions) {

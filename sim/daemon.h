@@ -46,11 +46,12 @@ class Daemon final : public Process {
   void on_caught_up(const catchup::Service::CompletedRank& completed);
   struct Connection {              // to a coordinator
     std::uint64_t link = 0;        // 0: none
-    std::uint64_t connecting = 0;  // and not answered yet
-    TimePoint connect_at{};
+    std::uint64_t connecting = 0;  // and not answered yet; also beside one that is not heard
+    TimePoint connect_at{}, heard{};
   };
   std::size_t connection_of(std::uint64_t link) const;
   void lose(std::size_t coordinator);
+  void call(std::uint32_t coordinator);
   void tell(std::uint64_t link, const proto::FromNode& message);
   void act(const membership::LeaderTracker::Actions& actions);
   void carry_out(const membership::Node::Actions& actions);

@@ -21,7 +21,8 @@ constexpr std::array<std::string_view, kFaultKinds> kFaultNames{
     "reset_stream",     "black_hole",   "refuse_memory",  "drift",
     "flip_reduced",     "flip_state",   "busy_trainer",   "lose_log",
     "slow_digest",      "store_away",   "store_cut_off",  "cut_off_from_some",
-    "slow_memory",      "kill_some",    "lying_joiner",   "forget"};
+    "slow_memory",      "kill_some",    "lying_joiner",   "forget",
+    "forget_control"};
 
 constexpr std::array<std::string_view, kMoments> kMomentNames{"at once",        "commit",    "epoch",    "update",
                                                               "catch_up_begun", "caught_up", "promoted", "rank_up"};
@@ -88,6 +89,7 @@ Duration draw_lasting(FaultKind kind, Random& random) {
     case FaultKind::cut_off_from_some:
     case FaultKind::slow_memory:
     case FaultKind::lying_joiner:
+    case FaultKind::forget_control:
     case FaultKind::slow_disk: return random.of_any_size(10us, 3s);
     case FaultKind::power_loss:  // sometimes a machine is away for so long that the others start without it
       return random.one_in(3) ? random.of_any_size(1s, 6s) : random.of_any_size(1ms, 300ms);

@@ -53,12 +53,13 @@ enum class FaultKind : std::uint8_t {
   store_cut_off,      // … one of them
   cut_off_from_some,  // one of them and some of the nodes don't hear each other for a while
   // And anywhere:
-  slow_memory,   // a rank is killed, and the next one's memory takes this long to be registered: its thread stands
-  kill_some,     // several replicas at once, so that several joiners come back
-  lying_joiner,  // a node's daemon passes on to other joiners whatever is in the memory of its own, for a while
-  forget,        // what lies between forgets the data connections of a rank, or of a node: neither side learns of it
+  slow_memory,     // a rank is killed, and the next one's memory takes this long to be registered: its thread stands
+  kill_some,       // several replicas at once, so that several joiners come back
+  lying_joiner,    // a node's daemon passes on to other joiners whatever is in the memory of its own, for a while
+  forget,          // what lies between forgets the data connections of a rank, or of a node: neither side learns of it
+  forget_control,  // … a node's connection to a coordinator, for a while or for ever; new ones pass
 };
-constexpr std::size_t kFaultKinds = 44;
+constexpr std::size_t kFaultKinds = 45;
 std::string_view to_string(FaultKind kind);
 
 // When a fault comes: at its time, or when this happens next after it.

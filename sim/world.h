@@ -191,6 +191,7 @@ class World {
     TimePoint last_up{}, last_down{};  // deliveries, in order
     bool accepted = false;             // by the coordinator
     bool reset = false;                // nothing arrives any more
+    TimePoint forgotten_until{};       // by what lies between: nothing arrives until then; TimePoint::max(): never
   };
   struct SlowLink {
     Duration out{}, in{};  // what its messages take longer
@@ -229,6 +230,8 @@ class World {
   void count_crossings(const proto::LogRecord::EpochBegun& begun);
   void happen(const Fault& fault);
   void reset_link(std::uint64_t number);
+  void forget_link(std::uint64_t number, TimePoint until);
+  std::optional<Duration> delay_on(const Link& link, bool up);
   void black_hole(const Fault& fault, TimePoint until);
   void forget(const Fault& fault);
   void hang_compute(const Fault& fault, TimePoint until);

@@ -29,7 +29,8 @@ void World::happen(const Fault& fault) {
   const TimePoint until = now() + fault.lasting;
   faults_end_ = std::max(faults_end_, until);
   if (const auto kind = fault.kind; kind == FaultKind::partition || kind == FaultKind::one_way_partition ||
-                                    kind == FaultKind::cut_off_from_some || kind == FaultKind::slow_link)
+                                    kind == FaultKind::cut_off_from_some || kind == FaultKind::slow_link ||
+                                    kind == FaultKind::forget_control)
     old_news_until_ = std::max(old_news_until_, until + 2 * job.silence);
   Random random(fault.detail);
   switch (fault.kind) {
@@ -119,6 +120,9 @@ void World::happen(const Fault& fault) {
       return;
     case FaultKind::reset_stream:
       if (daemon != nullptr) fabric_.reset(*daemon->rails[random.pick(daemon->rails.size())], random.next());
+      return;
+    case FaultKind::forget_control:
+      if (daemon != nullptr) forget_link(daemon->any_link(random), random.one_in(2) ? TimePoint::max() : until);
       return;
     case FaultKind::black_hole: return black_hole(fault, until);
     case FaultKind::forget: return forget(fault);

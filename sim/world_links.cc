@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <set>
 
+#include "base/deadlines.h"
 #include "sim/world.h"
 
 namespace rejoin::sim {
@@ -17,7 +18,15 @@ Duration World::control_delay(std::uint32_t node, std::uint32_t coordinator, boo
   return blocked > now() ? blocked - now() + delay : delay;
 }
 
-// Where it is refused: 0. Where nothing answers, it is asked again after 1, 3 and 7 s, as Linux does.
+// What is sent over it now; none: it never arrives. What was lost while nothing passed is sent again a while later.
+std::optional<Duration> World::delay_on(const Link& link, bool up) {
+  const Duration delay = control_delay(link.node, link.coordinator, up);
+  if (link.forgotten_until <= now()) return delay;
+  if (link.forgotten_until == TimePoint::max()) return std::nullopt;
+  return link.forgotten_until - now() + control_random_[link.node].between({}, job.silence / 8) + delay;
+}
+
+// Where it is refused: 0. Where nothing answers, it is called again beside that, as Upstream does.
 std::uint64_t World::connect(Daemon& daemon, std::uint32_t coordinator) {
   if (!coordinators_[coordinator]) return 0;
   const std::uint64_t number = next_number();
@@ -27,7 +36,7 @@ std::uint64_t World::connect(Daemon& daemon, std::uint32_t coordinator) {
   TimePoint open = std::max(up_blocked_[daemon.node], down_blocked_[daemon.node]);
   if (auto cut = parted_.find({daemon.node, coordinator}); cut != parted_.end()) open = std::max(open, cut->second);
   Duration asked{};
-  for (Duration wait = 1s; now() + asked < open; wait *= 2) asked += wait;
+  while (now() + asked < open) asked += deadlines::kCallAgain.of(job.silence);
   deliver(*coordinators_[coordinator], in_order(made.last_up, asked + control_delay(daemon.node, coordinator, true)),
           [this, number] {
             auto found = links_.find(number);
@@ -44,33 +53,34 @@ std::uint64_t World::connect(Daemon& daemon, std::uint32_t coordinator) {
 void World::drop_link(std::uint64_t number) {
   auto gone = links_.extract(number);
   if (gone.empty()) return;
-  const auto [node, coordinator] = std::pair(gone.mapped().node, gone.mapped().coordinator);
-  Daemon* daemon = daemons_[node].get();
+  Daemon* daemon = daemons_[gone.mapped().node].get();
   if (daemon == nullptr) return;
   const Duration noticed = supervisor_random_[nodes()].between(10us, 1ms);
-  deliver(*daemon, noticed + control_delay(node, coordinator, false),
-          [daemon, number] { daemon->on_link_down(number); });
+  const auto delay = delay_on(gone.mapped(), false);
+  if (delay) deliver(*daemon, noticed + *delay, [daemon, number] { daemon->on_link_down(number); });
 }
 
 void World::close_link(std::uint64_t number) {
   auto found = links_.find(number);
   if (found == links_.end()) return;
   CoordinatorProcess* at = coordinators_[found->second.coordinator].get();
-  deliver(*at, in_order(found->second.last_up, control_delay(found->second.node, at->number, true)),
-          [this, number, at] {
-            if (links_.erase(number) > 0) at->on_link_lost(number);
-          });
+  const auto delay = delay_on(found->second, true);
+  if (!delay) return;
+  deliver(*at, in_order(found->second.last_up, *delay), [this, number, at] {
+    if (links_.erase(number) > 0) at->on_link_lost(number);
+  });
 }
 
 void World::to_coordinator(std::uint64_t number, proto::FromNode message) {
   auto found = links_.find(number);
   if (found == links_.end()) return;
   CoordinatorProcess* at = coordinators_[found->second.coordinator].get();
-  deliver(*at, in_order(found->second.last_up, control_delay(found->second.node, at->number, true)),
-          [this, number, at, message = std::move(message)] {
-            auto open = links_.find(number);
-            if (open != links_.end() && !open->second.reset) at->on_message(number, message);
-          });
+  const auto delay = delay_on(found->second, true);
+  if (!delay) return;
+  deliver(*at, in_order(found->second.last_up, *delay), [this, number, at, message = std::move(message)] {
+    auto open = links_.find(number);
+    if (open != links_.end() && !open->second.reset) at->on_message(number, message);
+  });
 }
 
 void World::to_daemon(std::uint64_t number, proto::ToNode message) {
@@ -85,11 +95,12 @@ void World::to_daemon(std::uint64_t number, proto::ToNode message) {
       checker_.violate("one-decision", fmt::format("two processes are replica {} rank {} in incarnation {}",
                                                    its.replica(), its.rank(), its.incarnation()));
   }
-  deliver(*daemon, in_order(found->second.last_down, control_delay(node, found->second.coordinator, false)),
-          [this, daemon, number, message = std::move(message)] {
-            auto open = links_.find(number);
-            if (open == links_.end() || !open->second.reset) daemon->on_control_message(number, message);
-          });
+  const auto delay = delay_on(found->second, false);
+  if (!delay) return;
+  deliver(*daemon, in_order(found->second.last_down, *delay), [this, daemon, number, message = std::move(message)] {
+    auto open = links_.find(number);
+    if (open == links_.end() || !open->second.reset) daemon->on_control_message(number, message);
+  });
 }
 
 // A connection is reset on its way: what has not been delivered is lost, and each end hears of it in its own time.
@@ -104,6 +115,15 @@ void World::reset_link(std::uint64_t number) {
   });
   if (Daemon* daemon = daemons_[found->second.node].get())
     deliver(*daemon, random.of_any_size(1us, 50ms), [daemon, number] { daemon->on_link_down(number); });
+}
+
+// What lies between lets nothing through any more of this connection, and tells neither end.
+void World::forget_link(std::uint64_t number, TimePoint until) {
+  auto found = links_.find(number);
+  if (found == links_.end() || !found->second.accepted) return;
+  found->second.forgotten_until = std::max(found->second.forgotten_until, until);
+  disturb(job.silence);
+  faults_end_ = std::max(faults_end_, now() + job.silence);
 }
 
 // ---- rooms
