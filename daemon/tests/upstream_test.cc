@@ -6,6 +6,7 @@
 
 #include <array>
 #include <asio.hpp>
+#include <fstream>
 #include <functional>
 #include <map>
 #include <memory>
@@ -235,6 +236,48 @@ TEST(Upstream, WhoeverAnswersAfterAllKeepsTheConnectionThatItHas) {
   EXPECT_EQ(talk.turns, "up ");
   EXPECT_EQ(talk.heard.size(), 1u);
   EXPECT_EQ(talk.listener.rejected(), 0u);
+}
+
+// Calls to this port that are under way. One that is lost the system repeats after a second.
+std::size_t calls_to(std::uint16_t port) {
+  std::ifstream table("/proc/net/tcp");
+  const std::string to = fmt::format("0100007F:{:04X} 02 ", port);  // 127.0.0.1, SYN_SENT
+  std::size_t count = 0;
+  for (std::string line; std::getline(table, line);) count += line.find(to) != std::string::npos ? 1 : 0;
+  return count;
+}
+
+TEST(Upstream, ACallThatNobodyAnswersIsMadeOnceMoreBesideIt) {
+  asio::io_context io{1};
+  const JobKeys keys{kKey};
+  tcp::acceptor acceptor{io};
+  acceptor.open(tcp::v4());
+  acceptor.bind({asio::ip::address_v4::loopback(), 0});
+  acceptor.listen(0);
+  const auto port = acceptor.local_endpoint().port();
+  // Others fill its queue, and then the system answers nobody.
+  std::vector<tcp::socket> others;
+  const auto fill = [&] {
+    others.emplace_back(io).async_connect(acceptor.local_endpoint(), [](asio::error_code) {});
+    io.run_one_for(std::chrono::milliseconds(100));
+    return calls_to(port) > 0;
+  };
+  others.reserve(16);
+  while (others.size() < 16 && !fill()) {
+  }
+  const std::size_t of_others = calls_to(port);
+  ASSERT_GT(of_others, 0u);
+  Upstream upstream(io, fmt::format("127.0.0.1:{}", port), keys, std::chrono::seconds(2),
+                    {.up = [] {},
+                     .message = [](const proto::ToNode&) {},
+                     .down = [] { FAIL() << "before it was called once more"; },
+                     .over = [] { return false; },
+                     .rejected = [] {}});
+  upstream.connect();
+  const TimePoint until = SteadyClock().now() + std::chrono::seconds(30);
+  while (calls_to(port) < of_others + 2 && SteadyClock().now() < until && !HasFatalFailure())
+    io.run_one_for(std::chrono::milliseconds(20));
+  EXPECT_GE(calls_to(port), of_others + 2);
 }
 
 }  // namespace
