@@ -94,9 +94,9 @@ TEST(Upstream, WhatListensForSomethingElseIsCalledEverLessOftenAndTheReasonNames
 
 // What lies between a node and its coordinator. It forgets connections: nothing passes any more, and neither end hears
 // of that.
-class Between {
+class Forgetful {
  public:
-  Between(asio::io_context& io, std::uint16_t to) : acceptor_(io, {loopback(), 0}), to_{loopback(), to} { accept(); }
+  Forgetful(asio::io_context& io, std::uint16_t to) : acceptor_(io, {loopback(), 0}), to_{loopback(), to} { accept(); }
   std::string address() const { return fmt::format("127.0.0.1:{}", acceptor_.local_endpoint().port()); }
   std::size_t calls() const { return ways_.size(); }
   bool takes_no_more = false;  // nothing passes of those that come
@@ -163,7 +163,7 @@ struct Conversation {
                          .lost = [this](membership::NodeId one) { lost.insert(one); }}};
   std::map<membership::NodeId, int> heard;
   std::set<membership::NodeId> lost;
-  std::unique_ptr<Between> between;
+  std::unique_ptr<Forgetful> between;
   std::unique_ptr<Upstream> node;
   asio::steady_timer timer{io};
   std::string turns;  // of `up` and `down`
@@ -172,7 +172,7 @@ struct Conversation {
   Conversation() {
     EXPECT_TRUE(listener.listen("127.0.0.1:0"));
     const auto port = std::stoi(listener.address().substr(listener.address().rfind(':') + 1));
-    between = std::make_unique<Between>(io, static_cast<std::uint16_t>(port));
+    between = std::make_unique<Forgetful>(io, static_cast<std::uint16_t>(port));
     node = std::make_unique<Upstream>(io, between->address(), keys, kSilence,
                                       Upstream::Handlers{.up = [this] { turns += "up "; },
                                                          .message = [this](const proto::ToNode&) { ++answered; },
