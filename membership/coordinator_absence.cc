@@ -35,10 +35,12 @@ void Coordinator::lose_silent_nodes() {
   std::vector<NodeId> silent;
   for (const auto& [node, state] : nodes_)
     if (now_ - state.heard > config_.silence) silent.push_back(node);
+  if (silent.empty()) return;
+  std::map<std::string, NodeId> last;  // connection of that name
+  for (const auto& [node, state] : nodes_) last.insert_or_assign(state.name, node);
   for (auto node : silent) {
     const ConnectedNode& state = nodes_.at(node);
-    const bool came_anew = std::any_of(nodes_.upper_bound(node), nodes_.end(),
-                                       [&](const auto& one) { return one.second.name == state.name; });
+    const bool came_anew = last.at(state.name) != node;
     warn("node {} at {} was silent for {:.0f} ms{}", state.name, state.address, milliseconds(config_.silence),
          came_anew ? " over this connection, and has another one since" : "");
     lose_node(node, now_ - config_.silence);

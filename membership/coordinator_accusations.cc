@@ -94,23 +94,20 @@ void Coordinator::judge() {
       if (accused.contains(edge.from)) accused.try_emplace(edge.to, 0);
   }
   enum class Known : std::uint8_t { waits, nothing, hangs };
-  const auto known = [&](ReplicaId id) {
+  std::tuple<Known, int, bool, ReplicaId> worst{};  // less guilty first
+  for (const auto& [id, times] : accused) {
     const MemberState* m = members_.find(id);
-    if (m == nullptr || waiting.contains(id)) return Known::waits;
-    return could_say(*m) ? Known::hangs : Known::nothing;
-  };
-  const auto worse = [&](const auto& a, const auto& b) {  // less guilty first
-    const auto rank = [&](const auto& entry) {
-      const MemberState* m = members_.find(entry.first);
-      return std::tuple(known(entry.first), entry.second, m != nullptr && m->catching_up, entry.first);
-    };
-    return rank(a) < rank(b);
-  };
-  const ReplicaId guilty = std::max_element(accused.begin(), accused.end(), worse)->first;
-  const bool for_long = std::ranges::any_of(accusations_, [&](const auto& one) {
-    return one.first.to == guilty && one.second.counts && now_ - one.second.since > patience + config_.silence;
-  });
-  if (known(guilty) == Known::nothing && !for_long) return;
+    if (m == nullptr) continue;
+    const Known known = waiting.contains(id) ? Known::waits : could_say(*m) ? Known::hangs : Known::nothing;
+    worst = std::max(worst, {known, times, m->catching_up, id});
+  }
+  const auto [known, times, joins, guilty] = worst;
+  const MemberState* m = members_.find(guilty);
+  if (m == nullptr) return;
+  bool for_long = false;
+  for (const auto& [edge, about] : accusations_)
+    for_long |= edge.to == guilty && about.counts && now_ - about.since > patience + config_.silence;
+  if (known == Known::nothing && !for_long) return;
   std::string what;
   bool explained = false;  // by its own library, or by a connection that broke
   for (const auto& [edge, about] : accusations_)
@@ -122,8 +119,7 @@ void Coordinator::judge() {
     what += fmt::format("{}the step waits for {}", what.empty() ? "" : "; ", its_own->second.what);
     explained = true;
   }
-  const MemberState* m = members_.find(guilty);
-  if (!explained && known(guilty) == Known::hangs && m->reduced.size() < config_.ranks)
+  if (!explained && known == Known::hangs && m->reduced.size() < config_.ranks)
     what = fmt::format("it hangs: its processes are heard, wait for nobody and do not go on; {}", what);
   if (m->catching_up && last_complete(*m)) return block_on(guilty, what);
   if (m->catching_up && !caught_up(*m)) {
