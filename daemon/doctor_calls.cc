@@ -144,7 +144,9 @@ Result<> probe_peer(const std::string& peer, const std::string& transport, const
   if (!address) return tl::unexpected(address.error());
   (*engine)->set_secrets(keys.data_secrets());
   (*engine)->set_silence(patience);
-  const auto endpoint = (*engine)->connect({*address, keys.data_secrets().own}, {});
+  // Of several rails the first one is called, where no more addresses are known.
+  const std::size_t uncalled = rails || (*engine)->rails().empty() ? 0 : (*engine)->rails().size() - 1;
+  const auto endpoint = (*engine)->connect({*address + std::string(uncalled, '|'), keys.data_secrets().own}, {});
   if (!endpoint) return tl::unexpected(endpoint.error());
   const TimePoint until = SteadyClock().now() + patience;
   for (;;) {

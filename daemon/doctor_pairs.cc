@@ -21,9 +21,17 @@ namespace {
 
 constexpr int kLookAround = 20;  // ms
 
+// A rail for bulk is where the one before it is.
+std::string without_threads(const std::string& transport) {
+  auto parts = split(transport, ';');
+  std::erase_if(parts, [](const std::string& part) { return part.starts_with("threads="); });
+  return fmt::format("{}", fmt::join(parts, ";"));
+}
+
 // The transport of each rail by itself.
-Result<std::vector<std::string>> rails_of(const std::string& transport) {
-  if (auto right = transport::check_name(transport); !right) return tl::unexpected(right.error());
+Result<std::vector<std::string>> rails_of(const std::string& given) {
+  if (auto right = transport::check_name(given); !right) return tl::unexpected(right.error());
+  const std::string transport = without_threads(given);
   const auto border = transport.find(':');
   const std::string kind = transport.substr(0, border);
   if (kind == "shm" || kind == "ucx")

@@ -4,8 +4,10 @@
 #include <set>
 
 #include "base/fail.h"
+#include "base/log.h"
 #include "base/number.h"
 #include "transport/ibverbs/factory.h"
+#include "transport/lone/factory.h"
 #include "transport/placement.h"
 #include "transport/shm/factory.h"
 #include "transport/staged/factory.h"
@@ -70,7 +72,7 @@ Result<std::unique_ptr<Engine>> over_rails(std::size_t count, MakeRail make_rail
     if (!rail) return rail;
     rails.push_back(std::move(*rail));
   }
-  if (rails.size() == 1) return std::move(rails[0]);
+  if (rails.size() == 1) return lone::make_engine(std::move(rails[0]));
   return striped::make_engine(std::move(rails), options, clock);
 }
 
@@ -78,8 +80,10 @@ Result<std::unique_ptr<Engine>> over_rails(std::size_t count, MakeRail make_rail
 Result<std::unique_ptr<Engine>> tcp_over_rails(const Tcp& tcp) {
   const std::size_t addresses = tcp.locals.size();
   const auto rail = [&](std::size_t number) -> Result<std::unique_ptr<Engine>> {
-    auto engine = tcp::make_engine(
-        {.local = tcp.locals[number % addresses], .encrypt = tcp.kind == kEncrypted, .kernel = tcp.by_kernel});
+    auto engine = tcp::make_engine({.local = tcp.locals[number % addresses],
+                                    .one_of_several = addresses > 1,
+                                    .encrypt = tcp.kind == kEncrypted,
+                                    .kernel = tcp.by_kernel});
     return engine && number >= addresses ? threaded::make_engine(std::move(*engine)) : std::move(engine);
   };
   return over_rails(tcp.rails(), rail, {.first_bulk_rail = addresses});
@@ -89,14 +93,23 @@ Result<std::unique_ptr<Engine>> tcp_over_rails(const Tcp& tcp) {
 Result<std::unique_ptr<Engine>> ibverbs_over_rails(const std::string& list, const std::string& device) {
   if (auto there = ibverbs::available(); !there) return tl::unexpected(there.error());
   const bool near = list == kNear;
-  std::vector<std::string> names = list.empty() || near ? ibverbs::active_ports() : split(list, ',');
+  const ibverbs::Ports found = list.empty() || near ? ibverbs::usable_ports() : ibverbs::Ports{};
+  std::vector<std::string> names = list.empty() || near ? found.names : split(list, ',');
+  for (const auto& one : found.left_out) logger().info("ibverbs: no rail is made of {}", one);
   if (near) names = nearest_ports(names, device);
   if (names.empty())
     return fail(ErrorCode::unavailable,
-                "no RDMA port is active here; 'ibv_devinfo' shows what there is. Without RDMA use shm or tcp");
+                "no RDMA port is to be had here{}; 'ibv_devinfo' shows what there is. Without RDMA use shm or tcp",
+                found.left_out.empty() ? "" : fmt::format(", but {}", fmt::join(found.left_out, "; ")));
+  if (names.size() > striped::kMaxRails)
+    return fail(ErrorCode::invalid_argument,
+                "{} RDMA ports, active or not, and there are {} rails at most: name those to be used, as in "
+                "ibverbs:{},{}",
+                names.size(), striped::kMaxRails, names[0], names[1]);
   return over_rails(names.size(), [&](std::size_t number) -> Result<std::unique_ptr<Engine>> {
     auto options = ibverbs::parse_options(names[number]);
     if (!options) return tl::unexpected(options.error());
+    options->one_of_several = names.size() > 1;
     return ibverbs::make_engine(*options);
   });
 }

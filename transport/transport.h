@@ -147,6 +147,9 @@ class Engine {
   // has what it waits for. So what poll() has to answer peers may leave together with what the handlers of its events
   // post.
   virtual void set_polled_on() {}
+  // Whether anything can be moved over it now, as far as it knows. Errors: its port is down, its device gone, its
+  // address of no interface. That may pass: whoever connects looks again.
+  virtual Result<> usable() { return {}; }
   // Starts a connection; ends in `connected` or `closed`. `hello` (at most kMaxHello) reaches the peer with `accepted`.
   virtual Result<EndpointId> connect(const Address& peer, BytesView hello) = 0;
 

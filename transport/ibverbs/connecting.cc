@@ -9,7 +9,18 @@
 
 namespace rejoin::transport::ibverbs {
 
-Result<Address> IbverbsEngine::listen(const Address& where) { return control_->listen(where); }
+// A rail over Ethernet that has no address of its own, as while its port is down, listens where it is told to; another
+// one may have that port already.
+Result<Address> IbverbsEngine::listen(const Address& where) {
+  auto listening = control_->listen(where);
+  const bool as_ever = device_ && (!device_->ethernet() || !device_->address().empty());
+  if (listening || !options_.one_of_several || as_ever) return listening;
+  auto beside = control_->listen({where.text.substr(0, where.text.rfind(':')) + ":0"});
+  if (beside)
+    logger().warn("rail {}: it has no address of its own now, and {}; it listens on {}", name_,
+                  listening.error().message, beside->text);
+  return beside ? beside : listening;
+}
 
 namespace {
 
@@ -195,7 +206,9 @@ void IbverbsEngine::on_accepted(const Event& event) {
   if (result) result = make_queue_pairs(endpoint, unordered > 0 ? 1 : theirs.queue_pairs, unordered);
   if (result) result = connect_queue_pairs(endpoint, taken(theirs, unordered), false);
   if (!result) {
-    logger().warn("rail {}: a connection was refused: {}", name_, result.error());
+    if (const auto before = refused_.may_say(clock_.now()))
+      logger().warn("rail {}: a connection was refused: {}{}", name_, result.error(),
+                    *before > 0 ? fmt::format("; so were {} since this was last logged", *before) : "");
     destroy_queue_pairs(endpoint);
     return control_->close(event.endpoint);
   }

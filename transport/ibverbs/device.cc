@@ -36,6 +36,10 @@ bool is_link_local(const ibv_gid& gid) {
   return gid.raw[0] == 0xfe && (gid.raw[1] & 0xc0) == 0x80;
 }
 
+// The larger, the better: an interface that comes up has its link-local address first, and the one that routers pass on
+// later.
+int reach_of(const ibv_gid& gid) { return is_link_local(gid) ? 1 : is_ipv4(gid) ? 3 : 2; }
+
 }  // namespace
 
 Result<> available() {
@@ -43,22 +47,44 @@ Result<> available() {
   return {};
 }
 
-std::vector<std::string> active_ports() {
-  std::vector<std::string> names;
-  if (!load_verbs()) return names;
+namespace {
+
+Ports find_ports(bool active_only) {
+  Ports ports;
+  if (!load_verbs()) return ports;
   const DeviceList list;
   for (int i = 0; i < list.count; ++i) {
+    const std::string name = verbs().get_device_name(list.devices[i]);
+    if (list.devices[i]->transport_type != IBV_TRANSPORT_IB) {
+      ports.left_out.push_back(fmt::format("{}, which is neither InfiniBand nor RoCE", name));
+      continue;
+    }
+    errno = 0;
     const Context context(verbs().open_device(list.devices[i]));
     ibv_device_attr limits{};
-    if (!context || verbs().query_device(context.get(), &limits) != 0) continue;
+    if (!context || verbs().query_device(context.get(), &limits) != 0) {
+      ports.left_out.push_back(fmt::format("{}, which can't be opened: {}", name, std::strerror(errno)));
+      continue;
+    }
     for (std::uint8_t port = 1; port <= limits.phys_port_cnt; ++port) {
       ibv_port_attr attributes{};
-      if (verbs().query_port(context.get(), port, attributes) == 0 && attributes.state == IBV_PORT_ACTIVE)
-        names.push_back(fmt::format("{}:{}", verbs().get_device_name(list.devices[i]), port));
+      const bool known = verbs().query_port(context.get(), port, attributes) == 0;
+      // Old drivers of InfiniBand don't say.
+      const bool right = attributes.link_layer <= IBV_LINK_LAYER_ETHERNET;
+      if (!known || !right)
+        ports.left_out.push_back(fmt::format("{}:{}, whose link layer is {}", name, port,
+                                             known ? fmt::format("of type {}", attributes.link_layer) : "not known"));
+      else if (!active_only || attributes.state == IBV_PORT_ACTIVE)
+        ports.names.push_back(fmt::format("{}:{}", name, port));
     }
   }
-  return names;
+  return ports;
 }
+
+}  // namespace
+
+Ports usable_ports() { return find_ports(false); }
+std::vector<std::string> active_ports() { return find_ports(true).names; }
 
 Result<Options> parse_options(const std::string& text) {
   Options options;
@@ -129,7 +155,8 @@ Result<Device> Device::open(const Options& options) {
   if (verbs().query_device(device.context_.get(), &device.limits_) != 0)
     return fail_errno("ibv_query_device " + device.name_);
   device.wanted_gid_ = options.gid_index;
-  if (auto fresh = device.refresh(); !fresh) return tl::unexpected(fresh.error());
+  if (auto fresh = device.refresh(); !fresh && fresh.error().code == ErrorCode::not_found)
+    return tl::unexpected(fresh.error());
   device.domain_ = ProtectionDomain(verbs().alloc_pd(device.context_.get()));
   if (!device.domain_) return fail_errno("ibv_alloc_pd " + device.name_);
   return device;
@@ -140,11 +167,13 @@ Result<> Device::refresh() {
   if (verbs().query_port(context_.get(), port_number_, port) != 0)
     return fail(ErrorCode::not_found, "rail {}: the device has no such port, but 1 to {}", name_,
                 limits_.phys_port_cnt);
-  if (port.state != IBV_PORT_ACTIVE)
-    return fail(ErrorCode::unavailable, "rail {}: the port is {}; is its link up?", name_,
-                verbs().port_state_str(port.state));
   port_ = port;
-  return find_gid();
+  const bool active = port.state == IBV_PORT_ACTIVE;
+  // Until it is up again, the GID that it had before says more of it than what is left.
+  const auto found = active || !had_gid_ ? find_gid() : Result<>();
+  if (active) return found;
+  return fail(ErrorCode::unavailable, "rail {}: the port is {}; is its link up?", name_,
+              verbs().port_state_str(port.state));
 }
 
 Result<> Device::find_gid() {
@@ -155,11 +184,8 @@ Result<> Device::find_gid() {
     if (verbs().query_gid(context_.get(), port_number_, static_cast<std::uint32_t>(i), entry) != 0) continue;
     if (wanted_gid_ && *wanted_gid_ != static_cast<std::uint32_t>(i)) continue;
     const bool same = had_gid_ && std::memcmp(entry.gid.raw, gid_.gid.raw, sizeof entry.gid.raw) == 0;
-    const int worth = entry.gid_type != IBV_GID_TYPE_ROCE_V2 && !wanted_gid_ ? 0
-                      : wanted_gid_ || same                                  ? 4
-                      : is_link_local(entry.gid)                             ? 1
-                      : is_ipv4(entry.gid)                                   ? 3
-                                                                             : 2;
+    const bool other_kind = entry.gid_type != IBV_GID_TYPE_ROCE_V2 && !wanted_gid_;
+    const int worth = other_kind ? 0 : 2 * reach_of(entry.gid) + (same ? 1 : 0);
     if (worth <= best) continue;
     best = worth;
     found = entry;

@@ -26,6 +26,7 @@ using MemoryRegion = std::unique_ptr<ibv_mr, Destroyer<&Verbs::dereg_mr>>;
 
 class Device {
  public:
+  // Also where its port is down: see refresh(). Errors: `not_found` (no such device, port or GID index), `unavailable`.
   static Result<Device> open(const Options& options);
 
   ibv_context* context() const { return context_.get(); }

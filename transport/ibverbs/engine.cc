@@ -33,11 +33,14 @@ Result<std::unique_ptr<Engine>> IbverbsEngine::make(const Options& options) {
 Result<> IbverbsEngine::start() {
   epoll_ = Fd(::epoll_create1(EPOLL_CLOEXEC));
   if (!epoll_) return fail_errno("epoll_create1");
-  if (auto opened = open_device(); !opened) return opened;
-  auto control = tcp::make_engine({.local = device_->address()});
+  // The address may come late, or be changed.
+  auto control = tcp::make_engine({.local_now = [this] { return device_ ? device_->address() : std::string(); },
+                                   .one_of_several = options_.one_of_several});
   if (!control) return tl::unexpected(control.error());
   control_ = std::move(*control);
-  return add_to(epoll_, control_->event_fd());
+  if (auto added = add_to(epoll_, control_->event_fd()); !added) return added;
+  const auto there = ready();
+  return options_.one_of_several ? Result<>() : there;
 }
 
 Result<> IbverbsEngine::open_device() {
@@ -72,9 +75,6 @@ Result<> IbverbsEngine::open_device() {
     if (::fcntl(fd, F_SETFL, ::fcntl(fd, F_GETFL) | O_NONBLOCK) != 0) return fail_errno("fcntl");
     if (auto added = add_to(epoll_, fd); !added) return added;
   }
-  removal_ = RemovalWatch::start(device_->address());
-  if (removal_)
-    if (auto added = add_to(epoll_, removal_->fd()); !added) return added;
   for (auto& [id, registered] : registered_) {
     const Region& known = *regions_.find(RegionId(id));
     if (auto again = register_with_device(known.memory, known.access, registered); !again) return again;
@@ -84,6 +84,7 @@ Result<> IbverbsEngine::open_device() {
 
 // The endpoints have failed before; what is left is given up in the order of its making, backwards.
 void IbverbsEngine::lose_device() {
+  lost_ = true;
   known_to_.clear();
   if (channel_) remove_from(epoll_, channel_->fd);
   if (device_) remove_from(epoll_, device_->context()->async_fd);
@@ -104,13 +105,24 @@ void IbverbsEngine::lose_device() {
 }
 
 Result<> IbverbsEngine::ready() {
-  if (device_) return device_->refresh();
-  if (auto opened = open_device(); !opened) {
-    lose_device();
-    return opened;
+  if (!device_) {
+    if (auto opened = open_device(); !opened) {
+      lose_device();
+      return opened;
+    }
+    if (std::exchange(lost_, false)) logger().info("rail {}: the device is there again", name_);
   }
-  logger().info("rail {}: the device is there again", name_);
-  return {};
+  if (auto up = device_->refresh(); !up) return up;
+  return watch_removal();
+}
+
+Result<> IbverbsEngine::watch_removal() {
+  std::string address = device_->address();
+  if (removal_ && removal_of_ == address) return {};
+  if (removal_) remove_from(epoll_, removal_->fd());
+  removal_ = RemovalWatch::start(address);
+  removal_of_ = std::move(address);
+  return removal_ ? add_to(epoll_, removal_->fd()) : Result<>();
 }
 
 IbverbsEngine::~IbverbsEngine() {

@@ -20,6 +20,7 @@
 #include <unordered_map>
 
 #include "base/fd.h"
+#include "base/seldom.h"
 #include "transport/endpoints.h"
 #include "transport/epoll.h"
 #include "transport/event_queue.h"
@@ -38,6 +39,7 @@ class IbverbsEngine final : public Engine {
   Result<Address> listen(const Address& where) override;
   void set_secrets(const Secrets& secrets) override { control_->set_secrets(secrets); }
   void set_silence(Duration silence) override { control_->set_silence(silence); }
+  Result<> usable() override { return ready(); }
   Result<EndpointId> connect(const Address& peer, BytesView hello) override;
   Result<RegionId> register_region(std::span<std::byte> memory, MemoryKind kind, Access access) override;
   Result<RegionId> register_dma_buf(const DmaBuf& buffer, Access access) override;
@@ -97,6 +99,7 @@ class IbverbsEngine final : public Engine {
   // Opens the device and all that belongs to it; again after it was lost, with the regions registered meanwhile.
   Result<> open_device();
   void lose_device();
+  Result<> watch_removal();
   // The port as it is now; a device that was lost is looked for again.
   Result<> ready();
 
@@ -157,7 +160,9 @@ class IbverbsEngine final : public Engine {
   const Options options_;
   std::optional<Device> device_;  // none: lost
   bool out_of_order_ = false;     // wanted, and the device can
+  bool lost_ = false;
   std::optional<RemovalWatch> removal_;
+  std::string removal_of_;  // the address that it is bound to
   const std::string name_ = options_.device;
   Fd epoll_;
   Unguessable unguessable_;
@@ -199,6 +204,8 @@ class IbverbsEngine final : public Engine {
   };
   Fifo<DeviceEvent> device_events_;  // taken and not handled
   std::uint32_t polls_ = 0, unopened_ = 0, unacknowledged_ = 0;
+  const SteadyClock clock_;
+  Seldom refused_{kSameLineAgain};  // connections
   bool slept_ = false;
 };
 

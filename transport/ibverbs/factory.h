@@ -26,6 +26,9 @@ struct Options {
   // Where both sides want it and both devices can, bulk goes over queue pairs that place data as it arrives (mlx5's
   // out-of-order data placement), so that adaptive routing helps. It has not been tried on hardware yet.
   bool out_of_order = false;
+  // Others carry on where its port is down at the start, or its device not there: both are looked for again whenever a
+  // connection is made.
+  bool one_of_several = false;
   // With an address, or an empty text for the one that the device's GID stands for, rdma_cm connects the queue pairs
   // from there. With nothing the two sides exchange their data over TCP. The side that connects decides.
   std::optional<std::string> connection_manager;
@@ -34,7 +37,13 @@ struct Options {
 // Says whether verbs can be used at all. Errors: `unavailable` where libibverbs is not there, with what to install.
 Result<> available();
 
-// Returns the names of the devices' active ports, "DEVICE:PORT"; none where verbs can't be used.
+// The names of the devices' ports, "DEVICE:PORT", active or not, so that they are the same whatever is down just now.
+struct Ports {
+  std::vector<std::string> names;
+  std::vector<std::string> left_out;  // devices and ports that can't be used, and why
+};
+Ports usable_ports();
+// Returns those that are active; none where verbs can't be used.
 std::vector<std::string> active_ports();
 
 // Describes a port to whoever chooses among several.

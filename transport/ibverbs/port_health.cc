@@ -33,9 +33,10 @@ PortHealth examine_port(const std::string& rail, std::size_t bytes) {
   PortHealth health;
   health.name = rail;
   const auto options = parse_options(rail);
-  const auto device = options ? Device::open(*options) : tl::unexpected(options.error());
-  if (!device) {
-    health.why = device.error().message;
+  auto device = options ? Device::open(*options) : tl::unexpected(options.error());
+  const auto active = device ? device->refresh() : tl::unexpected(device.error());
+  if (!active) {
+    health.why = active.error().message;
     return health;
   }
   health.name = device->name();

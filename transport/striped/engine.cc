@@ -43,6 +43,7 @@ Result<std::unique_ptr<Engine>> make_engine(std::vector<std::unique_ptr<Engine>>
 
 StripedEngine::StripedEngine(std::vector<std::unique_ptr<Engine>> rails, const Options& options, const Clock& clock)
     : rails_(std::move(rails)),
+      own_down_(rails_.size(), Seldom(kSameLineAgain)),
       options_(options),
       clock_(clock),
       check_every_(looks_every()),
@@ -52,6 +53,7 @@ StripedEngine::StripedEngine(std::vector<std::unique_ptr<Engine>> rails, const O
 
 // Sleeping: one epoll over the rails' descriptors and a timer. Simulated rails have none; then neither has this.
 Result<> StripedEngine::start() {
+  if (auto any = look_at_own_rails(); !any) return any;
   for (const auto& rail : rails_)
     if (rail->event_fd() < 0) return {};
   epoll_ = Fd(::epoll_create1(EPOLL_CLOEXEC));
@@ -61,6 +63,32 @@ Result<> StripedEngine::start() {
   for (const auto& rail : rails_)
     if (auto added = add_to(epoll_, rail->event_fd()); !added) return added;
   return {};
+}
+
+// A rail that is down at the start is as one that dies later; only without any there is nothing to start with.
+Result<> StripedEngine::look_at_own_rails() {
+  Result<> first;
+  std::size_t down = 0;
+  const std::size_t own = std::min(rails_.size(), options_.first_bulk_rail);
+  std::vector<Result<>> all;
+  for (std::uint32_t rail = 0; rail < own; ++rail) {
+    all.push_back(own_rail(rail));
+    if (all.back()) continue;
+    if (all.back().error().code == ErrorCode::invalid_argument) return all.back();
+    if (down++ == 0) first = all.back();
+  }
+  if (down == own) return first;
+  for (std::uint32_t rail = 0; rail < own; ++rail)
+    if (!all[rail]) say_down(rail, all[rail].error());
+  return {};
+}
+
+// Rails for bulk have the local addresses of those before them.
+Result<> StripedEngine::own_rail(std::uint32_t rail) { return rails_[rail % options_.first_bulk_rail]->usable(); }
+
+void StripedEngine::say_down(std::uint32_t rail, const Error& why) {
+  if (const auto before = own_down_[rail % options_.first_bulk_rail].may_say(now_))
+    logger().warn("rail {} of this process is down: {}; the others carry on, and it is tried again", rail, why);
 }
 
 StripedEngine::~StripedEngine() {
@@ -86,8 +114,14 @@ Result<RegionId> StripedEngine::register_on_rails(std::span<std::byte> memory, A
     if (!registered) error = registered.error();
     on_rails.push_back(registered ? std::optional(*registered) : std::nullopt);
   }
-  if (std::none_of(on_rails.begin(), on_rails.end(), [](const auto& region) { return region.has_value(); }))
+  // One whose device is not there takes everything, and may take none of it when it is.
+  bool any = false;
+  for (std::uint32_t rail = 0; rail < rails_.size() && !any; ++rail) any = on_rails[rail] && (!error || own_rail(rail));
+  if (!any) {
+    for (std::uint32_t rail = 0; rail < rails_.size(); ++rail)
+      if (on_rails[rail]) rails_[rail]->deregister(*on_rails[rail]);
     return tl::unexpected(*error);
+  }
   if (error)
     logger().warn("a rail can't register {} of memory and is not used for it: {}", human_bytes(memory.size()), *error);
   const RegionId id = regions_.add(memory, access);
@@ -170,13 +204,18 @@ Result<EndpointId> StripedEngine::connect(const Address& peer, BytesView hello) 
   endpoint.connection = {unguessable_.next(), unguessable_.next()};
   for (auto& address : split(peer.text, '|')) endpoint.addresses.push_back({std::move(address), peer.secret});
   send_control(endpoint, {.kind = wire::Kind::hello}, hello);
+  if (endpoint.addresses.size() != rails_.size())
+    endpoint.other_number = wire::other_number(endpoint.addresses.size(), rails_.size());
   Result<> connecting;
   const std::size_t count = std::min(rails_.size(), endpoint.addresses.size());
-  for (std::uint32_t rail = 0; rail < count; ++rail)
+  // Where the numbers differ, one is called, so that the peer says so, too.
+  for (std::uint32_t rail = 0; rail < count && (endpoint.other_number.empty() || endpoint.links.empty()); ++rail)
     if (auto one = connect_rail(endpoint, rail); !one) connecting = one;
   if (endpoint.links.empty()) {
+    Error error = connecting.error();
+    if (!endpoint.other_number.empty()) error = {ErrorCode::invalid_argument, endpoint.other_number};
     endpoints_.erase(endpoint.id.value);
-    return tl::unexpected(connecting.error());
+    return tl::unexpected(std::move(error));
   }
   return endpoint.id;
 }
@@ -226,7 +265,7 @@ std::vector<Rail> StripedEngine::rails() const {
   std::vector<Rail> all(rails_.size());
   for (const auto& [id, endpoint] : endpoints_) {
     if (endpoint->stage != Stage::open) continue;
-    for (std::uint32_t i = 0; i < rails_of_both(*endpoint); ++i) {
+    for (std::uint32_t i = 0; i < rails_.size(); ++i) {
       ++all[i].peers;
       const Link* link = endpoint->rails[i].link;
       if (link != nullptr && link->open) ++all[i].up;

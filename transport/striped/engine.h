@@ -150,9 +150,9 @@ class StripedEngine final : public Engine {
     std::array<std::uint64_t, 2> connection{};
     std::vector<Address> addresses;  // the initiator's: of the peer's rails
     std::vector<RailState> rails;
-    std::uint32_t expected_rails = 0;  // the accepting end's: so many of them the peer connects
-    bool missing_told = false;         // those that had not come by then
-    TimePoint expected_until{};        // those that have not come yet are waited for until then
+    std::string other_number;    // of rails the peer has: why they can't be connected
+    bool missing_told = false;   // those that had not come by then
+    TimePoint expected_until{};  // those that have not come yet are waited for until then
     std::vector<std::unique_ptr<Link>> links;
     std::uint32_t primary = kNoRail;  // the rail that carries messages
     // Over any rail; and since when without a pause in which the peer, or this process, may just have stood still.
@@ -189,6 +189,9 @@ class StripedEngine final : public Engine {
   Result<Endpoint*> open_endpoint(EndpointId id) { return find_open_endpoint(endpoints_, id); }
 
   // engine.cc
+  Result<> look_at_own_rails();
+  Result<> own_rail(std::uint32_t rail);
+  void say_down(std::uint32_t rail, const Error& why);
   Result<RegionId> register_on_rails(std::span<std::byte> memory, Access access,
                                      const std::function<Result<RegionId>(Engine&)>& on_rail);
   Endpoint& make_endpoint(Stage stage);
@@ -208,7 +211,6 @@ class StripedEngine final : public Engine {
   void sweep();
   void check_rails(Endpoint& endpoint);
   TimePoint waiting_since(const Endpoint& endpoint, const Link& link) const;
-  std::uint32_t rails_of_both(const Endpoint& endpoint) const;
   void note_missing(Endpoint& endpoint);
   void probe(Endpoint& endpoint);
   TimePoint next_timer() const;
@@ -260,6 +262,7 @@ class StripedEngine final : public Engine {
   };
 
   std::vector<std::unique_ptr<Engine>> rails_;
+  std::vector<Seldom> own_down_;  // by rail: lines that say so
   Options options_;
   const Clock& clock_;
   Duration check_every_{};

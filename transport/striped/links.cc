@@ -29,11 +29,10 @@ StripedEngine::Link* StripedEngine::add_link(Endpoint& endpoint, std::uint32_t r
 
 Result<> StripedEngine::connect_rail(Endpoint& endpoint, std::uint32_t rail) {
   RailState& state = endpoint.rails[rail];
-  const wire::Greeting greeting{
-      .connection = {endpoint.connection[0], endpoint.connection[1]},
-      .rail = rail,
-      .generation = state.generations,
-      .rails = static_cast<std::uint32_t>(std::min(endpoint.rails.size(), endpoint.addresses.size()))};
+  const wire::Greeting greeting{.connection = {endpoint.connection[0], endpoint.connection[1]},
+                                .rail = rail,
+                                .generation = state.generations,
+                                .rails = static_cast<std::uint32_t>(rails_.size())};
   auto at = rails_[rail]->connect(endpoint.addresses[rail], bytes_of(greeting));
   if (!at) {
     if (state.generations == 0) state.never_up = at.error().message;
@@ -63,6 +62,7 @@ void StripedEngine::on_accepted(std::uint32_t rail, const Event& event) {
     return refuse(
         "it is no striped one of this version; both ends must have the same number of rails (addresses, each with its "
         "threads)");
+  if (greeting.rails != rails_.size()) return refuse(wire::other_number(greeting.rails, rails_.size()));
   if (greeting.rail != rail) return refuse(fmt::format("the peer takes it for its rail {}", greeting.rail));
   const std::array<std::uint64_t, 2> connection{greeting.connection[0], greeting.connection[1]};
   auto found = by_connection_.find(connection);
@@ -71,7 +71,6 @@ void StripedEngine::on_accepted(std::uint32_t rail, const Event& event) {
       return rails_[rail]->close(event.endpoint);  // closed here meanwhile
     Endpoint& made = make_endpoint(Stage::accepting);
     made.connection = connection;
-    made.expected_rails = std::min(greeting.rails, static_cast<std::uint32_t>(rails_.size()));
     made.expected_until = now_ + 2 * options_.stall;
     found = by_connection_.emplace(connection, &made).first;
   }
@@ -86,6 +85,7 @@ void StripedEngine::on_accepted(std::uint32_t rail, const Event& event) {
 }
 
 void StripedEngine::on_link_open(Endpoint& endpoint, Link& link) {
+  if (!endpoint.other_number.empty()) return fail_endpoint(endpoint, ErrorCode::invalid_argument, "");
   link.open = endpoint.rails[link.rail].was_up = true;
   if (link.generation > 0) logger().info("rail {} to the peer is up again", link.rail);
   // The peer takes each message once, whichever rail brings it first.
@@ -148,15 +148,14 @@ void StripedEngine::report_landed(Endpoint& endpoint, const Link& link, const st
 
 // Whether a rail that has not been up yet may come up soon: the one that was the first to be up need not outlive that.
 bool StripedEngine::rails_expected(const Endpoint& endpoint) const {
-  const auto any = [&](auto end, const auto& expected) { return std::any_of(endpoint.rails.begin(), end, expected); };
-  if (endpoint.stage == Stage::connecting)
-    return any(endpoint.rails.end(), [](const RailState& rail) { return rail.link != nullptr; });
+  const auto any = [&](const auto& expected) {
+    return std::any_of(endpoint.rails.begin(), endpoint.rails.end(), expected);
+  };
+  if (endpoint.stage == Stage::connecting) return any([](const RailState& rail) { return rail.link != nullptr; });
   if (now_ >= endpoint.expected_until) return false;  // at both ends, or one would wait for whom the other has given up
   if (endpoint.initiator)
-    return any(endpoint.rails.end(),
-               [](const RailState& rail) { return rail.link != nullptr && rail.link->generation == 0; });
-  return any(endpoint.rails.begin() + endpoint.expected_rails,
-             [](const RailState& rail) { return rail.generations == 0; });
+    return any([](const RailState& rail) { return rail.link != nullptr && rail.link->generation == 0; });
+  return any([](const RailState& rail) { return rail.generations == 0; });
 }
 
 void StripedEngine::report_fenced(Endpoint& endpoint, std::uint32_t rail, std::uint32_t generation,
@@ -191,8 +190,8 @@ void StripedEngine::shut(Endpoint& endpoint, Stage stage, const Error& error) {
 
 void StripedEngine::fail_endpoint(Endpoint& endpoint, ErrorCode code, const std::string& why) {
   if (endpoint.stage == Stage::failed || endpoint.stage == Stage::closed) return;
-  endpoint.failure = why;
-  shut(endpoint, Stage::failed, {code, why});
+  endpoint.failure = endpoint.other_number.empty() ? why : endpoint.other_number;
+  shut(endpoint, Stage::failed, {code, endpoint.failure});
   deliver_kept(endpoint, ~std::uint64_t{0});  // what they wait for does not come any more
 }
 
@@ -229,7 +228,9 @@ void StripedEngine::sweep() {
     if (endpoint.announced) {
       events_.emit({.kind = EventKind::closed,
                     .endpoint = endpoint.id,
-                    .error = Error{ErrorCode::unavailable, "the peer is gone: " + endpoint.failure}});
+                    .error = endpoint.other_number.empty()
+                                 ? Error{ErrorCode::unavailable, "the peer is gone: " + endpoint.failure}
+                                 : Error{ErrorCode::invalid_argument, endpoint.other_number}});
       ++it;
     } else {
       it = endpoints_.erase(it);  // the caller never heard of it
@@ -237,18 +238,17 @@ void StripedEngine::sweep() {
   }
 }
 
-std::uint32_t StripedEngine::rails_of_both(const Endpoint& endpoint) const {
-  const std::size_t of_both = endpoint.initiator ? endpoint.addresses.size() : endpoint.expected_rails;
-  return static_cast<std::uint32_t>(std::min(rails_.size(), of_both));
-}
-
-// A rail that was dead before there was a connection is told of as one that dies later.
+// A rail that was dead before there was a connection is told of as one that dies later; one of our own once for all.
 void StripedEngine::note_missing(Endpoint& endpoint) {
   if (endpoint.missing_told || now_ < endpoint.expected_until) return;
   endpoint.missing_told = true;
-  for (std::uint32_t rail = 0; rail < rails_of_both(endpoint); ++rail) {
+  for (std::uint32_t rail = 0; rail < rails_.size(); ++rail) {
     RailState& state = endpoint.rails[rail];
     if (state.was_up) continue;
+    if (const auto own = own_rail(rail); !own) {  // to all peers
+      say_down(rail, own.error());
+      continue;
+    }
     state.down = state.never_up.empty() ? fmt::format("it has not come up in {:.1f} s", seconds(2 * options_.stall))
                                         : fmt::format("it has not come up: {}", state.never_up);
   }

@@ -9,7 +9,10 @@
 // Besides, unnumbered: `received`, so that nothing is kept for longer than needed, and `probe` with its `echo`.
 #pragma once
 
+#include <fmt/format.h>
+
 #include <cstdint>
+#include <string>
 
 namespace rejoin::transport::striped::wire {
 
@@ -21,9 +24,16 @@ struct Greeting {
   std::uint64_t connection[2]{};  // unguessable; the same on all rails
   std::uint32_t rail = 0;
   std::uint32_t generation = 0;  // of this rail in this connection; above 0: the connection must exist
-  std::uint32_t rails = 0;       // that the sender connects
+  std::uint32_t rails = 0;       // that the sender has
   std::uint32_t reserved = 0;
 };
+
+inline std::string other_number(std::size_t theirs, std::size_t ours) {
+  return fmt::format(
+      "the peer has {} rail{}, and this process {}: all replicas need as many, in the same order; --transport names "
+      "their addresses or devices, each with its threads",
+      theirs, theirs == 1 ? "" : "s", ours);
+}
 
 enum class Kind : std::uint32_t {
   hello,      // the first message: the caller's hello

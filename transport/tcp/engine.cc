@@ -78,15 +78,17 @@ TcpEngine::~TcpEngine() {
 
 Result<Address> TcpEngine::listen(const Address& where) {
   const std::string port = where.text.substr(std::min(where.text.rfind(':'), where.text.size()));
-  const std::string at = options_.local.empty() ? where.text : options_.local + port;
+  const std::string local = this->local();
+  const std::string at = local.empty() ? where.text : local + port;
   auto address = SocketAddress::resolve(at);
   if (!address) return tl::unexpected(address.error());
   Fd socket(::socket(address->get()->sa_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
   if (!socket) return fail_errno("socket");
   set_option(socket, SOL_SOCKET, SO_REUSEADDR, 1);
+  if (options_.one_of_several) set_option(socket, IPPROTO_IP, IP_FREEBIND, 1);  // of IPv6, too
   if (::bind(socket.get(), address->get(), address->length()) != 0 || ::listen(socket.get(), 512) != 0)
-    return fail_errno(fmt::format("can't listen for data connections on {}{}", at,
-                                  options_.local.empty() ? "" : ", the rail's own address"));
+    return fail_errno(
+        fmt::format("can't listen for data connections on {}{}", at, local.empty() ? "" : ", the rail's own address"));
   sockaddr_storage bound{};
   socklen_t length = sizeof bound;
   if (::getsockname(socket.get(), reinterpret_cast<sockaddr*>(&bound), &length) != 0) return fail_errno("getsockname");
@@ -95,6 +97,18 @@ Result<Address> TcpEngine::listen(const Address& where) {
   hang_up(epoll_, listener_, process_);
   listener_ = std::move(socket);
   return Address{SocketAddress::format(bound)};
+}
+
+// Whether this machine has the rail's address.
+Result<> TcpEngine::usable() {
+  const std::string local = this->local();
+  if (local.empty()) return {};
+  const auto parts = SocketAddress::split(local + ":0");
+  if (!parts) return tl::unexpected(parts.error());
+  const auto own = SocketAddress::check_own(*parts);
+  if (own || own.error().code == ErrorCode::invalid_argument) return own;
+  return fail(ErrorCode::unavailable, "rail {}: {}; is the interface up that has this address?", local,
+              own.error().message);
 }
 
 TcpEngine::Endpoint& TcpEngine::make_endpoint(Stage stage) {
@@ -194,11 +208,11 @@ Result<Fd> TcpEngine::begin_connection(std::deque<SocketAddress>& addresses) con
 Result<Fd> TcpEngine::begin_connection(const SocketAddress& address) const {
   Fd socket(::socket(address.get()->sa_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
   if (!socket) return fail_errno("socket");
-  if (!options_.local.empty()) {
-    auto local = SocketAddress::resolve(options_.local + ":0");
+  if (const std::string from = local(); !from.empty()) {
+    auto local = SocketAddress::resolve(from + ":0");
     if (!local) return tl::unexpected(local.error());
     if (::bind(socket.get(), local->get(), local->length()) != 0)
-      return fail_errno(fmt::format("rail {}: can't connect from this address", options_.local));
+      return fail_errno(fmt::format("rail {}: can't connect from this address", from));
   }
   if (::connect(socket.get(), address.get(), address.length()) != 0 && errno != EINPROGRESS)
     return fail_errno("connect");

@@ -51,6 +51,7 @@ class TcpEngine final : public Engine {
   Result<Address> listen(const Address& where) override;
   void set_secrets(const Secrets& secrets) override { secrets_ = secrets; }
   void set_polled_on() override { polled_on_ = true; }
+  Result<> usable() override;
   void set_silence(Duration silence) override {
     silence_ = silence;
     calls_.set_silence(silence);
@@ -171,6 +172,7 @@ class TcpEngine final : public Engine {
   void on_call(Endpoint& endpoint);
   void on_challenge(Endpoint& endpoint);
   void on_hello(Endpoint& endpoint);
+  std::string local() const { return options_.local_now ? options_.local_now() : options_.local; }
   std::uint64_t magic() const { return options_.encrypt ? wire::kMagicOfEncrypted : wire::kMagic; }
   Nonce begin_greeting(Endpoint& endpoint) const;
   bool encrypt(Endpoint& endpoint, bool calls);

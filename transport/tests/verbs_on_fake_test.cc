@@ -13,7 +13,6 @@
 #include "base/log.h"
 #include "device/tests/fake_control.h"
 #include "transport/factory.h"
-#include "transport/ibverbs/device.h"
 #include "transport/staged/factory.h"
 #include "transport/tests/any_access.h"
 #include "transport/tests/fake_verbs.h"
@@ -347,26 +346,6 @@ TEST_F(VerbsOnFake, MessagesOfManyEndpointsShareTheSendBuffersAndAllArrive) {
     for (auto endpoint : endpoints) ASSERT_TRUE(a.engine->send(endpoint, message));
   while (bytes < 160 * message.size() && std::chrono::steady_clock::now() < deadline) turn();
   EXPECT_EQ(bytes, 160 * message.size());
-}
-
-// The interface of a RoCE port has a link-local address before all others, as a rule.
-TEST(Gid, OneThatRoutersPassOnIsPreferred) {
-  constexpr FakeVerbsGid link_local{0xfe, 0x80, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 7};
-  constexpr FakeVerbsGid link_local_4{0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff, 169, 254, 0, 7};
-  constexpr FakeVerbsGid global{0xfd, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 7};
-  constexpr FakeVerbsGid ipv4{0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff, 10, 0, 0, 7};
-  const auto chosen = [](const std::vector<FakeVerbsGid>& gids, const std::string& settings = "") {
-    fake_verbs_gids("fake0", gids);
-    const auto device = ibverbs::Device::open(*ibverbs::parse_options("fake0" + settings));
-    fake_verbs_gids("fake0", {});
-    return device ? int{device->gid_index()} : -1;
-  };
-  EXPECT_EQ(chosen({link_local, global}), 2);
-  EXPECT_EQ(chosen({global, link_local}), 1);
-  EXPECT_EQ(chosen({link_local, global, ipv4}), 3);
-  EXPECT_EQ(chosen({link_local_4, global}), 2);
-  EXPECT_EQ(chosen({link_local, link_local_4}), 1) << "better than none";
-  EXPECT_EQ(chosen({link_local, global}, ";gid=1"), 1) << "whoever names one gets it";
 }
 
 TEST_F(VerbsOnFake, WritesCostLittleInTheBackendItself) {
