@@ -15,6 +15,10 @@ namespace {
 constexpr Duration kConnectAgain = std::chrono::milliseconds(20);
 constexpr std::size_t kMostEarlyMembers = 4096;  // connections of configurations that this member is not in
 
+std::string versions(std::uint32_t oldest, std::uint32_t newest) {
+  return newest > oldest ? fmt::format("versions {} to {}", oldest, newest) : fmt::format("version {}", oldest);
+}
+
 }  // namespace
 
 void Group::reconfigure(std::uint64_t number, std::vector<Handle> members, std::uint32_t rank, TimePoint deadline,
@@ -67,8 +71,8 @@ void Group::connect_missing() {
     auto& peer = peers_[rank];
     if (peer.stage != Stage::missing) continue;
     const Hello hello{.secret = peer.handle.secret, .number = number_, .digest = digest_, .rank = rank_};
-    const auto endpoint =
-        engine_.connect({peer.handle.address.text, transport::Secret::of(peer.handle.secret)}, bytes_of(hello));
+    const auto said = peer.may_be_old ? bytes_of(hello).first(kFirstHelloBytes) : bytes_of(hello);
+    const auto endpoint = engine_.connect({peer.handle.address.text, transport::Secret::of(peer.handle.secret)}, said);
     if (!endpoint && endpoint.error().code == ErrorCode::invalid_argument) return fail_all(endpoint.error());
     peer.not_reached = endpoint ? "" : endpoint.error().message;
     if (!endpoint) continue;
@@ -79,9 +83,12 @@ void Group::connect_missing() {
 }
 
 void Group::on_accepted(const Event& event) {
+  static_assert(offsetof(Hello, newest) == kFirstHelloBytes);
   Hello hello;
-  BytesView bytes = event.message;
-  const bool known = take(bytes, hello) && hello.secret == own_.secret && (bytes.empty() || hello.version != kVersion);
+  if (event.message.size() >= kFirstHelloBytes)
+    std::memcpy(&hello, event.message.data(), std::min(event.message.size(), sizeof hello));
+  if (event.message.size() < sizeof hello) hello.newest = hello.oldest;
+  const bool known = event.message.size() >= kFirstHelloBytes && hello.secret == own_.secret;
   if (!known || (early_.size() == kMostEarlyMembers)) return engine_.close(event.endpoint);
   if (!peers_.empty() && hello.number == number_ && hello.digest == digest_ && !failed_)
     return welcome(hello, event.endpoint);
@@ -94,22 +101,30 @@ void Group::welcome(const Hello& hello, EndpointId endpoint) {
   if (rank >= rank_ || peers_[rank].stage != Stage::missing || !configuring_) return engine_.close(endpoint);
   peers_[rank].endpoint = endpoint;
   rank_of_[endpoint] = rank;
-  if (hello.version != kVersion) {
+  if (hello.oldest > kNewest || hello.newest < kOldest) {
     peers_[rank].stage = Stage::here;  // for fail_all() to tell it, which ends the configuring
     peers_[rank].has_failed = true;    // it needs nothing more
     return fail_all(
         {ErrorCode::invalid_argument,
-         fmt::format("{} speaks version {} of a process group's messages, and {} version {}: give all members "
-                     "the same version of Rejoin",
-                     name(rank), hello.version, name(rank_), kVersion)});
+         fmt::format("{} speaks {} of a process group's messages, and {} {}: give all members releases that follow "
+                     "each other, or the same one",
+                     name(rank), versions(hello.oldest, hello.newest), name(rank_), versions(kOldest, kNewest))});
   }
-  const auto kind = Message::welcome;
+  peers_[rank].version = std::min(hello.newest, kNewest);
   peers_[rank].stage = Stage::connecting;
-  if (engine_.send(endpoint, bytes_of(kind))) return member_is_here(rank);
+  if (engine_.send(endpoint, joined(Message::welcome, bytes_of(kNewest)))) return member_is_here(rank);
   // It has gone again, and is waited for as if it had not come.
   rank_of_.erase(endpoint);
   peers_[rank].stage = Stage::missing;
   engine_.close(endpoint);
+}
+
+void Group::on_welcome(std::uint32_t rank, BytesView message) {
+  auto& peer = peers_[rank];
+  std::uint32_t newest = kOldest;
+  if (peer.stage == Stage::connecting && take(message, newest) && !peer.may_be_old)
+    peer.version = std::min(newest, kNewest);
+  member_is_here(rank);
 }
 
 void Group::member_is_here(std::uint32_t rank) {
@@ -154,7 +169,11 @@ void Group::on_closed(const Event& event) {
   if (stage == Stage::left) peer.answered = true;  // it needs no answer any more
   else peer.stage = Stage::missing;
   if (failed_ || stage == Stage::left || leaving_) return;
-  if (configuring_ && stage == Stage::connecting) return;  // it is tried again
+  if (configuring_ && stage == Stage::connecting) {  // it is tried again
+    peer.may_be_old = !peer.may_be_old;
+    if (peer.may_be_old) connect_again_ = {};
+    return;
+  }
   fail_all(gone(rank, event.error ? event.error->message : "it closed the connection"));
 }
 

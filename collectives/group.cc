@@ -124,6 +124,7 @@ void Group::start(std::unique_ptr<Active> active) {
   const std::uint64_t with = collective ? 0 : operation.signature.root;
   const Key counted{channel, with, 0};
   active->key = {channel, with, collective ? collectives_++ : between_two_[counted]++};
+  leave_out_what_peers_do_not_speak(operation);
   const auto count = operation.plan.tasks.size();
   active->blockers.resize(count);
   active->index.resize(count);
@@ -268,7 +269,7 @@ void Group::on_message(std::uint32_t rank, BytesView message) {
   std::uint64_t id = 0;
   std::uint8_t code = 0;
   const bool known = take(message, kind);
-  if (known && kind == Message::welcome) return member_is_here(rank);
+  if (known && kind == Message::welcome) return on_welcome(rank, message);
   if (known && kind == Message::goodbye) return on_goodbye(rank);
   if (known && kind == Message::farewell) {
     peers_[rank].heard_goodbye = true;

@@ -136,6 +136,7 @@ class Group {
   void on_accepted(const transport::Event& event);
   void on_closed(const transport::Event& event);
   void welcome(const Hello& hello, transport::EndpointId endpoint);
+  void on_welcome(std::uint32_t rank, BytesView message);
   void connect_missing();
   void member_is_here(std::uint32_t rank);
   void see_whether_all_are_here();
@@ -164,6 +165,7 @@ class Group {
   void post(Active& active, std::uint32_t task, const Ready& ready);
   void receive(Active& active, std::uint32_t task);
   void arrived(std::uint32_t rank, std::uint64_t id, std::optional<BytesView> payload);
+  void leave_out_what_peers_do_not_speak(Operation& operation) const;
   std::span<std::byte> bytes_at(Active& active, const Operand& operand, std::uint64_t length);
   Result<transport::RegionId> region_of(Active& active, std::uint32_t memory);
   Result<> take_scratch(Active& active);

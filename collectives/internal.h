@@ -22,10 +22,12 @@ struct Group::Peer {
   Handle handle;
   transport::EndpointId endpoint;
   Stage stage = Stage::missing;
-  std::string not_reached;     // why the last attempt to connect did not begin
-  bool has_failed = false;     // it has said so, and needs nothing more of this configuration
-  bool heard_goodbye = false;  // of this member, or can't
-  bool answered = false;       // its goodbye, or has closed the connection
+  std::uint32_t version = kOldest;  // that is spoken with it
+  bool may_be_old = false;          // the next attempt to connect is for one that speaks the oldest version alone
+  std::string not_reached;          // why the last attempt to connect did not begin
+  bool has_failed = false;          // it has said so, and needs nothing more of this configuration
+  bool heard_goodbye = false;       // of this member, or can't
+  bool answered = false;            // its goodbye, or has closed the connection
 };
 
 // Memory of the group's own, registered: the host's or the GPU's.

@@ -20,6 +20,15 @@ bool Group::by_message(const Active& active, std::uint64_t length) {
   return length == 0 || (length <= kMessageBytes && !active.on_device());
 }
 
+// In an all-to-all nothing waits for anything else, so that the numbers of its tasks are nobody's.
+void Group::leave_out_what_peers_do_not_speak(Operation& operation) const {
+  if (operation.signature.kind != Collective::all_to_all) return;
+  std::erase_if(operation.plan.tasks, [&](const Task& task) {
+    const bool remote = task.kind == Task::Kind::receive || task.kind == Task::Kind::send;
+    return remote && task.length == 0 && peers_[task.peer].version < 2;
+  });
+}
+
 // A receiver is ready: to take what this member sends in that operation.
 void Group::on_ready(std::uint32_t rank, const Ready& ready) {
   const bool between_two = ready.signature.kind == Collective::receive;

@@ -1,24 +1,31 @@
-// The messages of a group (group.h), byte for byte, between members of the same version.
+// The messages of a group (group.h), byte for byte. Two members speak the newest version that both do, whatever the
+// other members speak. What each has changed:
+//
+//   2  all-to-alls have a transfer of 0 bytes, too, so that a pair hears where one expects nothing and the other sends
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 #include "collectives/group.h"
 
 namespace rejoin::collectives {
 
-constexpr std::uint32_t kVersion = 2;
+constexpr std::uint32_t kOldest = 1, kNewest = 2;
 
 // What comes with a connection. That of a later version begins with the same fields, so that either side can say whose
-// version the other does not speak.
+// version the other does not speak. Who speaks 1 alone takes nothing behind the rank, and closes the connection; then
+// it is called again, with the beginning alone, and that connection speaks `oldest`.
 struct Group::Hello {
   std::array<std::uint64_t, 2> secret{};  // of who is connected to
   std::uint64_t number = 0, digest = 0;   // of the configuration
-  std::uint32_t version = kVersion, rank = 0;
+  std::uint32_t oldest = kOldest, rank = 0;
+  std::uint32_t newest = kNewest, unused = 0;
 };
+constexpr std::size_t kFirstHelloBytes = 40;  // up to the rank
 
 enum class Message : std::uint8_t {
-  welcome,   // nothing more
+  welcome,   // the newest version that the higher rank speaks; from one that speaks 1 nothing more
   ready,     // Ready
   payload,   // the receiver's number of the transfer, and the bytes
   abort,     // an ErrorCode in a byte, and the reason

@@ -2,7 +2,6 @@
 #include <gmock/gmock.h>
 
 #include "collectives/tests/members.h"
-#include "collectives/wire.h"
 
 namespace rejoin::collectives {
 namespace {
@@ -354,43 +353,6 @@ TEST(GroupFailure, StrangersAndDamagedMessagesAreNotListenedTo) {
     if (!members.fabric.step()) members.clock.advance(1ms);
   }
   EXPECT_TRUE(closed);
-}
-
-// What one says to the other is changed on its way to what a later version would say, which may be longer.
-TEST(GroupFailure, MembersOfTwoVersionsSayOnBothSidesWhichTheySpeak) {
-  for (const bool longer : {false, true}) {
-    Members members(2);
-    auto between = members.fabric.make_engine();
-    const auto address = members.all[1].handle.address;
-    members.all[1].handle.address = *between->listen({"sim"});
-    const auto works = members.begin_reconfigure(1, {0, 1});
-    std::optional<transport::EndpointId> near, far;
-    const auto relay = [&](const transport::Event& event) {
-      if (event.kind == transport::EventKind::accepted) {
-        near = event.endpoint;
-        Bytes hello(event.message.begin(), event.message.end());
-        hello[32] = std::byte{kVersion + 1};  // behind the secret, number and digest of the configuration
-        if (longer) hello.resize(hello.size() + 24);
-        far = *between->connect({address.text, members.all[1].handle.address.secret}, hello);
-      } else if (event.kind == transport::EventKind::message && event.endpoint == far) {
-        ASSERT_TRUE(between->send(*near, event.message));
-      }
-    };
-    for (int i = 0; i < 10'000 && !(works[0]->result && works[1]->result); ++i) {
-      for (const auto& event : between->poll()) relay(event);
-      members.poll();
-      if (!members.fabric.step()) members.clock.advance(100us);
-    }
-    for (const auto& work : works) {
-      ASSERT_TRUE(work->result);
-      ASSERT_FALSE(*work->result);
-      EXPECT_EQ(work->result->error().code, ErrorCode::invalid_argument);
-      EXPECT_THAT(work->result->error().message,
-                  AllOf(HasSubstr(fmt::format("rank 0 (sim:0) speaks version {}", kVersion + 1)), HasSubstr("rank 1"),
-                        HasSubstr(fmt::format("version {}", kVersion))));
-    }
-    EXPECT_LT(members.clock.now().time_since_epoch(), 1h + 1s) << "nobody waits for the deadline";
-  }
 }
 
 }  // namespace
