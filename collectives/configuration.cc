@@ -24,6 +24,8 @@ std::string versions(std::uint32_t oldest, std::uint32_t newest) {
 void Group::reconfigure(std::uint64_t number, std::vector<Handle> members, std::uint32_t rank, TimePoint deadline,
                         Done done) {
   REJOIN_CHECK(rank < members.size());
+  for (const auto endpoint : std::exchange(parted_, {})) engine_.close(endpoint);
+  if (!failed_ && !configuring_ && !leaving_ && active_.empty() && waiting_.empty()) part();
   fail_at_once({ErrorCode::cancelled, fmt::format("the process group was reconfigured (to configuration {})", number)});
   drop_connections();
   failed_.reset();
@@ -60,6 +62,27 @@ void Group::drop_connections() {
     if (peer.stage != Stage::missing) engine_.close(peer.endpoint);
   peers_.clear();
   rank_of_.clear();
+}
+
+// The others may be at operations that this one has ended: it says that it needs nothing more of them, and what it has
+// sent arrives before that. Connections stay until they have heard it.
+void Group::part() {
+  const auto goodbye = joined(Message::goodbye, bytes_of(std::uint8_t{1}));
+  for (auto& peer : peers_) {
+    if (peer.stage == Stage::here && engine_.send(peer.endpoint, goodbye)) parted_.insert(peer.endpoint);
+    else if (peer.stage != Stage::missing) engine_.close(peer.endpoint);
+  }
+  peers_.clear();
+  rank_of_.clear();
+}
+
+// It has heard, or has gone on itself.
+void Group::on_parted(const Event& event) {
+  BytesView message = event.message;
+  Message kind{};
+  if (event.kind != transport::EventKind::message || !take(message, kind)) return;
+  const bool over = kind == Message::goodbye || kind == Message::farewell || kind == Message::abort;
+  if (over && parted_.erase(event.endpoint) > 0) engine_.close(event.endpoint);
 }
 
 // This member connects to those of higher ranks; one that is not there yet, or has closed the connection since it was
@@ -137,7 +160,7 @@ void Group::member_is_here(std::uint32_t rank) {
 void Group::see_whether_all_are_here() {
   if (!configuring_) return;
   for (std::uint32_t rank = 0; rank < size(); ++rank)
-    if (rank != rank_ && peers_[rank].stage != Stage::here) return;
+    if (rank != rank_ && peers_[rank].stage < Stage::here) return;
   configuring_ = false;
   call(std::move(configured_), {});
 }
@@ -146,7 +169,7 @@ std::string Group::missing() const {
   std::string who;
   for (std::uint32_t rank = 0; rank < size(); ++rank) {
     const auto& peer = peers_[rank];
-    if (rank == rank_ || peer.stage == Stage::here) continue;
+    if (rank == rank_ || peer.stage >= Stage::here) continue;
     who += (who.empty() ? "" : ", ") + name(rank);
     if (!peer.not_reached.empty()) who += fmt::format(" ({})", peer.not_reached);
   }
@@ -158,7 +181,7 @@ std::string Group::missing() const {
 
 void Group::on_closed(const Event& event) {
   engine_.close(event.endpoint);
-  if (early_.erase(event.endpoint) > 0) return;
+  if (early_.erase(event.endpoint) > 0 || parted_.erase(event.endpoint) > 0) return;
   const auto found = rank_of_.find(event.endpoint);
   if (found == rank_of_.end()) return;
   const auto rank = found->second;
@@ -191,13 +214,15 @@ void Group::leave() {
 }
 
 bool Group::left() const {
-  return !failing_ && std::all_of(peers_.begin(), peers_.end(), [](const Peer& peer) { return peer.heard_goodbye; });
+  return !failing_ && parted_.empty() &&
+         std::all_of(peers_.begin(), peers_.end(), [](const Peer& peer) { return peer.heard_goodbye; });
 }
 
-// What waits for it waits in vain; what it was sent may still be on its way.
-void Group::on_goodbye(std::uint32_t rank) {
+// What waits for it waits in vain; what it was sent may still be on its way. Where it has had all, they will all be
+// here.
+void Group::on_goodbye(std::uint32_t rank, bool had_all) {
   peers_[rank].stage = Stage::left;
-  if (configuring_) return fail_all(has_left(rank));
+  if (configuring_ && !had_all) return fail_all(has_left(rank));
   const auto needs_it = [&](const Active& active) {
     return std::any_of(active.waits_for_ready.begin(), active.waits_for_ready.end(),
                        [&](std::uint32_t task) { return active.operation.plan.tasks[task].peer == rank; });

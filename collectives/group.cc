@@ -50,6 +50,7 @@ Group::~Group() {
   end_failing();
   run_callbacks();
   drop_connections();
+  for (const auto endpoint : parted_) engine_.close(endpoint);
   for (const auto& [endpoint, hello] : early_) engine_.close(endpoint);
   for (auto& scratch : scratch_) engine_.deregister(scratch.region);
 }
@@ -255,7 +256,7 @@ void Group::handle(const Event& event) {
     case EventKind::message:
     case EventKind::written: {
       const auto found = rank_of_.find(event.endpoint);
-      if (found == rank_of_.end()) return;
+      if (found == rank_of_.end()) return on_parted(event);
       if (event.kind == EventKind::connected) return;  // its welcome follows
       if (event.kind == EventKind::message) return on_message(found->second, event.message);
       if (!failed_) arrived(found->second, event.value, std::nullopt);
@@ -270,7 +271,7 @@ void Group::on_message(std::uint32_t rank, BytesView message) {
   std::uint8_t code = 0;
   const bool known = take(message, kind);
   if (known && kind == Message::welcome) return on_welcome(rank, message);
-  if (known && kind == Message::goodbye) return on_goodbye(rank);
+  if (known && kind == Message::goodbye) return on_goodbye(rank, !message.empty());
   if (known && kind == Message::farewell) {
     peers_[rank].heard_goodbye = true;
     return;

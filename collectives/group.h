@@ -90,8 +90,10 @@ class Group {
   ~Group();  // leaves without waiting for anybody
 
   // From now on these are the members, and this one is `rank` of them. What is under way fails with `cancelled`, and
-  // all connections are made anew, so that nothing of the time before arrives. All members give the same `number` and
-  // the same members; `done` is called when all of them are here, or at the deadline, with those that are not.
+  // with it all that is under way on the others; where nothing is and nothing has failed, others go on with operations
+  // of before that do not need this one. All connections are made anew, so that nothing of the time before arrives. All
+  // members give the same `number` and the same members; `done` is called when all of them are here, or at the
+  // deadline, with those that are not.
   void reconfigure(std::uint64_t number, std::vector<Handle> members, std::uint32_t rank, TimePoint deadline,
                    Done done);
   // Collective operations start in the order of their submission, which is the same on all members.
@@ -135,6 +137,7 @@ class Group {
   // Members.
   void on_accepted(const transport::Event& event);
   void on_closed(const transport::Event& event);
+  void on_parted(const transport::Event& event);
   void welcome(const Hello& hello, transport::EndpointId endpoint);
   void on_welcome(std::uint32_t rank, BytesView message);
   void connect_missing();
@@ -142,7 +145,8 @@ class Group {
   void see_whether_all_are_here();
   std::string missing() const;
   void drop_connections();
-  void on_goodbye(std::uint32_t rank);
+  void part();
+  void on_goodbye(std::uint32_t rank, bool had_all);
   void answer_goodbyes();
   // Operations.
   void start_waiting();
@@ -198,6 +202,8 @@ class Group {
   std::vector<Peer> peers_;  // by rank; this one's own is never connected
   std::map<transport::EndpointId, std::uint32_t> rank_of_;
   std::map<transport::EndpointId, Hello> early_;  // who is in a configuration that this member may get to
+  // To those of the configuration before, which have yet to hear that this member needs nothing more of them.
+  std::set<transport::EndpointId> parted_;
   bool configuring_ = false, leaving_ = false;
   TimePoint configured_by_{}, connect_again_{};
   Done configured_;

@@ -11,7 +11,7 @@ namespace rejoin::collectives {
 constexpr std::uint64_t kCollective = 0;
 constexpr std::uint64_t kSends = 1ull << 32, kReceives = 2ull << 32;  // with the tag
 
-enum class Stage : std::uint8_t {
+enum class Stage : std::uint8_t {  // in this order
   missing,
   connecting,  // or connected, and not welcomed yet
   here,

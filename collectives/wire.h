@@ -29,7 +29,7 @@ enum class Message : std::uint8_t {
   ready,     // Ready
   payload,   // the receiver's number of the transfer, and the bytes
   abort,     // an ErrorCode in a byte, and the reason
-  goodbye,   // nothing more
+  goodbye,   // one more byte where the member that leaves has had all others here
   farewell,  // nothing more
 };
 
