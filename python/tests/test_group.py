@@ -155,3 +155,58 @@ def test_an_epoch_in_which_somebody_joins_ends_no_operation_and_a_loss_does_thou
     assert all_gather() == [1.0, 2.0, 3.0]
     for group in groups:
         group.shutdown()
+
+
+@pytest.mark.parametrize("what", ["collectives", "a message that nobody has waited for"])
+def test_one_that_is_done_with_a_step_and_goes_on_with_a_joiner_ends_nothing_of_that_step_for_the_others(what):
+    groups, cards = zip(*(group_of(replica) for replica in range(4)), strict=True)
+    options = torch.distributed.GatherOptions()
+    options.rootRank = 1
+
+    def gather(group: int, of: list):
+        return groups[group].gather([of] if group == 1 else [], [torch.tensor([group + 1.0])], options)
+
+    def within(seconds: float, what) -> bool:
+        end = time.monotonic() + seconds
+        while not what() and time.monotonic() < end:
+            time.sleep(0.01)
+        return what()
+
+    def begin(step: int, epoch: int, members: int, *of: int) -> None:
+        for group in of:
+            groups[group].begin(step, epoch, True, list(enumerate(cards))[:members])
+
+    def total(group: int) -> float:
+        tensor = torch.tensor([1.0])
+        groups[group].allreduce([tensor]).wait()
+        return float(tensor[0])
+
+    with ThreadPoolExecutor(4) as pool:
+        begin(1, 1, 3, 0, 1, 2)
+        assert list(pool.map(total, range(3))) == [3.0] * 3
+        gathered, message = [torch.zeros(1) for _ in range(3)], torch.zeros(1)
+        works = [gather(0, gathered), gather(1, gathered)]
+        received = groups[1].recv([message], 2, 7)
+        works[0].wait()
+        begin(2, 2, 4, 0, 3)
+        sums = [pool.submit(total, group) for group in (0, 3)]
+        assert within(30, lambda: groups[0]._native.size() == 4)
+        assert not within(0.2, works[1].is_completed)
+        if what == "collectives":
+            works += [gather(2, gathered), groups[2].send([torch.tensor([5.0])], 1, 7), received]
+            assert all(work.wait() for work in works)
+            begin(2, 2, 4, 1, 2)
+            sums += [pool.submit(total, group) for group in (1, 2)]
+        else:  # they begin the next step with what is under way
+            works += [gather(2, gathered)]
+            begin(2, 2, 4, 1)
+            sums += [pool.submit(total, 1)]
+            assert not within(0.2, lambda: received.is_completed() or groups[1]._native.size() == 4)
+            works += [groups[2].send([torch.tensor([5.0])], 1, 7)]
+            begin(2, 2, 4, 2)
+            sums += [pool.submit(total, 2)]
+        assert [one.result(30) for one in sums] == [4.0] * 4
+        assert all(work.wait() for work in [*works, received])
+    assert [float(one[0]) for one in [*gathered, message]] == [1.0, 2.0, 3.0, 5.0]
+    for group in groups:
+        group.shutdown()

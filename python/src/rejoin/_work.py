@@ -16,7 +16,7 @@ from rejoin import _native, _streams, errors
 from rejoin._collectives import Staged
 from rejoin._memory import milliseconds
 
-_LONGEST = 1 << 40  # milliseconds
+LONGEST = 1 << 40  # milliseconds
 _Work: Any = dist.distributed_c10d.Work  # its type differs between versions of torch
 
 
@@ -115,7 +115,7 @@ class Work(_Work):  # type: ignore[misc]
         """Wait as `wait()`, and touch no other work but those that it needs."""
         for native in self.begun:
             try:
-                native.wait(milliseconds(timeout) if timeout > timedelta(0) else _LONGEST)
+                native.wait(milliseconds(timeout) if timeout > timedelta(0) else LONGEST)
             except errors.RejoinError:
                 if not native.done():
                     raise  # of this wait alone
@@ -156,7 +156,7 @@ class Work(_Work):  # type: ignore[misc]
             return
         try:
             for native in self.begun:
-                native.wait(_LONGEST)
+                native.wait(LONGEST)
             for other in self._others:
                 other.wait_for_it_alone()
         except Exception as error:

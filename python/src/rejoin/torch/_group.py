@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Sequence
@@ -9,8 +10,9 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from rejoin import _native
+from rejoin._work import LONGEST
 from rejoin.distributed import Options, ProcessGroup
-from rejoin.errors import InvalidArgument, Unavailable
+from rejoin.errors import InvalidArgument, RejoinError, Unavailable
 
 if TYPE_CHECKING:
     from rejoin.torch._session import Session
@@ -93,9 +95,10 @@ class SessionGroup(ProcessGroup):
         with self._changed:
             self._check()
             number, epoch, members = self._number, self._epoch, self._members
-        # Not in each epoch: where somebody joins, others may still be in operations of the step before.
+        # Not in each epoch: others may still be in operations of the step before.
         if self._configured != members:
             try:
+                self._end_what_is_decided()
                 handles = [card for _, card in members]
                 self._native.reconfigure(epoch << 32 | number & 0xFFFFFFFF, handles, self._limit(None))
             except BaseException as error:
@@ -105,6 +108,21 @@ class SessionGroup(ProcessGroup):
                 self._check()
                 self._configured = members
         return super()._start(*operation, **more)
+
+    def _end_what_is_decided(self) -> None:
+        """Wait for operations of steps before, which would fail with the connections among those members.
+
+        Each has a time-out, and who is lost ends them all; what they fail with they tell whoever waits for them.
+        """
+        with self._changed:
+            goes_on = bool(self._configured)  # among the members of before nothing has failed
+            works = [work for work in self._pending.values() if goes_on and id(work) in self._of_before]
+        for work in works:
+            for native in work.begun:
+                with contextlib.suppress(RejoinError):
+                    native.wait(LONGEST)
+        with self._changed:
+            self._check()
 
     def _check(self) -> None:
         if self._refused is not None:
