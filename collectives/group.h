@@ -7,7 +7,8 @@
 // The messages between two members, in order (wire.h): of each configuration, hello from the lower rank, welcome from
 // the higher one when it has the same configuration. Then for each transfer `ready` from the receiver, which names the
 // memory, and the bytes from the sender: in a message if they are few, else written. At last `goodbye` from one that
-// closes and `farewell` from the other, or `abort` with the reason from each that fails.
+// closes, or goes on to another configuration with nothing under way, and `farewell` from the other; or `abort` with
+// the reason from each that fails.
 //
 // A receiver names the memory of an operation that it has begun, and withdraws it before it reports the operation's
 // failure, so that whatever becomes of a sender, nothing lands in memory that its owner has back. To withdraw memory

@@ -85,8 +85,10 @@ class ProcessGroup {
   // Returns the text that others give to reconfigure() for this member. Whoever has it may connect.
   virtual const std::string& handle() const = 0;
   // Names the members, by rank, with this one among them. All give the same list and the same number, which is a new
-  // one each time, also after a call that has failed. What is under way fails with `cancelled`. Errors: `timeout`, with
-  // those that did not come; `cancelled`; `invalid_argument`; `mismatch`: a member's transport is of another family.
+  // one each time, also after a call that has failed. What is under way fails with `cancelled`, on the others with
+  // `unavailable`; where nothing is under way here, operations of others that do not need this member go on. Errors:
+  // `timeout`, with those that did not come; `cancelled`; `invalid_argument`; `mismatch`: a member's transport is of
+  // another family.
   virtual Result<> reconfigure(std::uint64_t number, const std::vector<std::string>& members, Duration limit,
                                const std::function<bool()>& cancelled = {}) = 0;
   virtual std::uint32_t rank() const = 0;
