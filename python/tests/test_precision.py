@@ -13,6 +13,8 @@ from test_job import Job, check_equal, same_bits  # noqa: E402
 from rejoin.torch import Batches  # noqa: E402
 from rejoin.torch._update import square_sum  # noqa: E402
 
+MEAN = re.compile(r"(rank \d: )?step (\d+) mean (\S+) digest ")
+
 
 def data_of(ranges, shard: int = 0, shards: int = 1):
     data = trainer.make_data()
@@ -49,8 +51,9 @@ def test_a_sharded_replica_with_mixed_precision_comes_back_and_has_what_one_proc
     optimizer = trainer.make_optimizer("sharded", model)
     parameters = list(model.parameters())
     contributors, samples = job.contributors(), {r: job.samples(r) for r in (0, 1)}
+    means = {(rank, int(step)): float(mean) for rank, step, mean in re.findall(MEAN, job.log(0) + job.log(1))}
     for step in range(1, job.steps + 1):
-        gradients = []
+        gradients, losses = [], []
         for replica in contributors[step]:
             by_rank = []
             for shard in range(2):
@@ -59,9 +62,12 @@ def test_a_sharded_replica_with_mixed_precision_comes_back_and_has_what_one_proc
                 with torch.no_grad():
                     for p, own in zip(used.parameters(), parameters, strict=True):
                         p.copy_(own)
-                torch.nn.functional.cross_entropy(used(x.bfloat16()).float(), y).backward()
+                loss = torch.nn.functional.cross_entropy(used(x.bfloat16()).float(), y)
+                loss.backward()
+                losses.append(loss.item())
                 by_rank.append([p.grad.float() for p in used.parameters()])
             gradients.append([(one + other) / 2 for one, other in zip(*by_rank, strict=True)])
+        assert means["", step] == means["rank 1: ", step] == pytest.approx(sum(losses) / len(losses), rel=1e-8)
         reduced = mean(gradients)
         total = sum(sum(square_sum(chunks(g)[rank]) for g in reduced) for rank in range(2))
         coefficient = clip(math.sqrt(total), 0.5)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -185,6 +185,8 @@ def update(session: Session, step: int) -> None:
     try:
         with torch.no_grad():
             session._updates.look(step)
+            if session._in_step:
+                session._metrics.tell(step)
             session._updates.apply(step, updates)
         for tensor in session._tensors:  # a Queue's thread may move them at any time
             tensor.check_memory()
@@ -198,3 +200,16 @@ def update(session: Session, step: int) -> None:
     session._native.end_update(session._stream())
     if session._in_step:  # what has been caught up with was not coded here
         session._updates.scale_feedback(step)
+
+
+def leave(session: Session) -> None:
+    """End this replica's part in the job."""
+    session._ended = True
+    with ExitStack() as ends:  # the others wait for none of these: torch gives each worker 5 s to end
+        for fetcher in session._fetchers.values():
+            ends.callback(fetcher.stop)
+        if session._group is not None:
+            session._group.end()
+            ends.callback(session._group.shutdown)
+        if session._joined:
+            session._native.leave()

@@ -1,22 +1,49 @@
-"""Numbers of a replica's step whose means over all replicas come out of the all-reduce with the gradients."""
+"""Numbers of a step whose means over all replicas, and their ranks, come out of the all-reduce with the gradients."""
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING
 
 import torch
 
-from rejoin.errors import InvalidArgument
+from rejoin.errors import InvalidArgument, RejoinError
+from rejoin.torch._leaving import Terminated
+from rejoin.torch._ranks import Ranks
+
+if TYPE_CHECKING:
+    from rejoin.torch._tensors import Tensor
+
+log = logging.getLogger("rejoin")
 
 
 class Metrics:
-    """The metrics that `attach` was given: this replica's values before the step's all-reduce, the means after it."""
+    """The metrics that `attach` was given: this rank's values before the step's all-reduce, its means after it.
 
-    def __init__(self, names: Sequence[str], device: torch.device) -> None:
+    The all-reduce is among the same rank of all replicas. Where a replica has several ranks, each tells the others its
+    means in its update, whether they will ask for them or not, and mean() waits for those. Which ranks count is what
+    attach() was given there, so that all replicas take the same ones; they count alike, as in FSDP2's mean of the
+    gradients, since they have as many samples.
+    """
+
+    def __init__(self, names: Sequence[str], device: torch.device, ranks: Ranks | None = None) -> None:
         self.names = tuple(names)
         if len(set(self.names)) < len(self.names):
             raise InvalidArgument(f"metrics={self.names}: one of them is there twice")
         self.values = torch.zeros(len(self.names), dtype=torch.float64, device=device)
+        self.tensor: Tensor | None = None  # the session's
+        self._ranks = ranks if ranks is not None and ranks.several else None
+        self._names_of_ranks: list[list[str]] | None = None  # as far as they were asked for
+        self._recorded: set[str] = set()  # on this rank, in any step
+        self._told = 0  # the last step of which this rank has told its means
+        self._means: dict[str, float] = {}  # over all ranks, of the step `_of`
+        self._of = 0
+        self._noted: set[str] = set()
+        if self._ranks is not None:
+            self._ranks.say("metrics", json.dumps(self.names).encode())
 
     @property
     def state(self) -> torch.Tensor | None:
@@ -29,15 +56,64 @@ class Metrics:
         return self.names.index(name)
 
     def record(self, values: Mapping[str, float | torch.Tensor]) -> None:
-        """Take this replica's values of a step."""
+        """Take this rank's values of a step."""
         if not self.names:
             raise InvalidArgument("no metrics were declared: attach(…, metrics=('loss',))")
         for name, value in values.items():
             self.values[self._index(name)] = value.detach() if isinstance(value, torch.Tensor) else float(value)
+            self._recorded.add(name)
 
-    def mean(self, name: str, known: bool) -> float:
-        """Give the mean over the replicas, which is there once the step is `known` to have been reduced."""
-        index = self._index(name)
-        if not known:
+    def tell(self, step: int) -> None:
+        """Tell this replica's other ranks what the step has made of this one's values, before it is applied."""
+        if self._ranks is None:
+            return
+        if self.tensor is not None:
+            means = zip(self.names, self.tensor.reduced.tolist(), strict=True)
+            told = {name: (mean, name in self._recorded) for name, mean in means}
+            self._ranks.tell_of_step("means", step, json.dumps(told).encode())
+        self._told = step
+
+    def mean(self, name: str, step: int | None) -> float:
+        """Give the mean over the replicas and their ranks, which is there once this step, if any, was reduced."""
+        if self._ranks is None or not any(name in names for names in self._of_ranks(self._ranks)):
+            self._index(name)
+        if step is None:
             raise InvalidArgument(f"the mean of '{name}' is known after optimizer.step()")
-        return float(self.values[index])
+        if self._ranks is None or step != self._told:  # one that was cut short by the job's end is told by nobody
+            return float(self.values[self._index(name)])
+        self._take(self._ranks, step)
+        return self._means[name]
+
+    def keep(self) -> None:
+        """Take the last step's means while the other ranks are there: what comes after the loop may ask for them."""
+        if self._ranks is not None and self._told > self._of:
+            with suppress(RejoinError, Terminated):  # who asks hears it
+                self._take(self._ranks, self._told)
+
+    # The names that each rank has given to attach(): stages of a pipeline, say, may have no loss.
+    def _of_ranks(self, ranks: Ranks) -> list[list[str]]:
+        if self._names_of_ranks is None:
+            self._names_of_ranks = [json.loads(names) for names in ranks.told("metrics")]
+        return self._names_of_ranks
+
+    # In the ranks' order: all get the same bits.
+    def _take(self, ranks: Ranks, step: int) -> None:
+        if step == self._of:
+            return
+        having = [rank for rank, names in enumerate(self._of_ranks(ranks)) if names]
+        told = dict(zip(having, map(json.loads, ranks.told_of_step("means", step, having)), strict=True))
+        means: dict[str, float] = {}
+        for name in {name: None for of in told.values() for name in of}:
+            counts = {rank: of[name] for rank, of in told.items() if name in of}
+            means[name] = sum(mean for mean, _ in counts.values()) / len(counts)
+            silent = [rank for rank, (_, recorded) in counts.items() if not recorded]
+            if silent and len(silent) < len(counts) and name not in self._noted:
+                self._noted.add(name)
+                log.error(
+                    "rank %d of this replica has recorded no '%s', which rank %d has, and counts in its mean: record "
+                    "it on each rank, or leave it out of attach(metrics=) there",
+                    silent[0],
+                    name,
+                    next(rank for rank in counts if rank not in silent),
+                )
+        self._means, self._of = means, step

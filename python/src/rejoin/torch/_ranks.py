@@ -7,7 +7,7 @@ import math
 import struct
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -35,7 +35,8 @@ class Ranks:
     def __init__(self, rank: int, leaving: Leaving, check: Callable[[], None]) -> None:
         """`check` raises when this replica is out of the job: what others see of a rank that hangs, too."""
         self.rank, self._leaving, self._check = rank, leaving, check
-        self._published_at: float | None = None
+        self._told_at: float | None = None
+        self._told_of = 0  # the last step
         self._steps: deque[float] = deque(maxlen=16)  # seconds that each took
         self._store: Any = None
         initialized = torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -59,26 +60,36 @@ class Ranks:
 
     def publish(self, step: int, value: float) -> None:
         """Tell the others this rank's part of a step's sum."""
-        if self._store is None:
-            return
-        now = time.monotonic()
-        if self._published_at is not None:
-            self._steps.append(now - self._published_at)
-        self._published_at = now
-        self._store.set(f"sum/{step}/{self.rank}", struct.pack("<d", value))
-        if step > REMEMBERED:
-            self._store.delete_key(f"sum/{step - REMEMBERED}/{self.rank}")
+        self.tell_of_step("sum", step, struct.pack("<d", value))
 
     def total(self, step: int, value: float) -> float:
         """Add up the ranks' parts of a step's sum, in their order: all get the same bits. Waits for the others."""
         if self._store is None:
             return value
-        keys = [f"sum/{step}/{rank}" for rank in range(self._size)]
-        self._wait(f"its part of the norm of step {step}'s gradient", keys)
         total = 0.0
-        for packed in self._store.multi_get(keys):
+        for packed in self.told_of_step("sum", step, range(self._size)):
             total += struct.unpack("<d", packed)[0]
         return total
+
+    def tell_of_step(self, what: str, step: int, mine: bytes) -> None:
+        """Tell the others this rank's part of a step, and wait for nobody."""
+        if self._store is None:
+            return
+        if step != self._told_of:
+            now = time.monotonic()
+            if self._told_at is not None:
+                self._steps.append(now - self._told_at)
+            self._told_at, self._told_of = now, step
+        self._store.set(f"{what}/{step}/{self.rank}", mine)
+        if step > REMEMBERED:
+            self._store.delete_key(f"{what}/{step - REMEMBERED}/{self.rank}")
+
+    def told_of_step(self, what: str, step: int, ranks: Sequence[int]) -> list[bytes]:
+        """Give what these ranks tell of a step. Waits for them."""
+        keys = [f"{what}/{step}/{rank}" for rank in ranks]
+        of_what = {"sum": f"the norm of step {step}'s gradient", "means": f"the means of step {step}'s metrics"}[what]
+        self._wait(f"its part of {of_what}", keys, of_ranks=ranks)
+        return self._values(keys)
 
     def gather(self, name: str, mine: bytes, patient: bool = False) -> list[bytes]:
         """Give what each rank says under this name, in their order; once for each name. Waits for the others.
@@ -88,9 +99,13 @@ class Ranks:
         if self._store is None:
             return [mine]
         self.say(name, mine)
+        return self.told(name, patient)
+
+    def told(self, name: str, patient: bool = False) -> list[bytes]:
+        """Give what each rank has said under this name, as `gather` does, where this one has said it before."""
         keys = [f"{name}/{rank}" for rank in range(self._size)]
         self._wait(f"its '{name}'", keys, patient)
-        return list(self._store.multi_get(keys))
+        return self._values(keys)
 
     def first_says(self, name: str, first: Callable[[], bool] | None) -> bool:
         """Give what `first` gives on rank 0, on all ranks, which wait for it however long it takes; once for each name.
@@ -111,7 +126,7 @@ class Ranks:
 
     # A rank that is stopped, or has died, is found by its daemon, and the whole replica is out. One that hangs in its
     # update is found here alone: the job takes it for one that evaluates, or writes a checkpoint, between steps.
-    def _wait(self, what: str, keys: list[str], patient: bool = False) -> None:
+    def _wait(self, what: str, keys: list[str], patient: bool = False, of_ranks: Sequence[int] | None = None) -> None:
         looked_at = turn_at = time.monotonic()
         waited = 0.0  # as far as this process saw it: where it was stopped, others may have told meanwhile
         limit = math.inf if patient else LONGEST_WAIT_SECONDS + 8 * max(self._steps, default=0.0)
@@ -124,8 +139,9 @@ class Ranks:
                     if not patient:
                         self._check()
                 if waited > limit:
+                    rank = missing[0] if of_ranks is None else of_ranks[missing[0]]
                     raise Unavailable(
-                        f"rank {missing[0]} of this replica has not told {what} for {limit:.0f} s: it hangs, or died"
+                        f"rank {rank} of this replica has not told {what} for {limit:.0f} s: it hangs, or died"
                     )
                 waited += min(now - turn_at, _LONGEST_TURN_SECONDS)
                 turn_at = now
@@ -135,7 +151,13 @@ class Ranks:
         try:
             if self._store.check(keys):
                 return []
-            return [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+            return [number for number, key in enumerate(keys) if not self._store.check([key])]
+        except torch.distributed.DistError as error:
+            raise Unavailable(f"the store of this replica's torch.distributed: {error}") from error
+
+    def _values(self, keys: list[str]) -> list[bytes]:
+        try:
+            return list(self._store.multi_get(keys))
         except torch.distributed.DistError as error:
             raise Unavailable(f"the store of this replica's torch.distributed: {error}") from error
 

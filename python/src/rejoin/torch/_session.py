@@ -7,7 +7,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -167,11 +167,12 @@ class Session:
                 model, optimizer, self.device, masters, ema is not None, self._ranks.several, gradients, main_grad
             )
         self._model, self._optimizer, self._sharded = model, optimizer, groups_of(model)
-        self._metrics = Metrics(metrics, self.device)
+        self._metrics = Metrics(metrics, self.device, self._ranks)
         tensors = [*parameters, *buffers_of(model, self.device)]
         double = torch.float64
         if self._metrics.names:
-            tensors.append(Tensor("rejoin.metrics", self._metrics.values, dtype=double, gradient_dtype=double))
+            self._metrics.tensor = Tensor("rejoin.metrics", self._metrics.values, dtype=double, gradient_dtype=double)
+            tensors.append(self._metrics.tensor)
         scale = None
         if loss_scale is not None:
             self._loss_scale = torch.tensor([math.log2(loss_scale), 0.0], dtype=double, device=self.device)
@@ -232,15 +233,7 @@ class Session:
 
     def leave(self) -> None:
         """End this replica's part in the job; the others go on at once."""
-        self._ended = True
-        with ExitStack() as ends:  # the others wait for none of these: torch gives each worker 5 s to end
-            for fetcher in self._fetchers.values():
-                ends.callback(fetcher.stop)
-            if self._group is not None:
-                self._group.end()
-                ends.callback(self._group.shutdown)
-            if self._joined:
-                self._native.leave()
+        _loop.leave(self)
 
     def __enter__(self) -> Session:
         """Give the session, which leaves the job at the end of the block."""
@@ -277,6 +270,7 @@ class Session:
         except Terminated:
             pass
         log.info("replica %d rank %d leaves after step %d", self.replica, self.rank, self._native.committed())
+        self._metrics.keep()
         self.leave()
 
     def warm_up(self) -> AbstractContextManager[None]:

@@ -26,7 +26,10 @@ class Step:
     _session: Session = field(repr=False)
 
     def record(self, **values: float | torch.Tensor) -> None:
-        """Hand over this replica's values of the metrics that `attach` was given, before `optimizer.step()`."""
+        """Hand over this rank's values of the metrics that `attach` was given, before `optimizer.step()`.
+
+        What is not recorded in a step counts with the mean of before.
+        """
         self._session._metrics.record(values)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
@@ -36,5 +39,11 @@ class Step:
         return torch.mul(loss.float(), 2.0 ** float(scale[0]))  # as a float16 it might be an infinity
 
     def mean(self, name: str) -> float:
-        """Give a metric's mean over the replicas that trained this step, after `optimizer.step()`: equal on all."""
-        return self._session._metrics.mean(name, self._session._updated)
+        """Give a metric's mean over the replicas that trained this step, after `optimizer.step()`: equal on all.
+
+        Where a replica has several ranks, it is the mean over those, too, that have given the metric to `attach`, and
+        equal on all ranks of all replicas. It waits for this step's update on the other ranks; these need not ask.
+        """
+        step = self._session._step
+        number = step.number if step is not None and self._session._updated else None
+        return self._session._metrics.mean(name, number)
