@@ -80,3 +80,37 @@ def test_a_mean_of_the_last_step_is_known_after_the_loop(monkeypatch):
     other.keep()
     with pytest.raises(rejoin.Unavailable, match="the store of this replica's torch.distributed: gone"):
         other.mean("loss", 2)
+
+
+def test_a_rank_that_leaves_alone_is_refused_there_or_on_those_that_go_on():
+    one, other = ranks_of(torch.distributed.HashStore(), 2)
+    with ThreadPoolExecutor() as threads:
+        assert not one.leaves_after(7, wants=False)
+        with pytest.raises(rejoin.InvalidArgument, match=r"leave.. on rank 1 .* step 7, and rank 0 has gone on.*mean"):
+            other.leave_by_itself(7)
+        leaves = threads.submit(other.leave_by_itself, 8)  # it is first, and waits for the other one
+        while not other._store.check(["leaves/1"]):
+            assert not leaves.done()
+        with pytest.raises(rejoin.InvalidArgument, match="rank 1 .* has left the job after step 8, and rank 0 goes on"):
+            one.leaves_after(8, wants=False)
+        leaves.result(10)
+
+
+def test_ranks_whose_scripts_leave_alike_wait_for_each_other():
+    one, other = ranks_of(torch.distributed.HashStore(), 2)
+    with ThreadPoolExecutor() as threads:
+        leaves = threads.submit(one.leave_by_itself, 3)
+        while not one._store.check(["leaves/0"]):
+            assert not leaves.done()
+        other.leave_by_itself(3)
+        leaves.result(10)
+
+
+def test_sigterm_of_one_rank_lets_all_leave_after_the_next_step():
+    one, other = ranks_of(torch.distributed.HashStore(), 2)
+    for step in range(1, 12):
+        assert not one.leaves_after(step, wants=False) and not other.leaves_after(step, wants=False)
+    assert not other.leaves_after(12, wants=False)
+    assert not one.leaves_after(12, wants=True)
+    assert other.leaves_after(13, wants=False) and one.leaves_after(13, wants=True)
+    assert [step for step in range(20) if one._store.check([f"after/{step}"])] == [11, 12, 13, 14], "few are kept"

@@ -203,7 +203,16 @@ def update(session: Session, step: int) -> None:
 
 
 def leave(session: Session) -> None:
-    """End this replica's part in the job."""
+    """End this replica's part in the job, as the script says, or where nothing is left to do."""
+    if session._in_step and session._updated and not session._ended and session._ranks is not None:
+        assert session._step is not None
+        session._metrics.keep()
+        session._ranks.leave_by_itself(session._step.number)
+    end(session)
+
+
+def end(session: Session) -> None:
+    """End this replica's part in the job, wherever it is, and wait for nobody."""
     session._ended = True
     with ExitStack() as ends:  # the others wait for none of these: torch gives each worker 5 s to end
         for fetcher in session._fetchers.values():

@@ -23,6 +23,11 @@ LONGEST_WAIT_SECONDS = (
 )
 _LONGEST_TURN_SECONDS = 1.0  # between two looks at the store; in more this process did not run
 _WAITS_FOR_BODIES_SECONDS = 30.0  # as long as torchrun lets a process live that it has asked to end
+_GOES_ON, _LEAVES, _ASKED = "on", "leaves", "asked"  # after a step: a rank does, a rank's script does, SIGTERM has come
+_BODIES = 4  # steps; no two ranks are in bodies of steps that lie so far apart
+_ALIKE = (
+    "All ranks of a replica leave after the same step: decide it by what is equal on all of them, such as step.mean()"
+)
 _sessions = itertools.count()
 
 
@@ -165,20 +170,49 @@ class Ranks:
         """Say whether this replica leaves with the end of this step; `wants`: this rank has been asked to.
 
         All ranks leave after the same step, the one after that in which the first of them was asked: none can have
-        gone further, since they all take part in each other's backward().
+        gone further, since they all take part in each other's backward(). Raises `InvalidArgument` where another one
+        has left by itself.
         """
         if self._store is None:
             return wants
         try:
             if wants:
-                last = int(self._store.compare_set("leave", "", str(step + 1)))
-            elif self._store.check(["leave"]):
-                last = int(self._store.get("leave"))
-            else:
-                return False
+                self._decide(step + 1, _ASKED)
+            decided, rank = self._decide(step, _GOES_ON)
         except torch.distributed.DistError:  # whoever had the store has left with this step
             return True
-        return step >= last
+        if decided == _LEAVES:
+            self.say("leaves", b"1")  # it waits no longer
+            raise InvalidArgument(
+                f"rank {rank} of this replica has left the job after step {step}, and rank {self.rank} goes on. "
+                f"{_ALIKE}"
+            )
+        return decided == _ASKED
+
+    def leave_by_itself(self, step: int) -> None:
+        """Leave after this step because the script says so, which is to say the same on all ranks; wait for them.
+
+        Raises `InvalidArgument` where another one has gone on.
+        """
+        if self._store is None:
+            return
+        try:
+            decided, rank = self._decide(step, _LEAVES)
+        except torch.distributed.DistError:  # whoever had the store has left
+            return
+        if decided == _GOES_ON:
+            raise InvalidArgument(
+                f"session.leave() on rank {self.rank} of this replica after step {step}, and rank {rank} has gone on. "
+                f"{_ALIKE}"
+            )
+        self.leave_together()
+
+    # What the first rank says that comes to the end of this step's body holds for all of them.
+    def _decide(self, step: int, what: str) -> tuple[str, int]:
+        decided, rank = self._store.compare_set(f"after/{step}", "", f"{what} {self.rank}").decode().split()
+        if self.rank == 0 and step > _BODIES:
+            self._store.delete_key(f"after/{step - _BODIES}")
+        return decided, int(rank)
 
     def say(self, name: str, mine: bytes) -> None:
         """Say under this name what `gather()` gives others, and wait for nobody."""

@@ -7,7 +7,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -232,7 +232,11 @@ class Session:
         self._joined = True
 
     def leave(self) -> None:
-        """End this replica's part in the job; the others go on at once."""
+        """End this replica's part in the job; the others go on at once.
+
+        With several ranks all of them leave after the same step, and wait for each other; where one does alone, it is
+        refused there or, if it comes first, on those that go on.
+        """
         _loop.leave(self)
 
     def __enter__(self) -> Session:
@@ -243,11 +247,11 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Leave the job."""
-        try:
+        if kind is None:
             self.leave()
-        except RejoinError:
-            if kind is None:
-                raise
+        else:
+            with suppress(RejoinError):
+                _loop.end(self)
 
     def steps(self, loader: DataLoader[Any] | None = None) -> Iterator[tuple[Step, Any]]:
         """Give the job's steps that this replica trains, with the data of their samples; join() first, if it was not.
