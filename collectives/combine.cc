@@ -1,5 +1,6 @@
 #include "collectives/combine.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 
@@ -39,12 +40,36 @@ void loop(Combine how, std::byte* out, const std::byte* first, const std::byte* 
   }
 }
 
+// A true division, as torch's own: a product with 1 / members is another number where that is rounded.
+template <typename Type>
+void divide(std::byte* out, std::size_t count, std::uint32_t members) {
+  using Stored = typename Type::Storage;
+  const auto by = static_cast<typename Type::Value>(members);
+  for (std::size_t i = 0; i < count; ++i) {
+    Stored sum;
+    std::memcpy(&sum, out + i * sizeof sum, sizeof sum);
+    const Stored mean = Type::store(Type::load(sum) / by);
+    std::memcpy(out + i * sizeof mean, &mean, sizeof mean);
+  }
+}
+
+// In pieces that stay in the cache. A sum of 16 bits is rounded before it is divided.
+void mean(DataType type, std::byte* out, const std::byte* first, const std::byte* second, std::size_t count,
+          std::uint32_t members) {
+  constexpr std::size_t kPiece = 2048;
+  for (std::size_t at = 0; at < count; at += kPiece) {
+    const std::size_t piece = std::min(kPiece, count - at), offset = at * size_of(type);
+    ftar::add(type, out + offset, first + offset, second + offset, piece, 0);
+    arithmetic::dispatch(type, [&](auto element) { divide<decltype(element)>(out + offset, piece, members); });
+  }
+}
+
 }  // namespace
 
 void combine(Combine how, DataType type, std::byte* out, const std::byte* first, const std::byte* second,
              std::size_t count, bool last, std::uint32_t members) {
-  if (how == Combine::sum || how == Combine::mean)
-    return ftar::add(type, out, first, second, count, how == Combine::mean && last ? members : 0);
+  if (how == Combine::mean && last) return mean(type, out, first, second, count, members);
+  if (how == Combine::sum || how == Combine::mean) return ftar::add(type, out, first, second, count, 0);
   switch (type) {
     case DataType::float32: return loop<arithmetic::Plain<float>>(how, out, first, second, count);
     case DataType::float64: return loop<arithmetic::Plain<double>>(how, out, first, second, count);

@@ -76,6 +76,13 @@ Buffers buffers_of(Collective kind, std::uint32_t m, std::uint32_t n, std::uint3
   }
 }
 
+// What the sums that a member has are as means: a GPU multiplies by a rounded 1 / n, where the host divides.
+void scale(Buffers& sums, const Call& call, std::uint32_t m, std::uint32_t n) {
+  if (call.kind == Collective::reduce && m != call.root) return;
+  for (auto& floats : call.kind == Collective::reduce_scatter ? sums.outputs : sums.inputs)
+    for (auto& value : floats) value *= 1.0f / static_cast<float>(n);
+}
+
 // The same over any members, the simulated ones or those below.
 template <typename Group>
 void compare(Group& members, Gpu& gpu, std::uint32_t n, Call call, std::size_t count) {
@@ -90,6 +97,7 @@ void compare(Group& members, Gpu& gpu, std::uint32_t n, Call call, std::size_t c
     if (between_two && m > 1) continue;
     if (between_two && m == 1) here.kind = there.kind = Collective::receive;
     if (between_two) here.root = there.root = 1 - m;
+    if (call.combine == Combine::mean) here.combine = Combine::sum;
     there.memory = transport::MemoryKind::cuda;
     const auto add = [&](auto of) {
       for (auto& floats : host[m].*of) {
@@ -105,6 +113,7 @@ void compare(Group& members, Gpu& gpu, std::uint32_t n, Call call, std::size_t c
   members.expect_success(on_device);
   members.expect_success(on_host);
   for (std::uint32_t m = 0; m < n; ++m) {
+    if (call.combine == Combine::mean) scale(host[m], call, m, n);
     auto at = device[m].begin();
     for (const auto& list : {host[m].inputs, host[m].outputs})
       for (const auto& floats : list)

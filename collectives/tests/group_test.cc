@@ -41,7 +41,7 @@ TEST_P(Groups, AllReduceTheSameBitsOnAll) {
         for (std::size_t i = 0; i < count; ++i)
           expected[i] = combine == Combine::maximum ? std::max(expected[i], more[i]) : expected[i] + more[i];
       }
-      for (std::size_t i = 0; i < count && combine == Combine::mean; ++i) expected[i] *= 1.0f / static_cast<float>(n);
+      for (std::size_t i = 0; i < count && combine == Combine::mean; ++i) expected[i] /= static_cast<float>(n);
       ASSERT_EQ(buffers[0], expected) << "whole numbers have no rounding";
       for (std::uint32_t m = 1; m < n; ++m) ASSERT_EQ(buffers[m], buffers[0]) << m;
     }
@@ -196,6 +196,7 @@ TEST(Group, CombinesElementsOfAllTypes) {
     return out;
   };
   EXPECT_EQ(one(Combine::mean, DataType::float32, 1.0f, 4.0f), 2.5f);
+  EXPECT_EQ(one(Combine::mean, DataType::float16, std::uint16_t{0x7bff}, std::uint16_t{0x7bff}), 0x7c00) << "a sum";
   EXPECT_EQ(one(Combine::maximum, DataType::float64, -1.0, -4.0), -1.0);
   EXPECT_EQ(one(Combine::minimum, DataType::int32, -1, -4), -4);
   EXPECT_EQ(one(Combine::product, DataType::int64, std::int64_t{1} << 62, std::int64_t{6}), std::int64_t(1) << 63);
