@@ -89,6 +89,14 @@ def test_collectives_give_what_gloos_give():
         ours = torch.zeros(6, 4); ours[:, ::2] = rank + 1
         dist.all_reduce(ours[:, ::2]); assert ours[:, ::2].eq(6).all() and ours[:, 1::2].eq(0).all()
         mean = torch.full((3,), float(rank)); dist.all_reduce(mean, dist.ReduceOp.AVG); assert mean.eq(1).all()
+        for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64):
+            one = torch.arange(-900, 900).add(7 * rank).to(torch.float32).remainder(19).to(dtype)
+            means, theirs, sums = one.clone(), one.clone(), one.clone()  # exact; their thirds are rounded
+            dist.all_reduce(means, dist.ReduceOp.AVG); dist.all_reduce(sums)
+            parts = torch.view_as_real if dtype.is_complex else torch.clone
+            same(parts(means), parts(sums) / size, ("AVG", dtype))
+            if dtype not in (torch.bfloat16, torch.complex64):
+                dist.all_reduce(theirs, dist.ReduceOp.AVG, group=gloo); same(means, theirs, ("AVG", dtype))
         for root in range(size):
             ours, theirs = tensor(999), tensor(999)
             dist.reduce(ours, root); dist.reduce(theirs, root, group=gloo)

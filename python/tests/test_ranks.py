@@ -68,6 +68,9 @@ def test_a_mean_of_the_last_step_is_known_after_the_loop(monkeypatch):
         def check(self, keys):
             raise torch.distributed.DistNetworkError("gone")
 
+        def set(self, key, value):
+            raise torch.distributed.DistNetworkError("gone")
+
     one, other = metrics_of(torch.distributed.HashStore(), ["loss"], ["loss"])
     for step in (1, 2):
         for rank in (one, other):
@@ -78,8 +81,12 @@ def test_a_mean_of_the_last_step_is_known_after_the_loop(monkeypatch):
         monkeypatch.setattr(rank._ranks, "_store", Gone())
     assert one.mean("loss", 2) == 2.0
     other.keep()
-    with pytest.raises(rejoin.Unavailable, match="the store of this replica's torch.distributed: gone"):
-        other.mean("loss", 2)
+    other.tell(3)  # its update goes on
+    for step in (2, 3):
+        with pytest.raises(rejoin.Unavailable, match="the store of this replica's torch.distributed: gone"):
+            other._take(other._ranks, step)
+    with pytest.raises(rejoin.Unavailable, match="gone"):
+        other.mean("loss", 3)
 
 
 def test_a_rank_that_leaves_alone_is_refused_there_or_on_those_that_go_on():

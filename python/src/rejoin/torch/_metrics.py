@@ -70,8 +70,10 @@ class Metrics:
         if self.tensor is not None:
             means = zip(self.names, self.tensor.reduced.tolist(), strict=True)
             told = {name: (mean, name in self._recorded) for name, mean in means}
-            self._ranks.tell_of_step("means", step, json.dumps(told).encode())
-        self._told = step
+            # Whoever had the store may have left with this step: that is no reason to miss its update.
+            with suppress(torch.distributed.DistError):
+                self._ranks.tell_of_step("means", step, json.dumps(told).encode())
+        self._told = step  # mean() finds the store gone, too
 
     def mean(self, name: str, step: int | None) -> float:
         """Give the mean over the replicas and their ranks, which is there once this step, if any, was reduced."""

@@ -271,10 +271,10 @@ class Session:
                 yield step, fetcher.fetch(step.samples, self._native.upcoming) if fetcher else step.samples
                 if not self._updated:
                     raise InvalidArgument(f"step {step.number} has ended without optimizer.step()")
+            self._metrics.keep()
         except Terminated:
             pass
         log.info("replica %d rank %d leaves after step %d", self.replica, self.rank, self._native.committed())
-        self._metrics.keep()
         self.leave()
 
     def warm_up(self) -> AbstractContextManager[None]:
