@@ -32,8 +32,9 @@ enum class Collective : std::uint8_t {
   receive
 };
 
-// How a process group makes one element of two. Sum and mean as above; a maximum or minimum with a NaN is a NaN;
-// integers wrap; the last three work on the bits of integers and are refused for other types.
+// How a process group makes one element of two. Sum as above, and in a GPU's memory a mean, too; in the host's memory
+// that is the rounded sum, divided by the number of members. A maximum or minimum with a NaN is a NaN; integers wrap;
+// the last three work on the bits of integers and are refused for other types.
 enum class Combine : std::uint8_t { sum, mean, maximum, minimum, product, bitwise_and, bitwise_or, bitwise_xor };
 
 constexpr bool is_bitwise(Combine combine) { return combine >= Combine::bitwise_and; }
