@@ -113,6 +113,14 @@ TEST(RailsAtTheStart, OneWhoseAddressComesLaterComesUpWithIt) {
   EXPECT_EQ(WEXITSTATUS(status), 0) << "1: not connected, 2: no address, 3: the rail does not come up";
 }
 
+// `rejoin doctor --peer` knows one address of a daemon with `;threads=N`.
+TEST(RailsAtTheStart, OneOfWhichNoAddressIsKnownIsNotCalledAndTheOthersAre) {
+  Starting both("tcp;threads=1", "tcp;threads=1");
+  const std::string told = both.b->listen({"127.0.0.1:0"})->text;
+  both.of_a = *both.a->connect({told.substr(0, told.find('|') + 1)}, {});
+  EXPECT_TRUE(both.until([&] { return both.up_a && both.up_b; }));
+}
+
 TEST(RailsAtTheStart, WithoutAnyNothingStarts) {
   const auto none = make_engine("tcp:198.51.100.1,198.51.100.2");
   ASSERT_FALSE(none);
