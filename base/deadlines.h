@@ -42,6 +42,7 @@ constexpr Deadline kControlProof{4, 1};  // a caller's proof of the job key
 constexpr Deadline kCallAgain{1, 8};     // a call to a coordinator that nobody answers: made once more beside it
 constexpr Deadline kForgotten{1, 2};     // nothing is heard or acknowledged over one: a second one is made beside it
 constexpr Deadline kUnheard{3, 4};       // likewise, where what is sent is acknowledged
+constexpr Deadline kRepeated{1, 4};      // likewise, where what was lost is sent again and never acknowledged
 // Data connections, those of the all-reduce and the stream alike:
 constexpr Deadline kDataProof{5, 1};          // a caller's proof of the secret, and the listener's answer
 constexpr Deadline kUnacknowledged{5, 1};     // bytes that a peer's kernel does not acknowledge, over TCP

@@ -19,6 +19,13 @@ constexpr const char* kOtherPort = "; --connect takes its --listen address, not 
 
 void set(int socket, int level, int name, int value) { (void)::setsockopt(socket, level, name, &value, sizeof value); }
 
+tcp_info info_of(int socket) {
+  tcp_info info{};
+  socklen_t length = sizeof info;
+  (void)::getsockopt(socket, IPPROTO_TCP, TCP_INFO, &info, &length);
+  return info;
+}
+
 // What was lost is sent again at the same pace, not at half of it each time: after a short outage the next try comes
 // soon. Linux does so for the first six tries, where as little is under way as here.
 void send_again_soon(int socket) { set(socket, IPPROTO_TCP, TCP_THIN_LINEAR_TIMEOUTS, 1); }
@@ -228,11 +235,13 @@ void Framed::send_end() {
 }
 
 std::chrono::milliseconds Framed::unacknowledged_for() const {
-  tcp_info info{};
-  socklen_t length = sizeof info;
-  const int socket = tls_->stream.next_layer().native_handle();
-  if (::getsockopt(socket, IPPROTO_TCP, TCP_INFO, &info, &length) != 0 || info.tcpi_unacked == 0) return {};
-  return std::chrono::milliseconds(info.tcpi_last_ack_recv);
+  const tcp_info info = info_of(tls_->stream.next_layer().native_handle());
+  return std::chrono::milliseconds(info.tcpi_unacked == 0 ? 0 : info.tcpi_last_ack_recv);
+}
+
+bool Framed::repeats() const {
+  const tcp_info info = info_of(tls_->stream.next_layer().native_handle());
+  return info.tcpi_unacked > 0 && info.tcpi_retransmits > 0;
 }
 
 void Framed::end(const std::string& why) {

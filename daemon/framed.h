@@ -45,6 +45,7 @@ class Framed : public std::enable_shared_from_this<Framed> {
   std::string remote() const { return remote_; }
   // For how long the other end's system has acknowledged nothing, where something is to be acknowledged; else zero.
   std::chrono::milliseconds unacknowledged_for() const;
+  bool repeats() const;  // what was lost, and nothing has been acknowledged since
   // Whether it was ended for what either side did not prove; not where the other side went, or came to be silent.
   bool refused() const { return refused_; }
 

@@ -146,8 +146,9 @@ void Upstream::on_up(const Ends& ends, const asio::ip::tcp::endpoint& called) {
   const TimePoint now = SteadyClock().now();
   if (std::exchange(up_, false)) {
     silent->close();
-    const auto why =
-        fmt::format("nothing was heard for {:.0f} ms, and another connection is up", milliseconds(now - last_heard_));
+    const auto why = fmt::format("nothing {} for {:.0f} ms, and another connection is up",
+                                 last_heard_ < got_through_ ? "was heard" : "that is sent has been acknowledged",
+                                 milliseconds(now - std::min(last_heard_, got_through_)));
     events::record(events::Kind::coordinator_lost, {}, address_ + "\n" + why);
     spdlog::warn("coordinator at {}: {}", address_, why);
     handlers_.down();
@@ -157,7 +158,7 @@ void Upstream::on_up(const Ends& ends, const asio::ip::tcp::endpoint& called) {
   ends_ = ends;
   called_ = called;
   heard_ = false;
-  last_heard_ = now;
+  last_heard_ = got_through_ = now;
   their_silence_ = silence_;
   apart_ = Duration(random_number() % static_cast<std::uint64_t>((silence_ / 16 + Duration(1)).count()));
   spoken_ = membership::Spoken();
@@ -173,7 +174,8 @@ void Upstream::on_bytes(std::string_view bytes) {
   if (sound && message.has_welcome() && !message.welcome().refusal().empty()) return on_refusal(message.welcome());
   heard_ = true;
   last_heard_ = SteadyClock().now();
-  end_attempt();  // beside it
+  // It may have been on its way since before an outage that keeps back what is said here.
+  if ((attempt_ || next_) && !connection_->repeats()) end_attempt();
   refusal_.clear();
   logged_refused_.reset();
   why_lost_.clear();
@@ -229,12 +231,14 @@ void Upstream::check(TimePoint heard) {
 // Whoever is stopped, or has much to do, acknowledges all the same, and is called later: its answer may be on its way.
 void Upstream::tick(TimePoint now) {
   if (const Duration pause = pause_detector_.on_tick(now); pause > Duration{})
-    membership::forgive(last_heard_, pause, now);
+    for (auto* since : {&last_heard_, &got_through_}) membership::forgive(*since, pause, now);
+  if (!up_ || !connection_->repeats()) got_through_ = now;
   if (!up_ || finished_ || attempt_ || next_ || pause_detector_.settling(now)) return;
   const bool acknowledges =
       connection_->unacknowledged_for() <= deadlines::kHeartbeatOfDaemon.of(their_silence_) * 3 / 2;
   const auto patience = (acknowledges ? deadlines::kUnheard : deadlines::kForgotten).of(their_silence_) + apart_;
-  if (now - last_heard_ > patience) connect();
+  const bool stuck = now - got_through_ > deadlines::kRepeated.of(their_silence_) + apart_;
+  if (stuck || now - last_heard_ > patience) connect();
 }
 
 void Upstream::connect_anew(const std::string& why) {

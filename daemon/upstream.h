@@ -104,8 +104,8 @@ class Upstream {
   std::shared_ptr<Framed> next_;        // that it has led to, and the key is not shown yet
   std::shared_ptr<Framed> connection_;  // that is up
   membership::PauseDetector pause_detector_;
-  TimePoint last_heard_{};
-  Duration their_silence_{}, apart_{};  // apart_: from other nodes, so that they don't call all at once
+  TimePoint last_heard_{}, got_through_{};  // got_through_: nothing was to be sent again
+  Duration their_silence_{}, apart_{};      // apart_: from other nodes, so that they don't call all at once
   Ends ends_;
   bool up_ = false, heard_ = false;  // it has shown the key; and has said something since
   std::string why_lost_;
