@@ -1,6 +1,8 @@
 // Members of releases beside each other.
 #include <gmock/gmock.h>
 
+#include <array>
+
 #include "collectives/tests/members.h"
 #include "collectives/wire.h"
 
@@ -90,9 +92,8 @@ class OfBefore {
   }
   void ready_for(std::uint32_t rank, std::uint64_t bytes) {
     Bytes said{std::byte{1}};
-    for (const std::uint64_t number : {std::uint64_t{0}, std::uint64_t{77}, bytes, std::uint64_t{0}, std::uint64_t{0}})
-      put(said, number);  // the first collective, its own number of the transfer, and no memory
-    put(said, std::uint64_t{0});
+    // The first collective, its own number of the transfer, and no memory.
+    put(said, std::array<std::uint64_t, 6>{0, 77, bytes});
     put(said, Signature{.kind = Collective::all_to_all});
     put(said, std::uint64_t{0});  // no tag; the first transfer
     ASSERT_TRUE(engine_->send(others_.at(rank), said));
