@@ -93,19 +93,14 @@ Result<std::unique_ptr<Engine>> tcp_over_rails(const Tcp& tcp) {
 Result<std::unique_ptr<Engine>> ibverbs_over_rails(const std::string& list, const std::string& device) {
   if (auto there = ibverbs::available(); !there) return tl::unexpected(there.error());
   const bool near = list == kNear;
-  const ibverbs::Ports found = list.empty() || near ? ibverbs::usable_ports() : ibverbs::Ports{};
+  const ibverbs::Ports found = list.empty() || near ? ibverbs::find_ports() : ibverbs::Ports{};
   std::vector<std::string> names = list.empty() || near ? found.names : split(list, ',');
   for (const auto& one : found.left_out) logger().info("ibverbs: no rail is made of {}", one);
   if (near) names = nearest_ports(names, device);
   if (names.empty())
     return fail(ErrorCode::unavailable,
-                "no RDMA port is to be had here{}; 'ibv_devinfo' shows what there is. Without RDMA use shm or tcp",
+                "no RDMA port is active here{}; 'ibv_devinfo' shows what there is. Without RDMA use shm or tcp",
                 found.left_out.empty() ? "" : fmt::format(", but {}", fmt::join(found.left_out, "; ")));
-  if (names.size() > striped::kMaxRails)
-    return fail(ErrorCode::invalid_argument,
-                "{} RDMA ports, active or not, and there are {} rails at most: name those to be used, as in "
-                "ibverbs:{},{}",
-                names.size(), striped::kMaxRails, names[0], names[1]);
   return over_rails(names.size(), [&](std::size_t number) -> Result<std::unique_ptr<Engine>> {
     auto options = ibverbs::parse_options(names[number]);
     if (!options) return tl::unexpected(options.error());

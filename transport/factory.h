@@ -17,7 +17,7 @@ namespace rejoin::transport {
 // "shm": shared memory, inside one node. "tcp": between nodes without RDMA. "tcp:ADDRESS,ADDRESS…": TCP over several
 // rails, each a local address; the peers must name as many. "tcp+aes", "tcp+aes:ADDRESS,…": the same, encrypted; with
 // ";ktls=1" behind it by the kernel, towards peers who say so, too. With ";threads=N" N more threads move bulk beside
-// the caller's, each over connections of its own. "ibverbs": RDMA over all ports, "ibverbs:near" over those of
+// the caller's, each over connections of its own. "ibverbs": RDMA over all active ports, "ibverbs:near" over those of
 // them that are nearest to the GPU whose memory it is for; "ibverbs:DEVICE,…": over these, each with its settings.
 // "ucx:LIST": UCX over the transports listed (UCX's names, comma-separated; they must handle peer failures, as its tcp
 // and RDMA transports do). docs/transports.md has the settings, and what each transport needs.

@@ -53,7 +53,7 @@ std::vector<fs::path> directories_of_rails(const std::string& transport, const f
   const bool listed = transport.find(':') != std::string::npos;
   const std::string list = listed ? transport.substr(transport.find(':') + 1) : "";
   if (transport.starts_with(kVerbs)) {
-    const auto rails = listed && list != kNear ? split(list, ',') : ibverbs::usable_ports().names;
+    const auto rails = listed && list != kNear ? split(list, ',') : ibverbs::find_ports().names;
     for (const auto& rail : rails) all.push_back(directory_of_rail(rail, sys));
   } else if (transport.starts_with("tcp") && listed) {
     for (const auto& local : split(list.substr(0, list.find(';')), ','))

@@ -47,9 +47,7 @@ Result<> available() {
   return {};
 }
 
-namespace {
-
-Ports find_ports(bool active_only) {
+Ports find_ports() {
   Ports ports;
   if (!load_verbs()) return ports;
   const DeviceList list;
@@ -68,23 +66,15 @@ Ports find_ports(bool active_only) {
     }
     for (std::uint8_t port = 1; port <= limits.phys_port_cnt; ++port) {
       ibv_port_attr attributes{};
-      const bool known = verbs().query_port(context.get(), port, attributes) == 0;
-      // Old drivers of InfiniBand don't say.
-      const bool right = attributes.link_layer <= IBV_LINK_LAYER_ETHERNET;
-      if (!known || !right)
-        ports.left_out.push_back(fmt::format("{}:{}, whose link layer is {}", name, port,
-                                             known ? fmt::format("of type {}", attributes.link_layer) : "not known"));
-      else if (!active_only || attributes.state == IBV_PORT_ACTIVE)
+      if (verbs().query_port(context.get(), port, attributes) == 0 && attributes.state == IBV_PORT_ACTIVE)
         ports.names.push_back(fmt::format("{}:{}", name, port));
+      else ports.left_out.push_back(fmt::format("{}:{}, which is not active", name, port));
     }
   }
   return ports;
 }
 
-}  // namespace
-
-Ports usable_ports() { return find_ports(false); }
-std::vector<std::string> active_ports() { return find_ports(true).names; }
+std::vector<std::string> active_ports() { return find_ports().names; }
 
 Result<Options> parse_options(const std::string& text) {
   Options options;

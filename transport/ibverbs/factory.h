@@ -37,13 +37,12 @@ struct Options {
 // Says whether verbs can be used at all. Errors: `unavailable` where libibverbs is not there, with what to install.
 Result<> available();
 
-// The names of the devices' ports, "DEVICE:PORT", active or not, so that they are the same whatever is down just now.
 struct Ports {
-  std::vector<std::string> names;
-  std::vector<std::string> left_out;  // devices and ports that can't be used, and why
+  std::vector<std::string> names;     // of the devices' active ports, "DEVICE:PORT"
+  std::vector<std::string> left_out;  // the others, and why
 };
-Ports usable_ports();
-// Returns those that are active; none where verbs can't be used.
+// None where verbs can't be used.
+Ports find_ports();
 std::vector<std::string> active_ports();
 
 // Describes a port to whoever chooses among several.

@@ -44,6 +44,7 @@ Result<std::unique_ptr<Engine>> make_engine(std::vector<std::unique_ptr<Engine>>
 StripedEngine::StripedEngine(std::vector<std::unique_ptr<Engine>> rails, const Options& options, const Clock& clock)
     : rails_(std::move(rails)),
       own_down_(rails_.size(), Seldom(kSameLineAgain)),
+      other_number_told_(kSameLineAgain),
       options_(options),
       clock_(clock),
       check_every_(looks_every()),
@@ -204,16 +205,15 @@ Result<EndpointId> StripedEngine::connect(const Address& peer, BytesView hello) 
   endpoint.connection = {unguessable_.next(), unguessable_.next()};
   for (auto& address : split(peer.text, '|')) endpoint.addresses.push_back({std::move(address), peer.secret});
   send_control(endpoint, {.kind = wire::Kind::hello}, hello);
-  if (endpoint.addresses.size() != rails_.size())
-    endpoint.other_number = wire::other_number(endpoint.addresses.size(), rails_.size());
+  // A lone one is called all the same, so that it says so, too.
+  if (endpoint.addresses.size() == 1) endpoint.lone = wire::other_number(1, rails_.size());
+  else note_other_number(endpoint.addresses.size());
   Result<> connecting;
   const std::size_t count = std::min(rails_.size(), endpoint.addresses.size());
-  // Where the numbers differ, one is called, so that the peer says so, too.
-  for (std::uint32_t rail = 0; rail < count && (endpoint.other_number.empty() || endpoint.links.empty()); ++rail)
+  for (std::uint32_t rail = 0; rail < count; ++rail)
     if (auto one = connect_rail(endpoint, rail); !one) connecting = one;
   if (endpoint.links.empty()) {
-    Error error = connecting.error();
-    if (!endpoint.other_number.empty()) error = {ErrorCode::invalid_argument, endpoint.other_number};
+    Error error = endpoint.lone.empty() ? connecting.error() : Error{ErrorCode::invalid_argument, endpoint.lone};
     endpoints_.erase(endpoint.id.value);
     return tl::unexpected(std::move(error));
   }
@@ -265,7 +265,7 @@ std::vector<Rail> StripedEngine::rails() const {
   std::vector<Rail> all(rails_.size());
   for (const auto& [id, endpoint] : endpoints_) {
     if (endpoint->stage != Stage::open) continue;
-    for (std::uint32_t i = 0; i < rails_.size(); ++i) {
+    for (std::uint32_t i = 0; i < rails_of_both(*endpoint); ++i) {
       ++all[i].peers;
       const Link* link = endpoint->rails[i].link;
       if (link != nullptr && link->open) ++all[i].up;

@@ -157,9 +157,10 @@ class StripedEngine final : public Engine {
     std::array<std::uint64_t, 2> connection{};
     std::vector<Address> addresses;  // the initiator's: of the peer's rails
     std::vector<RailState> rails;
-    std::string other_number;    // of rails the peer has: why they can't be connected
-    bool missing_told = false;   // those that had not come by then
-    TimePoint expected_until{};  // those that have not come yet are waited for until then
+    std::string lone;                  // why it can't be connected with: it has one rail alone
+    std::uint32_t expected_rails = 0;  // the accepting end's: so many of them the peer connects
+    bool missing_told = false;         // those that had not come by then
+    TimePoint expected_until{};        // those that have not come yet are waited for until then
     std::vector<std::unique_ptr<Link>> links;
     std::uint32_t primary = kNoRail;  // the rail that carries messages
     // Over any rail; and since when without a pause in which the peer, or this process, may just have stood still.
@@ -218,6 +219,8 @@ class StripedEngine final : public Engine {
   void sweep();
   void check_rails(Endpoint& endpoint);
   TimePoint waiting_since(const Endpoint& endpoint, const Link& link) const;
+  std::uint32_t rails_of_both(const Endpoint& endpoint) const;
+  void note_other_number(std::size_t theirs);
   bool others_heard(const Endpoint& endpoint, const RailState& rail, TimePoint after) const;
   Duration between_stands() const { return 4 * options_.stall; }
   void note_stand(RailState& rail, TimePoint since);
@@ -274,6 +277,7 @@ class StripedEngine final : public Engine {
 
   std::vector<std::unique_ptr<Engine>> rails_;
   std::vector<Seldom> own_down_;  // by rail: lines that say so
+  Seldom other_number_told_;
   Options options_;
   const Clock& clock_;
   Duration check_every_{};

@@ -63,15 +63,17 @@ void StripedEngine::on_accepted(std::uint32_t rail, const Event& event) {
     return refuse(
         "it is no striped one of this version; both ends must have the same number of rails (addresses, each with its "
         "threads)");
-  if (greeting.rails != rails_.size()) return refuse(wire::other_number(greeting.rails, rails_.size()));
+  if (greeting.rails < 2) return refuse(wire::other_number(greeting.rails, rails_.size()));  // transport/lone/
   if (greeting.rail != rail) return refuse(fmt::format("the peer takes it for its rail {}", greeting.rail));
   const std::array<std::uint64_t, 2> connection{greeting.connection[0], greeting.connection[1]};
   auto found = by_connection_.find(connection);
   if (found == by_connection_.end()) {
     if (greeting.generation > 0 || closed_connections_.contains(connection))
       return rails_[rail]->close(event.endpoint);  // closed here meanwhile
+    note_other_number(greeting.rails);
     Endpoint& made = make_endpoint(Stage::accepting);
     made.connection = connection;
+    made.expected_rails = std::min(greeting.rails, static_cast<std::uint32_t>(rails_.size()));
     made.expected_until = now_ + 2 * options_.stall;
     found = by_connection_.emplace(connection, &made).first;
   }
@@ -86,7 +88,7 @@ void StripedEngine::on_accepted(std::uint32_t rail, const Event& event) {
 }
 
 void StripedEngine::on_link_open(Endpoint& endpoint, Link& link) {
-  if (!endpoint.other_number.empty()) return fail_endpoint(endpoint, ErrorCode::invalid_argument, "");
+  if (!endpoint.lone.empty()) return fail_endpoint(endpoint, ErrorCode::invalid_argument, "");
   link.open = endpoint.rails[link.rail].was_up = true;
   link.opened = now_;
   if (link.generation > 0) logger().info("rail {} to the peer is up again", link.rail);
@@ -150,14 +152,15 @@ void StripedEngine::report_landed(Endpoint& endpoint, const Link& link, const st
 
 // Whether a rail that has not been up yet may come up soon: the one that was the first to be up need not outlive that.
 bool StripedEngine::rails_expected(const Endpoint& endpoint) const {
-  const auto any = [&](const auto& expected) {
-    return std::any_of(endpoint.rails.begin(), endpoint.rails.end(), expected);
-  };
-  if (endpoint.stage == Stage::connecting) return any([](const RailState& rail) { return rail.link != nullptr; });
+  const auto any = [&](auto end, const auto& expected) { return std::any_of(endpoint.rails.begin(), end, expected); };
+  if (endpoint.stage == Stage::connecting)
+    return any(endpoint.rails.end(), [](const RailState& rail) { return rail.link != nullptr; });
   if (now_ >= endpoint.expected_until) return false;  // at both ends, or one would wait for whom the other has given up
   if (endpoint.initiator)
-    return any([](const RailState& rail) { return rail.link != nullptr && rail.link->generation == 0; });
-  return any([](const RailState& rail) { return rail.generations == 0; });
+    return any(endpoint.rails.end(),
+               [](const RailState& rail) { return rail.link != nullptr && rail.link->generation == 0; });
+  return any(endpoint.rails.begin() + endpoint.expected_rails,
+             [](const RailState& rail) { return rail.generations == 0; });
 }
 
 void StripedEngine::report_fenced(Endpoint& endpoint, std::uint32_t rail, std::uint32_t generation,
@@ -195,7 +198,7 @@ void StripedEngine::shut(Endpoint& endpoint, Stage stage, const Error& error) {
 
 void StripedEngine::fail_endpoint(Endpoint& endpoint, ErrorCode code, const std::string& why) {
   if (endpoint.stage == Stage::failed || endpoint.stage == Stage::closed) return;
-  endpoint.failure = endpoint.other_number.empty() ? why : endpoint.other_number;
+  endpoint.failure = endpoint.lone.empty() ? why : endpoint.lone;
   shut(endpoint, Stage::failed, {code, endpoint.failure});
   deliver_kept(endpoint, ~std::uint64_t{0});  // what they wait for does not come any more
 }
@@ -233,9 +236,9 @@ void StripedEngine::sweep() {
     if (endpoint.announced) {
       events_.emit({.kind = EventKind::closed,
                     .endpoint = endpoint.id,
-                    .error = endpoint.other_number.empty()
+                    .error = endpoint.lone.empty()
                                  ? Error{ErrorCode::unavailable, "the peer is gone: " + endpoint.failure}
-                                 : Error{ErrorCode::invalid_argument, endpoint.other_number}});
+                                 : Error{ErrorCode::invalid_argument, endpoint.lone}});
       ++it;
     } else {
       it = endpoints_.erase(it);  // the caller never heard of it
@@ -243,11 +246,23 @@ void StripedEngine::sweep() {
   }
 }
 
+std::uint32_t StripedEngine::rails_of_both(const Endpoint& endpoint) const {
+  const std::size_t of_both = endpoint.initiator ? endpoint.addresses.size() : endpoint.expected_rails;
+  return static_cast<std::uint32_t>(std::min(rails_.size(), of_both));
+}
+
+void StripedEngine::note_other_number(std::size_t theirs) {
+  if (theirs == rails_.size()) return;
+  if (const auto before = other_number_told_.may_say(now_))
+    logger().warn("{}. Until then the first {} of both are used", wire::other_number(theirs, rails_.size()),
+                  std::min(theirs, rails_.size()));
+}
+
 // A rail that was dead before there was a connection is told of as one that dies later; one of our own once for all.
 void StripedEngine::note_missing(Endpoint& endpoint) {
   if (endpoint.missing_told || now_ < endpoint.expected_until) return;
   endpoint.missing_told = true;
-  for (std::uint32_t rail = 0; rail < rails_.size(); ++rail) {
+  for (std::uint32_t rail = 0; rail < rails_of_both(endpoint); ++rail) {
     RailState& state = endpoint.rails[rail];
     if (state.was_up) continue;
     if (const auto own = own_rail(rail); !own) {  // to all peers

@@ -319,6 +319,38 @@ TEST(Striped, MessagesLeaveARailForBulkAsSoonAsTheyCan) {
   }
 }
 
+TEST(Striped, OtherCountsOfRailsUseWhatBothHave) {
+  VirtualClock clock;
+  sim::Fabric fabric({}, clock);
+  const auto make = [&](int rails) {
+    std::vector<std::unique_ptr<Engine>> engines;
+    for (int i = 0; i < rails; ++i) engines.push_back(fabric.make_engine());
+    return *make_engine(std::move(engines), kOptions, clock);
+  };
+  auto a = make(3), b = make(2);
+  const EndpointId endpoint = *a->connect(*b->listen({"sim"}), {});
+  std::vector<std::byte> from(100 * KiB, std::byte{3}), to(100 * KiB);
+  const RegionId source = *a->register_region(from, MemoryKind::host, kAnyAccess),
+                 target = *b->register_region(to, MemoryKind::host, kAnyAccess);
+  bool done = false;
+  for (int i = 0; i < 10000 && !done; ++i) {
+    if (!fabric.step()) clock.advance(std::chrono::microseconds(100));
+    for (const auto& event : a->poll()) {
+      if (event.kind == EventKind::connected) {
+        const Write write{
+            .context = 1, .local = {source, 0}, .remote = {b->remote(target), 0}, .length = 100 * KiB, .notify = 1};
+        ASSERT_TRUE(a->write(endpoint, {&write, 1}));
+      }
+      done |= event.kind == EventKind::completed && !event.error;
+    }
+    b->poll();
+  }
+  EXPECT_TRUE(done);
+  EXPECT_TRUE(same_bytes(from, to));
+  EXPECT_EQ(told(*a), "1/1 1/1 0/0 ");
+  EXPECT_EQ(told(*b), "1/1 1/1 ");
+}
+
 TEST(Striped, NoRailsOrTooManyAreRefused) {
   VirtualClock clock;
   sim::Fabric fabric({}, clock);
