@@ -101,7 +101,7 @@ TEST(SettingsFile, AWrongLineOfAFileIsNamed) {
            {"name = a#b\n", "line 2: 'name = a#b' is not clear: a value with # or quotes in it stands in quotes"},
            {"name = a\"b\n", "line 2: 'name = a\"b' is not clear: a value with # or quotes"},
            {"name = 'a#b\n", "line 2: 'name = 'a#b' is not of the form name = value: its quotes do not close"},
-           {"[here]\n", "line 2: '[here]' is not of the form name = value"},
+           {"[here]\n", "line 2: '[here]' begins a section, and settings stand in none: take it out"},
            {"help = true\n", "line 2: no setting is called 'help'; --help names all"},
            {"batch = 0x10\n", "line 2: batch: '0x10' is not a whole number in decimal digits"},
        }) {
