@@ -20,7 +20,6 @@ void StripedEngine::on_rail_event(std::uint32_t rail, const Event& event) {
   auto [endpoint, link] = found->second;
   if (event.kind != EventKind::completed || !event.error) {
     if (now_ - endpoint->last_heard > options_.stall / 2) endpoint->awake_since = now_;
-    if (now_ - endpoint->last_heard > options_.stall / 4) endpoint->lively_since = now_;
     link->last_heard = endpoint->last_heard = now_;
   }
   switch (event.kind) {
@@ -268,7 +267,7 @@ void StripedEngine::on_piece_done(Endpoint& endpoint, Link& link, std::uint64_t 
       else link.completed.push_back(tag);
     }
     link.last_finished = now_;
-    if (RailState& rail = endpoint.rails[link.rail]; !rail.unsteady()) rail.backoff = options_.first_retry;
+    endpoint.rails[link.rail].backoff = options_.first_retry;
     return finish_piece(endpoint, piece.operation, {});
   }
   const bool withdrawn = !rail_regions_.contains(operation.local.region.value);

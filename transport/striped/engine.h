@@ -67,7 +67,6 @@ class StripedEngine final : public Engine {
   std::optional<std::uint64_t> acknowledged(EndpointId endpoint) const override;
 
  private:
-  static constexpr std::uint32_t kMostStands = 3;
   static constexpr std::uint64_t kMaxOpenWrites = 1 << 20;  // announced or begun, and not complete
 
   static constexpr std::uint32_t kNoRail = ~0u;
@@ -101,9 +100,6 @@ class StripedEngine final : public Engine {
     std::set<std::uint64_t> landed_there;  // … as the peer has reported, when it is peer_fenced
     std::deque<std::uint64_t> completed;   // tags of pieces whose completion has come, of writes not reported as in
     TimePoint last_heard{}, last_finished{}, last_probed{};  // anything; a piece; asked
-    TimePoint opened{};
-    std::uint64_t acknowledged = 0;  // where the rail can tell that something of a piece was
-    TimePoint acknowledged_at{};
   };
   struct RailState {                 // of one endpoint
     Link* link = nullptr;            // current; null: down
@@ -111,9 +107,6 @@ class StripedEngine final : public Engine {
     std::uint32_t fenced_below = 0;  // the peer has been sent that links of lower generations are fenced here
     TimePoint retry_at = TimePoint::max();
     Duration backoff{};
-    std::uint32_t stands = 0;  // so often it has stood still for a while, each time not long after the last
-    TimePoint stood_from{}, last_stand{};
-    bool unsteady() const { return stands >= kMostStands; }
     bool was_up = false;
     std::string never_up;  // why, as far as is known, where it has not been up so far
     std::string down;      // why, until it is reported: the end of a whole peer is not reported rail by rail
@@ -164,7 +157,7 @@ class StripedEngine final : public Engine {
     std::vector<std::unique_ptr<Link>> links;
     std::uint32_t primary = kNoRail;  // the rail that carries messages
     // Over any rail; and since when without a pause in which the peer, or this process, may just have stood still.
-    TimePoint last_heard{}, awake_since{}, lively_since{};  // … nor for a quarter of that
+    TimePoint last_heard{}, awake_since{};
 
     std::uint64_t next_message = 0, expected = 0, reported_received = 0, bytes_since_report = 0;
     std::deque<Sent> unreceived;  // sent, and not known to be received
@@ -221,10 +214,6 @@ class StripedEngine final : public Engine {
   TimePoint waiting_since(const Endpoint& endpoint, const Link& link) const;
   std::uint32_t rails_of_both(const Endpoint& endpoint) const;
   void note_other_number(std::size_t theirs);
-  bool others_heard(const Endpoint& endpoint, const RailState& rail, TimePoint after) const;
-  Duration between_stands() const { return 4 * options_.stall; }
-  void note_stand(RailState& rail, TimePoint since);
-  void check_standing(Endpoint& endpoint, RailState& rail);
   void note_missing(Endpoint& endpoint);
   void probe(Endpoint& endpoint);
   TimePoint next_timer() const;

@@ -46,7 +46,6 @@ Result<> StripedEngine::connect_rail(Endpoint& endpoint, std::uint32_t rail) {
 }
 
 void StripedEngine::retry_later(RailState& rail) {
-  if (rail.unsteady()) rail.backoff = std::max(rail.backoff, options_.stall);
   rail.retry_at = now_ + rail.backoff;
   rail.backoff = std::min(rail.backoff * 2, options_.longest_retry);
 }
@@ -90,7 +89,6 @@ void StripedEngine::on_accepted(std::uint32_t rail, const Event& event) {
 void StripedEngine::on_link_open(Endpoint& endpoint, Link& link) {
   if (!endpoint.lone.empty()) return fail_endpoint(endpoint, ErrorCode::invalid_argument, "");
   link.open = endpoint.rails[link.rail].was_up = true;
-  link.opened = now_;
   if (link.generation > 0) logger().info("rail {} to the peer is up again", link.rail);
   // The peer takes each message once, whichever rail brings it first.
   if (endpoint.primary == kNoRail || (is_for_bulk(endpoint.primary) && !is_for_bulk(link.rail))) {
@@ -168,10 +166,7 @@ void StripedEngine::report_fenced(Endpoint& endpoint, std::uint32_t rail, std::u
   if (generation < endpoint.rails[rail].fenced_below) return;
   endpoint.rails[rail].fenced_below = generation + 1;
   const std::vector<std::uint64_t> tags(landed.begin(), landed.end());
-  send_control(
-      endpoint,
-      {.kind = wire::Kind::rail_down, .a = rail, .b = generation, .c = endpoint.rails[rail].unsteady() ? 1u : 0u},
-      std::as_bytes(std::span(tags)));
+  send_control(endpoint, {.kind = wire::Kind::rail_down, .a = rail, .b = generation}, std::as_bytes(std::span(tags)));
 }
 
 // Ends all links; operations end as soon as no rail holds a piece of theirs.
@@ -292,45 +287,19 @@ void StripedEngine::check_rails(Endpoint& endpoint) {
     for (std::uint32_t rail = 0; rail < endpoint.rails.size(); ++rail)
       if (endpoint.rails[rail].link == nullptr && endpoint.rails[rail].retry_at <= now_)
         (void)connect_rail(endpoint, rail);
-  for (auto& state : endpoint.rails)
-    if (state.link != nullptr && state.link->open) check_standing(endpoint, state);
-}
-
-bool StripedEngine::others_heard(const Endpoint& endpoint, const RailState& rail, TimePoint after) const {
-  return std::any_of(endpoint.rails.begin(), endpoint.rails.end(), [&](const RailState& other) {
-    return other.link != nullptr && other.link != rail.link && other.link->open && other.link->last_heard > after;
-  });
-}
-
-// A rail that stands for less than a stall costs a step as much, and one that does so time and again more than one that
-// is gone. A slow one is none: something of its piece is acknowledged all the time.
-void StripedEngine::check_standing(Endpoint& endpoint, RailState& rail) {
-  Link& link = *rail.link;
-  if (now_ - std::max(rail.last_stand, link.opened) > between_stands()) rail.stands = 0;
-  const TimePoint since = waiting_since(endpoint, link);
-  if (since == TimePoint::max() || now_ - since < options_.stall / 16) return;
-  if (const auto now = rails_[link.rail]->acknowledged(link.endpoint); now && *now != link.acknowledged)
-    link.acknowledged = *now, link.acknowledged_at = now_;
-  if (now_ - since < options_.stall / 8) return;
-  probe(endpoint);
-  const bool awake = now_ - endpoint.awake_since >= options_.stall / 4;  // long enough for this rail to be heard, too
-  if (now_ - since > options_.stall && awake && others_heard(endpoint, rail, since + options_.stall / 2))
-    return end_link(endpoint, link, fmt::format("nothing moves on it for {:.1f} s", seconds(now_ - since)));
-  const TimePoint stood = std::max(since, link.acknowledged_at);
-  const bool lively = now_ - endpoint.lively_since >= options_.stall / 8;
-  if (now_ - stood < options_.stall / 4 || !lively || !others_heard(endpoint, rail, stood + options_.stall / 8)) return;
-  note_stand(rail, stood);
-  if (!rail.unsteady()) return;
-  end_link(endpoint, link,
-           fmt::format("it stands still time and again, now for {:.1f} s, while others move", seconds(now_ - stood)));
-}
-
-// Each counts once.
-void StripedEngine::note_stand(RailState& rail, TimePoint since) {
-  if (rail.stood_from == since) return;
-  rail.stands = now_ - rail.last_stand <= between_stands() ? rail.stands + 1 : 1;
-  rail.stood_from = since;
-  rail.last_stand = now_;
+  for (auto& state : endpoint.rails) {
+    if (state.link == nullptr || !state.link->open) continue;
+    const TimePoint since = waiting_since(endpoint, *state.link);
+    if (since == TimePoint::max() || now_ - since < options_.stall / 4) continue;
+    probe(endpoint);
+    const bool others_live = std::any_of(endpoint.rails.begin(), endpoint.rails.end(), [&](const RailState& other) {
+      return other.link != nullptr && other.link != state.link && other.link->open &&
+             other.link->last_heard > since + options_.stall / 2;
+    });
+    const bool awake = now_ - endpoint.awake_since >= options_.stall / 4;  // long enough for this rail to be heard, too
+    if (now_ - since > options_.stall && others_live && awake)
+      end_link(endpoint, *state.link, fmt::format("nothing moves on it for {:.1f} s", seconds(now_ - since)));
+  }
 }
 
 // Since when this link has something outstanding for us without having moved: the end of a piece, or the

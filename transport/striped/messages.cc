@@ -170,10 +170,6 @@ void StripedEngine::on_landed(Endpoint& endpoint, const wire::Header& header, By
 void StripedEngine::on_rail_down(Endpoint& endpoint, const wire::Header& header, BytesView landed) {
   if (header.a >= endpoint.rails.size()) return malformed(endpoint, "news of a rail that we have not");
   const auto rail = static_cast<std::uint32_t>(header.a);
-  if (RailState& state = endpoint.rails[rail]; header.c > 0 && !state.unsteady()) {
-    state.stands = kMostStands;
-    state.last_stand = now_;
-  }
   for (auto& link : endpoint.links) {
     if (link->rail != rail || link->generation != header.b) continue;
     link->peer_fenced = true;

@@ -42,9 +42,7 @@ enum class Kind : std::uint32_t {
   withdraw,   // a: number of a write that will not be complete
   ask,        // a: key of a region
   answer,     // a: the key, then one RailKey for each rail; none: no such region
-  rail_down,  // a: rail, b: its generation: fenced at the sender of this; then the tags of the last pieces landed
-              // there. c:
-  // above 0 where it stands still time and again, and is not to be tried again so soon
+  rail_down,  // a: rail, b: its generation: fenced at the sender of this; then the tags of the last pieces landed there
   // a: rail, b: its generation: ended at the sender of this, who has seen the completions of the pieces whose tags
   // follow. They have landed; where the receiver closed its end with their notifications unread, it counts them now.
   landed,

@@ -162,63 +162,6 @@ TEST(Striped, ARailThatHangsIsTakenOutAndItsPiecesGoOverTheOthers) {
   EXPECT_FALSE(c.a.closed);
 }
 
-// For less than a stall each time: it is not dead, but each time a step waits for it.
-TEST(Striped, ARailThatStandsStillTimeAndAgainIsTakenOutWithGrowingPauses) {
-  for (const bool caller_sends : {true, false}) {
-    SCOPED_TRACE(caller_sends);
-    Options options = kOptions;
-    options.longest_retry = 10 * options.stall;
-    Cluster c(5, 2, {}, options);
-    ASSERT_TRUE(c.until([&] { return c.a.up && c.b.up; }));
-    for (int i = 0; i < 1000; ++i) c.turn();
-    Side &from = caller_sends ? c.a : c.b, &to = caller_sends ? c.b : c.a;
-    std::vector<std::byte> out(256 * KiB, std::byte{9}), in(256 * KiB);
-    const RegionId source = *from.engine->register_region(out, MemoryKind::host, kAnyAccess);
-    const RegionId target = *to.engine->register_region(in, MemoryKind::host, kAnyAccess);
-    std::uint64_t written = 0;
-    const auto write = [&] {
-      const Write one{.context = ++written,
-                      .local = {source, 0},
-                      .remote = {to.engine->remote(target), 0},
-                      .length = 256 * KiB,
-                      .notify = written};
-      ASSERT_TRUE(from.engine->write(from.endpoint, {&one, 1}));
-    };
-    // Stops the second rail for so long, and lets it go as long, while it writes.
-    const auto flap = [&](Duration each) {
-      for (const bool stopped : {true, false}) {
-        stopped ? c.fabric.stop(*to.rails[1]) : c.fabric.resume(*to.rails[1]);
-        for (const TimePoint end = c.clock.now() + each; c.clock.now() < end; c.turn())
-          if (from.completed.contains(written) || written == 0) write();
-      }
-    };
-    spdlog::set_level(spdlog::level::info);
-    testing::internal::CaptureStdout();
-    testing::internal::CaptureStderr();
-    int flaps = 0, up = 0;
-    for (; told(*c.a.engine) != "1/1 0/1 " && flaps < 20; ++flaps) flap(kOptions.stall / 2);
-    // It is tried again ever less often, and the first stand ends it: it is down most of the time.
-    for (int i = 0; i < 20; ++i) {
-      flap(kOptions.stall / 2);
-      up += told(*c.a.engine) == "1/1 1/1 ";
-    }
-    const std::string logged = testing::internal::GetCapturedStdout() + testing::internal::GetCapturedStderr();
-    EXPECT_NE(
-        logged.find("rail 1 to a peer is down (it stands still time and again, now for 0.0 s, while others move)"),
-        std::string::npos)
-        << logged;
-    EXPECT_LE(flaps, 6) << logged;
-    EXPECT_LE(up, 10) << logged;
-    // When it is steady it stays.
-    ASSERT_TRUE(c.until([&] { return told(*c.a.engine) == "1/1 1/1 " && told(*c.b.engine) == "1/1 1/1 "; }));
-    for (const TimePoint end = c.clock.now() + 20 * kOptions.stall; c.clock.now() < end; c.turn())
-      if (from.completed.contains(written)) write();
-    EXPECT_EQ(told(*c.a.engine), "1/1 1/1 ");
-    for (const auto& [number, error] : from.completed) EXPECT_FALSE(error) << number;
-    EXPECT_FALSE(c.a.closed || c.b.closed);
-  }
-}
-
 // As a flush has to be: behind what any rail has written.
 TEST(Striped, AReadOnEachRailWaitsForEachThatIsUp) {
   Cluster c(8);
