@@ -180,7 +180,10 @@ std::vector<std::uint32_t> Planner::next(ReplicaId source, std::size_t sources, 
   Queue& rest = others_turns_.empty() ? offered_ : others_turns_;
   if (asked.fellow || rest.empty()) return slices;
   if (asked.under_way.empty()) {
-    if (granted_ == 0 && idle) granted_ = last_grant_ = std::clamp(2 * last_grant_, 1u, total_);
+    if (granted_ == 0 && idle && granted_at_ != now_) {  // once for all contributors
+      granted_ = last_grant_ = std::clamp(2 * last_grant_, 1u, total_);
+      granted_at_ = now_;
+    }
     if (granted_ == 0 && (!slow_ || out_of_turn_.size() >= turn())) return slices;
   }
   const std::size_t at_once = std::min<std::size_t>(window, std::max<std::size_t>(1, granted_));

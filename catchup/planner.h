@@ -108,6 +108,7 @@ class Planner {
   std::uint32_t own_ = 0, of_ = 1;
   std::set<std::uint32_t> out_of_turn_;         // slices of others' turns that contributors were asked for
   std::uint32_t granted_ = 0, last_grant_ = 0;  // slices past the bound: that may yet be asked for, and at once
+  std::optional<TimePoint> granted_at_;
   TimePoint now_{};
   std::optional<TimePoint> begun_;
   std::uint32_t plain_ = 0;       // slices that have arrived and are not of these

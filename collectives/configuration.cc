@@ -13,6 +13,7 @@ using transport::EndpointId, transport::Event;
 namespace {
 
 constexpr Duration kConnectAgain = std::chrono::milliseconds(20);
+constexpr Duration kPartedBy = std::chrono::seconds(1);
 constexpr std::size_t kMostEarlyMembers = 4096;  // connections of configurations that this member is not in
 
 std::string versions(std::uint32_t oldest, std::uint32_t newest) {
@@ -67,6 +68,7 @@ void Group::drop_connections() {
 // The others may be at operations that this one has ended: it says that it needs nothing more of them, and what it has
 // sent arrives before that. Connections stay until they have heard it.
 void Group::part() {
+  parted_by_ = now_ + kPartedBy;
   const auto goodbye = joined(Message::goodbye, bytes_of(std::uint8_t{1}));
   for (auto& peer : peers_) {
     if (peer.stage == Stage::here && engine_.send(peer.endpoint, goodbye)) parted_.insert(peer.endpoint);
@@ -214,7 +216,7 @@ void Group::leave() {
 }
 
 bool Group::left() const {
-  return !failing_ && parted_.empty() &&
+  return !failing_ && (parted_.empty() || now_ >= parted_by_) &&
          std::all_of(peers_.begin(), peers_.end(), [](const Peer& peer) { return peer.heard_goodbye; });
 }
 

@@ -205,6 +205,7 @@ class Group {
   std::map<transport::EndpointId, Hello> early_;  // who is in a configuration that this member may get to
   // To those of the configuration before, which have yet to hear that this member needs nothing more of them.
   std::set<transport::EndpointId> parted_;
+  TimePoint parted_by_{};  // whoever has not heard it by then is waited for no more
   bool configuring_ = false, leaving_ = false;
   TimePoint configured_by_{}, connect_again_{};
   Done configured_;

@@ -180,7 +180,8 @@ void Coordinator::try_commit() {
   const auto change = change_of_balance(step);
   if (change) change->to(*committed.mutable_balance());
   note_never_members(record);
-  if (ledger_.balances() || (change && change->in_force()))
+  const bool in_new_units = ledger_.shares() && ledger_.unit() != JobConfig::unit_before(config_.batch, config_.ranks);
+  if (ledger_.balances() || (change && change->in_force()) || in_new_units)
     actions_.append.emplace_back().mutable_needs()->set_protocol(static_cast<std::uint32_t>(Feature::balance));
   actions_.append.push_back(std::move(record));
   committed_ = step;

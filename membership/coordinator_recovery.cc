@@ -97,7 +97,7 @@ Result<> Coordinator::take_up(const proto::LogRecord::Job& job) {
                 "the log is of a job with --full-mesh-members {}; this one has {}. Start with that setting or another "
                 "log directory",
                 *links.full_mesh_members, config_.links.full_mesh_members.value_or(0));
-  const std::uint64_t unit = job.unit() != 0 ? job.unit() : config_.unit_before();
+  const std::uint64_t unit = job.unit() != 0 ? job.unit() : JobConfig::unit_before(job.batch(), job.ranks());
   if (job.batch() % unit != 0) return fail(ErrorCode::corrupt, "the log's unit, {}, does not divide its batch", unit);
   ledger_.set_unit(unit);
   links_ = links;

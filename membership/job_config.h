@@ -43,8 +43,8 @@ struct JobConfig {
             .together = constant_batch ? batch * replicas : 0,
             .unit = std::gcd(batch, std::uint64_t{ranks})};
   }
-  // Of logs that do not say theirs.
-  std::uint64_t unit_before() const { return batch % ranks == 0 ? ranks : 1; }
+  // Of logs, and releases, that do not say theirs.
+  static std::uint64_t unit_before(std::uint64_t batch, std::uint32_t ranks) { return batch % ranks == 0 ? ranks : 1; }
 };
 
 }  // namespace rejoin::membership

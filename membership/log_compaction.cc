@@ -11,6 +11,7 @@
 #include <set>
 
 #include "base/fail.h"
+#include "membership/job_config.h"
 #include "membership/log.h"
 #include "membership/versions.h"
 
@@ -66,7 +67,11 @@ Result<Fd> Log::write_next(const proto::LogRecord& snapshot, std::uint64_t& end)
   Fd file(::open(next_path().c_str(), O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC, 0600));
   if (!file || ::flock(file.get(), LOCK_EX | LOCK_NB) != 0) return fail_errno(next_path());
   std::vector<proto::LogRecord> records{snapshot};
-  if (const auto& ledger = snapshot.snapshot().ledger(); ledger.has_balance() || ledger.has_next_balance())
+  const auto& job = snapshot.snapshot().job();
+  const bool in_new_units = job.constant_batch() && job.unit() > 0 && job.ranks() > 0 &&
+                            job.unit() != JobConfig::unit_before(job.batch(), job.ranks());
+  if (const auto& ledger = snapshot.snapshot().ledger();
+      ledger.has_balance() || ledger.has_next_balance() || in_new_units)
     records.emplace_back().mutable_needs()->set_protocol(static_cast<std::uint32_t>(Feature::balance));
   const Bytes bytes = log_bytes(records, 0);
   if (auto written = write_and_sync(file, bytes, 0); !written) return tl::unexpected(written.error());

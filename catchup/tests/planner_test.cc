@@ -231,8 +231,10 @@ TEST(Planner, WhoHasNoFellowsIsSoonNoLongerHeldUp) {
   const ReplicaId contributor(0), fellow(1);
   planner.set_turn(0, of);
   planner.on_source_up(contributor);
+  int now = 0;
   const auto go_on = [&](bool idle) {
     std::size_t widest = 0;
+    planner.on_time(TimePoint(std::chrono::seconds(++now)));
     for (auto next = planner.next(contributor, 0, idle); !next.empty(); next = planner.next(contributor)) {
       widest = std::max(widest, next.size());
       for (auto slice : next) planner.on_arrived(contributor, slice);

@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import rejoin  # noqa: E402
-from rejoin.torch import _leaving, _ranks  # noqa: E402
+from rejoin.torch import _leaving, _loop, _ranks  # noqa: E402
 from rejoin.torch._metrics import Metrics  # noqa: E402
 
 
@@ -121,3 +121,20 @@ def test_sigterm_of_one_rank_lets_all_leave_after_the_next_step():
     assert not one.leaves_after(12, wants=True)
     assert other.leaves_after(13, wants=False) and one.leaves_after(13, wants=True)
     assert [step for step in range(20) if one._store.check([f"after/{step}"])] == [11, 12, 13, 14], "few are kept"
+
+
+def test_a_leave_that_is_refused_ends_the_part_in_the_job_all_the_same(monkeypatch):
+    done = []
+
+    def refused(step: int) -> None:
+        done.append(f"leaves after {step}")
+        raise rejoin.InvalidArgument("another rank goes on")
+
+    session = SimpleNamespace(
+        _in_step=True, _updated=True, _ended=False, _step=SimpleNamespace(number=3),
+        _metrics=SimpleNamespace(keep=lambda: done.append("keeps")), _ranks=SimpleNamespace(leave_by_itself=refused),
+    )  # fmt: skip
+    monkeypatch.setattr(_loop, "end", lambda of: done.append("ends") if of is session else None)
+    with pytest.raises(rejoin.InvalidArgument, match="goes on"):
+        _loop.leave(session)
+    assert done == ["keeps", "leaves after 3", "ends"]

@@ -9,17 +9,14 @@
 
 namespace rejoin::transport::ibverbs {
 
-// A rail over Ethernet that has no address of its own, as while its port is down, listens where it is told to; another
-// one may have that port already.
+// A rail over Ethernet that has no address of its own, as while its port is down, listens at any port where it is told
+// to: at that port it would be in the way of those that have one.
 Result<Address> IbverbsEngine::listen(const Address& where) {
-  auto listening = control_->listen(where);
   const bool as_ever = device_ && (!device_->ethernet() || !device_->address().empty());
-  if (listening || !options_.one_of_several || as_ever) return listening;
+  if (!options_.one_of_several || as_ever) return control_->listen(where);
   auto beside = control_->listen({where.text.substr(0, where.text.rfind(':')) + ":0"});
-  if (beside)
-    logger().warn("rail {}: it has no address of its own now, and {}; it listens on {}", name_,
-                  listening.error().message, beside->text);
-  return beside ? beside : listening;
+  if (beside) logger().warn("rail {}: it has no address of its own now, and listens on {}", name_, beside->text);
+  return beside;
 }
 
 namespace {

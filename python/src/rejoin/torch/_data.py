@@ -68,8 +68,8 @@ class Batches(Sampler[list[int]]):
         samples = [k for begin, end in ranges for k in range(begin, end)]
         if len(samples) % self._shards != 0:
             raise InvalidArgument(
-                f"a step of {len(samples)} samples can't be divided among {self._shards} shards: let --batch and "
-                "--ranks be multiples of that"
+                f"a step of {len(samples)} samples can't be divided among {self._shards} shards: let --batch be a "
+                "multiple of that, and with --constant-batch or --balance-batches --ranks, too"
             )
         each = len(samples) // self._shards
         return [self._index(k) for k in samples[self._shard * each : (self._shard + 1) * each]]

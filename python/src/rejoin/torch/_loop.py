@@ -46,6 +46,7 @@ def begin_step(session: Session) -> Step | None:
         session._in_step = False
         # Ranks that train a step together end it together: this says with which one, also where the loop was left.
         if session._ranks.leaves_after(session._step.number, session._leaving.is_set()):
+            session._metrics.keep()
             session._ranks.leave_together()
             return None
     while not session._leaving.is_set() or (session._ranks.several and session._contributed):
@@ -57,6 +58,9 @@ def begin_step(session: Session) -> Step | None:
             begun = session._native.begin_step()
         if begun is None:
             session._finished = True
+            if session._metrics.names:  # a slower rank may ask for the last step's, and this one have the store
+                session._metrics.keep()
+                session._ranks.leave_together()
             return None
         number, contributes, leads, contributors, batch, weight, epoch, settled = begun
         if contributes:
@@ -206,8 +210,13 @@ def leave(session: Session) -> None:
     """End this replica's part in the job, as the script says, or where nothing is left to do."""
     if session._in_step and session._updated and not session._ended and session._ranks is not None:
         assert session._step is not None
-        session._metrics.keep()
-        session._ranks.leave_by_itself(session._step.number)
+        try:
+            session._metrics.keep()
+            session._ranks.leave_by_itself(session._step.number)
+        except BaseException:
+            with suppress(RejoinError):
+                end(session)
+            raise
     end(session)
 
 

@@ -86,8 +86,9 @@ class Ranks:
                 self._steps.append(now - self._told_at)
             self._told_at, self._told_of = now, step
         self._store.set(f"{what}/{step}/{self.rank}", mine)
-        if step > REMEMBERED:
-            self._store.delete_key(f"{what}/{step - REMEMBERED}/{self.rank}")
+        kept = REMEMBERED if what == "sum" else _BODIES  # a step that is caught up with needs its norm
+        if step > kept:
+            self._store.delete_key(f"{what}/{step - kept}/{self.rank}")
 
     def told_of_step(self, what: str, step: int, ranks: Sequence[int]) -> list[bytes]:
         """Give what these ranks tell of a step. Waits for them."""

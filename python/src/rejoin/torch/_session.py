@@ -232,10 +232,11 @@ class Session:
         self._joined = True
 
     def leave(self) -> None:
-        """End this replica's part in the job; the others go on at once.
+        """End this replica's part in the job; the other replicas go on at once.
 
-        With several ranks all of them leave after the same step, and wait for each other; where one does alone, it is
-        refused there or, if it comes first, on those that go on.
+        With several ranks all of them leave after the same step, behind its `optimizer.step()`, where they wait for
+        each other, 30 s at most; where one does alone, it is refused there or, if it comes first, on those that go on,
+        and the replica is out.
         """
         _loop.leave(self)
 
@@ -271,7 +272,6 @@ class Session:
                 yield step, fetcher.fetch(step.samples, self._native.upcoming) if fetcher else step.samples
                 if not self._updated:
                     raise InvalidArgument(f"step {step.number} has ended without optimizer.step()")
-            self._metrics.keep()
         except Terminated:
             pass
         log.info("replica %d rank %d leaves after step %d", self.replica, self.rank, self._native.committed())
