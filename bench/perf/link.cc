@@ -133,6 +133,7 @@ Result<> Link::connect(const Options& options) {
 }
 
 Result<> Link::poll(const std::function<void(const Event&)>& on_event) {
+  if (ended_) return tl::unexpected(*ended_);
   const auto events = engine_->poll();
   // As perftest it spins, but for a while only: where there are fewer cores than processes, others would wait for it.
   constexpr int spins = 500;
@@ -140,7 +141,7 @@ Result<> Link::poll(const std::function<void(const Event&)>& on_event) {
   else if (++idle_polls_ > spins) ::sched_yield();
   for (const auto& event : events) {
     if (event.kind == EventKind::closed)
-      return fail(ErrorCode::unavailable, "{}", event.error ? event.error->message : "the other side is gone");
+      ended_ = event.error.value_or(Error{ErrorCode::unavailable, "the other side is gone"});
     if (event.kind == EventKind::completed && event.error) return fail(event.error->code, "{}", event.error->message);
     if (event.kind == EventKind::message) {
       if (!agreement_) agreement_.emplace(event.message.begin(), event.message.end());
@@ -185,7 +186,7 @@ std::string Link::memory_name() const {
 }
 
 void Link::wait_for_event() {
-  if (!events_ || !engine_->arm()) return;
+  if (ended_ || !events_ || !engine_->arm()) return;
   pollfd ready{.fd = engine_->event_fd(), .events = POLLIN, .revents = 0};
   (void)::poll(&ready, 1, -1);  // a signal ends it too, and then it looks again
 }

@@ -55,6 +55,7 @@ class Link {
   transport::RemoteRegion remote_;
   std::optional<Bytes> agreement_;  // the peer's first message
   int idle_polls_ = 0;
+  std::optional<Error> ended_;  // heard behind all that the other side has sent, which may be all that it had to say
   std::uint64_t meetings_ = 0, met_ = 0, messages_ = 0;
 };
 

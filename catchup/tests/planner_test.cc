@@ -231,13 +231,16 @@ TEST(Planner, WhoHasNoFellowsIsSoonNoLongerHeldUp) {
   const ReplicaId contributor(0), fellow(1);
   planner.set_turn(0, of);
   planner.on_source_up(contributor);
-  int now = 0;
+  TimePoint now{};
   const auto go_on = [&](bool idle) {
     std::size_t widest = 0;
-    planner.on_time(TimePoint(std::chrono::seconds(++now)));
+    planner.on_time(now += std::chrono::nanoseconds(1));
     for (auto next = planner.next(contributor, 0, idle); !next.empty(); next = planner.next(contributor)) {
       widest = std::max(widest, next.size());
-      for (auto slice : next) planner.on_arrived(contributor, slice);
+      for (auto slice : next) {
+        if (!idle) planner.on_time(now += std::chrono::milliseconds(1));
+        planner.on_arrived(contributor, slice);
+      }
     }
     return widest;
   };
