@@ -16,6 +16,7 @@
 #include "base/refusals.h"
 #include "transport/factory.h"
 #include "transport/tests/any_access.h"
+#include "transport/tests/calling_pair.h"
 #include "transport/tests/same_bytes.h"
 
 namespace rejoin::transport {
@@ -24,37 +25,13 @@ namespace {
 // An address for examples: it is of no machine.
 constexpr const char* kOneThere = "tcp:127.0.0.1,198.51.100.1";
 
-struct Starting {
-  std::unique_ptr<Engine> a, b;
-  EndpointId of_a, of_b;
-  bool up_a = false, up_b = false;
-  std::uint64_t completed = 0;
-  std::optional<Error> end;
-
-  Starting(const std::string& calls, const std::string& listens) : a(*make_engine(calls)), b(*make_engine(listens)) {}
-  void connect() { of_a = *a->connect(*b->listen({"127.0.0.1:0"}), {}); }
-  [[nodiscard]] bool until(const std::function<bool()>& done) {
-    const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);
-    while (!done() && std::chrono::steady_clock::now() < deadline) {
-      for (const auto& event : a->poll()) {
-        up_a |= event.kind == EventKind::connected;
-        if (event.kind == EventKind::closed) end = event.error;
-        completed += event.kind == EventKind::completed && !event.error;
-      }
-      for (const auto& event : b->poll())
-        if (event.kind == EventKind::accepted) of_b = event.endpoint, up_b = true;
-    }
-    return done();
+struct Starting : CallingPair {
+  Starting(const std::string& calls, const std::string& listens) {
+    a = *make_engine(calls);
+    b = *make_engine(listens);
   }
+  void connect() { of_a = *a->connect(*b->listen({"127.0.0.1:0"}), {}); }
 };
-
-std::string logged_by(const std::function<void()>& what) {
-  spdlog::set_level(spdlog::level::info);
-  testing::internal::CaptureStdout();
-  testing::internal::CaptureStderr();
-  what();
-  return testing::internal::GetCapturedStdout() + testing::internal::GetCapturedStderr();
-}
 
 TEST(RailsAtTheStart, OneWhoseAddressIsNotThereIsDownAndTheOthersCarryOn) {
   std::unique_ptr<Starting> both;

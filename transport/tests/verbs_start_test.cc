@@ -9,6 +9,7 @@
 #include "transport/ibverbs/device.h"
 #include "transport/ibverbs/factory.h"
 #include "transport/tests/any_access.h"
+#include "transport/tests/calling_pair.h"
 #include "transport/tests/fake_verbs.h"
 #include "transport/tests/same_bytes.h"
 
@@ -53,12 +54,7 @@ TEST(Gid, ABetterOneThatComesLaterIsTakenAndTheSameOneAmongItsLike) {
   EXPECT_EQ(chosen({link_local, other_ipv4}), 2) << "its address was changed";
 }
 
-struct VerbsAtTheStart : testing::Test {
-  std::unique_ptr<Engine> a, b;
-  EndpointId of_a, of_b;
-  bool up_a = false, up_b = false;
-  std::uint64_t completed = 0;
-  std::optional<Error> end;
+struct VerbsAtTheStart : testing::Test, CallingPair {
   std::vector<std::byte> from = std::vector<std::byte>(4 * MiB, std::byte{1}), to = std::vector<std::byte>(4 * MiB);
   RegionId source, target;
 
@@ -70,30 +66,15 @@ struct VerbsAtTheStart : testing::Test {
     }
   }
   [[nodiscard]] std::string make(const std::string& calls, const std::string& listens) {
-    spdlog::set_level(spdlog::level::info);
-    testing::internal::CaptureStdout();
-    testing::internal::CaptureStderr();
-    a = *make_engine(calls);
-    b = *make_engine(listens);
-    return testing::internal::GetCapturedStdout() + testing::internal::GetCapturedStderr();
+    return logged_by([&] {
+      a = *make_engine(calls);
+      b = *make_engine(listens);
+    });
   }
   [[nodiscard]] Result<> connect() {
     auto address = b->listen({"127.0.0.1:0"});
     if (!address) return tl::unexpected(address.error());
     return a->connect(*address, {}).map([&](EndpointId id) { of_a = id; });
-  }
-  [[nodiscard]] bool until(const std::function<bool()>& done) {
-    const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);
-    while (!done() && std::chrono::steady_clock::now() < deadline) {
-      for (const auto& event : a->poll()) {
-        up_a |= event.kind == EventKind::connected;
-        if (event.kind == EventKind::closed) end = event.error;
-        completed += event.kind == EventKind::completed && !event.error;
-      }
-      for (const auto& event : b->poll())
-        if (event.kind == EventKind::accepted) of_b = event.endpoint, up_b = true;
-    }
-    return done();
   }
   [[nodiscard]] bool until_up(const std::vector<std::uint32_t>& rails) {
     return until([&] {
