@@ -88,7 +88,8 @@ TEST_F(EtcdStoreFailures, AClockThatIsSetBackDelaysNothing) {
   EXPECT_EQ(alone.read().outcome, Outcome::done);
   const test::ClockSetBack back(std::chrono::hours(1));
   etcd->stop(first);
-  EXPECT_EQ(a.append(token, 0, "x").outcome, Outcome::done);
+  const auto answer = a.insist({.kind = Kind::append, .token = token, .value = "x"});
+  EXPECT_TRUE(answer.outcome == Outcome::done || answer.existing == "x") << answer.error;
   EXPECT_LT(a.took, 4 * kDeadline) << "another member is there";
   EXPECT_THAT(alone.read().error, HasSubstr("no answer within 250 ms"));
   etcd->resume(first);
