@@ -132,6 +132,8 @@ function(rejoin_test name)
   # Of what is tested every file is as it ships; the tests compile sooner.
   if(NOT ARG_COMPUTES)
     target_compile_options(${name} PRIVATE -O0)
+  else()
+    target_compile_options(${name} PRIVATE -O1)
   endif()
   if(REJOIN_SANITIZE STREQUAL "thread" AND CMAKE_CXX_COMPILER_ID STREQUAL "Clang")
     # It adds two calls to each that is not inlined, unless it is told not to; its reports lack the tests' own callers then.
