@@ -37,11 +37,8 @@ target_include_directories(rejoin_options INTERFACE
 # Designated initialisers name what differs from a member's default; GCC would have them name all the others, too.
 target_compile_options(rejoin_options INTERFACE
   $<BUILD_INTERFACE:-Wall;-Wextra;-Werror;-Wshadow;-Wnon-virtual-dtor;-Wno-missing-field-initializers>)
-if(CMAKE_CXX_COMPILER_ID STREQUAL "Clang")  # the fuzz targets' compiler; the project's is GCC
+if(CMAKE_CXX_COMPILER_ID STREQUAL "Clang")  # the sanitizer builds' compiler; the project's is GCC
   target_compile_options(rejoin_options INTERFACE -Wno-unknown-warning-option -Wno-error)
-  if(REJOIN_SANITIZE MATCHES "undefined")  # libraries' templates and inline functions are half of what is compiled
-    target_compile_options(rejoin_options INTERFACE -fsanitize-ignorelist=${PROJECT_SOURCE_DIR}/tests/ubsan.ignore)
-  endif()
 elseif(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")  # it collects garbage from 128 MB on, which is a tenth of its time
   target_compile_options(rejoin_options INTERFACE
     $<BUILD_INTERFACE:$<$<COMPILE_LANGUAGE:CXX>:--param=ggc-min-heapsize=1000000>>)
@@ -57,8 +54,9 @@ if(REJOIN_SANITIZE)
     if(REJOIN_SANITIZE MATCHES "address")
       target_compile_options(rejoin_options INTERFACE "SHELL:-mllvm -asan-instrumentation-with-call-threshold=0")
     endif()
-    if(REJOIN_SANITIZE MATCHES "undefined")
-      target_compile_options(rejoin_options INTERFACE -fno-sanitize=vptr)
+    if(REJOIN_SANITIZE MATCHES "undefined")  # libraries' templates and inline functions are half of what is compiled
+      target_compile_options(rejoin_options INTERFACE -fno-sanitize=vptr
+        -fsanitize-ignorelist=${PROJECT_SOURCE_DIR}/tests/ubsan.ignore)
     endif()
   endif()
   find_program(REJOIN_LLD ld.lld HINTS /usr/lib/llvm-14/bin)  # four times as fast as GNU's with these programs' symbols
@@ -130,11 +128,7 @@ function(rejoin_test name)
   # GoogleTest's macros hold an if of their own: `if (x) EXPECT_EQ(a, b);` is meant so.
   target_compile_options(${name} PRIVATE -Wno-dangling-else)
   # Of what is tested every file is as it ships; the tests compile sooner.
-  if(NOT ARG_COMPUTES)
-    target_compile_options(${name} PRIVATE -O0)
-  else()
-    target_compile_options(${name} PRIVATE -O1)
-  endif()
+  target_compile_options(${name} PRIVATE $<IF:$<BOOL:${ARG_COMPUTES}>,-O1,-O0>)
   if(REJOIN_SANITIZE STREQUAL "thread" AND CMAKE_CXX_COMPILER_ID STREQUAL "Clang")
     # It adds two calls to each that is not inlined, unless it is told not to; its reports lack the tests' own callers then.
     target_compile_options(${name} PRIVATE "SHELL:-mllvm -tsan-instrument-func-entry-exit=0")
