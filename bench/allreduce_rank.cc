@@ -230,7 +230,7 @@ class RankProcess {
                                                .both_ways = true,
                                                .input = in,
                                                .output = out},
-                         ftar::tuned_chunk(bytes, s.ranks, std::min(s.ftar.chunk_bytes, ftar::kMostOfHost)));
+                         ftar::tuned_host_chunk(bytes, s.ranks, s.ftar.chunk_bytes));
       else memory_.emplace(s.ranks, in, out);
     }
     Result<> turn(int operations) {

@@ -213,7 +213,7 @@ void Communicator::begin(Bucket& bucket) {
   bucket.came = 0;
   events::record(events::Kind::bucket_begun,
                  {.epoch = epoch_.value, .step = bucket.step.value, .a = bucket.index, .b = bucket.bytes()});
-  bucket.chunk_limit = chunk_limit(bucket);
+  bucket.chunk_bytes = chunk_bytes(bucket);
   bucket.pulled = pulled(bucket);
   if (direct(bucket)) bucket.running = std::make_unique<DirectOperation>(*this, bucket);
   else if (doubled(bucket)) bucket.running = std::make_unique<DoublingOperation>(*this, bucket);

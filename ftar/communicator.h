@@ -303,7 +303,7 @@ class Communicator {
   Doubling doubling() const;
   std::uint32_t places(const Bucket& bucket) const;
   Shape shape_of(const Bucket& bucket) const;
-  std::size_t chunk_limit(const Bucket& bucket) const;
+  std::size_t chunk_bytes(const Bucket& bucket) const;
   std::vector<BytesView> ranges_of(const Bucket& bucket) const;
   BytesView received(const Bucket& bucket, std::uint32_t place) const;  // empty until all of it has arrived
 

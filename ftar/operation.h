@@ -127,7 +127,7 @@ struct Communicator::Bucket {
   };
   Inbox inbox[2];
   bool small = false;           // it goes in messages and not around the ring
-  std::size_t chunk_limit = 0;  // of the last all-reduce that has begun
+  std::size_t chunk_bytes = 0;  // of the last all-reduce that has begun
   bool pulled = false;          // likewise
   // For the flight recorder, of the all-reduce under way: when something arrived last, the longest time without
   // anything, who ended that, and how much has arrived.

@@ -12,13 +12,14 @@ Shape Communicator::shape_of(const Bucket& bucket) const {
           .element = size_of(bucket.spec.type),
           .contributors = contributors_,
           .members = static_cast<std::uint32_t>(ring_.size()),
-          .chunk_bytes = tuned_chunk(bucket.bytes(), contributors_, bucket.chunk_limit),
+          .chunk_bytes = bucket.chunk_bytes,
           .both_ways = options_.both_ways};
 }
 
-std::size_t Communicator::chunk_limit(const Bucket& bucket) const {
-  const bool half = chunking_ == Chunking::now && !options_.device && !pulled(bucket);
-  return half ? std::min(options_.chunk_bytes, kMostOfHost) : options_.chunk_bytes;
+std::size_t Communicator::chunk_bytes(const Bucket& bucket) const {
+  const bool host = chunking_ == Chunking::now && !options_.device && !pulled(bucket);
+  const auto tuned = host ? tuned_host_chunk : tuned_chunk;
+  return tuned(bucket.bytes(), contributors_, options_.chunk_bytes);
 }
 
 // Once: the step is repeated with what arrives then. A high bit of an element, whichever its type: a low one may vanish

@@ -12,14 +12,21 @@ namespace rejoin::ftar {
 namespace {
 
 constexpr std::size_t kAlign = 64;  // segments and chunks begin at cache lines of the buffer
-constexpr std::size_t kLeastChunk = 64 * KiB;
+// Four chunks a segment let a round begin before the one before it has ended.
+constexpr std::size_t kChunks = 4, kLeastChunk = 64 * KiB, kLeastOfHost = 128 * KiB;
 
 }  // namespace
 
 std::size_t tuned_chunk(std::size_t bytes, std::uint32_t contributors, std::size_t limit) {
   const std::size_t segment = bytes / std::max(contributors, 1u);
-  // Four chunks a segment let a round begin before the one before it has ended.
-  return std::min(round_up(std::max(segment / 4, kLeastChunk), KiB), limit);
+  return std::min(round_up(std::max(segment / kChunks, kLeastChunk), KiB), limit);
+}
+
+std::size_t tuned_host_chunk(std::size_t bytes, std::uint32_t contributors, std::size_t limit) {
+  const std::size_t segment = bytes / std::max(contributors, 1u);
+  const std::size_t chunks = std::clamp<std::size_t>(segment / kLeastOfHost, 1, kChunks);
+  const std::size_t each = round_up(std::max(segment / chunks, kLeastChunk), KiB);
+  return std::min({each, kMostOfHost, limit});
 }
 
 Doubling::Doubling(std::uint32_t contributors, std::uint32_t members, std::uint32_t position)

@@ -107,6 +107,9 @@ constexpr std::size_t kMostOfHost = 512 * KiB;  // of a chunk, to be in a core's
 // The chunk size for a buffer: large enough to be efficient, small enough that the rounds overlap; a multiple of 1 KiB,
 // but never above `limit`.
 std::size_t tuned_chunk(std::size_t bytes, std::uint32_t contributors, std::size_t limit);
+// The same for a buffer in the host's memory, where each chunk costs its sender and its receiver processor time: fewer
+// and even ones, and no larger than what stays in a core's cache.
+std::size_t tuned_host_chunk(std::size_t bytes, std::uint32_t contributors, std::size_t limit);
 // No chunk of it has a larger number, whatever the ring: each segment has a chunk that is not full, or a few small
 // ones.
 constexpr std::uint64_t most_chunks(std::uint64_t bytes, std::uint64_t limit) {

@@ -155,7 +155,7 @@ TEST(FtarPlans, ChunksAreCutAsAllMembersOfTheEpochDo) {
     EXPECT_TRUE(cluster.until([&] { return cluster.all_done(Step(1)); }));
     return cluster.ranks[0]->communicator->stats().peers[0].chunks_received;
   };
-  EXPECT_EQ(received(Chunking::now, Over::host), 2u * (8 + 4));
+  EXPECT_EQ(received(Chunking::now, Over::host), 2u * (8 + 2));
   EXPECT_EQ(received(Chunking::of_protocol_15, Over::host), 2u * (4 + 4));
   EXPECT_EQ(received(Chunking::now, Over::viewed), 4u + 4);
   if (!kSanitized)

@@ -181,12 +181,12 @@ TEST(Schedule, NoChunkHasANumberOverWhatIsReckonedWith) {
     for (std::uint64_t bytes = 1; bytes < 64 * GiB; bytes = bytes * 3 + 1)
       for (std::uint32_t n = 1; n <= kMaxMembers; n = n * 2 + n / 2 + 1) {
         if (bytes / limit > (1ul << 28)) continue;
-        const Schedule schedule({.bytes = bytes,
-                                 .element = 1,
-                                 .contributors = n,
-                                 .members = n,
-                                 .chunk_bytes = tuned_chunk(bytes, n, limit)});
-        ASSERT_LE(std::uint64_t{n} * schedule.stride(), most_chunks(bytes, limit)) << bytes << " by " << n;
+        for (const auto chunk : {tuned_chunk(bytes, n, limit), tuned_host_chunk(bytes, n, limit)}) {
+          const Schedule schedule(
+              {.bytes = bytes, .element = 1, .contributors = n, .members = n, .chunk_bytes = chunk});
+          ASSERT_LE(std::uint64_t{n} * schedule.stride(), most_chunks(bytes, std::min(limit, kMostOfHost)))
+              << bytes << " by " << n;
+        }
       }
 }
 
@@ -199,12 +199,12 @@ TEST(Schedule, BothWaysHalvesTheStepsOfTheAllGather) {
 TEST(Schedule, TunedChunksNeverExceedTheLimit) {
   for (std::size_t bytes = 1; bytes < (1ul << 40); bytes = bytes * 2 + bytes % 7)
     for (std::uint32_t n : {1u, 2u, 16u, 1024u})
-      for (std::size_t limit : {64ul, 4096ul, 1ul << 20}) {
-        const auto chunk = tuned_chunk(bytes, n, limit);
-        EXPECT_LE(chunk, limit);
-        EXPECT_EQ(chunk % 64, 0u) << "it ends at a cache line";
-        EXPECT_GE(chunk, std::min(limit, 64 * KiB)) << "none is too small to be worth its cost";
-      }
+      for (std::size_t limit : {64ul, 4096ul, 1ul << 20})
+        for (const auto chunk : {tuned_chunk(bytes, n, limit), tuned_host_chunk(bytes, n, limit)}) {
+          EXPECT_LE(chunk, limit);
+          EXPECT_EQ(chunk % 64, 0u) << "it ends at a cache line";
+          EXPECT_GE(chunk, std::min(limit, 64 * KiB)) << "none is too small to be worth its cost";
+        }
 }
 
 TEST(Schedule, TunedChunksAreAQuarterOfASegmentWhereTheLimitAllows) {
@@ -212,6 +212,15 @@ TEST(Schedule, TunedChunksAreAQuarterOfASegmentWhereTheLimitAllows) {
   EXPECT_EQ(tuned_chunk(64 * MiB, 4, 4 * MiB), 4 * MiB);
   EXPECT_EQ(tuned_chunk(64 * MiB, 2, 4 * MiB), 4 * MiB) << "the limit";
   EXPECT_EQ(tuned_chunk(1 * MiB, 16, 4 * MiB), 64 * KiB) << "the least";
+}
+
+TEST(Schedule, ChunksOfTheHostsMemoryAreEven) {
+  EXPECT_EQ(tuned_host_chunk(8 * MiB, 8, 4 * MiB), 256 * KiB) << "a quarter";
+  EXPECT_EQ(tuned_host_chunk(1 * MiB, 3, 4 * MiB), 171 * KiB) << "half of 341.3 KiB, as a third would be too small";
+  EXPECT_EQ(tuned_host_chunk(512 * KiB, 3, 4 * MiB), 171 * KiB) << "all of it, as a half would be too small";
+  EXPECT_EQ(tuned_host_chunk(1 * MiB, 16, 4 * MiB), 64 * KiB) << "all of it";
+  EXPECT_EQ(tuned_host_chunk(64 * MiB, 2, 4 * MiB), 512 * KiB) << "the most of the host's";
+  EXPECT_EQ(tuned_host_chunk(64 * MiB, 2, 192 * KiB), 192 * KiB) << "the limit";
 }
 
 // Plays it with the sets of whose input a sum has.
