@@ -8,13 +8,14 @@ namespace rejoin::demo {
 
 void AdamW::apply(std::uint64_t step, std::span<float> weight, std::span<float> first, std::span<float> second,
                   std::span<const float> gradient) const {
+  const AdamW own = *this;  // no float of it may be one of those written
   const float correction1 = 1.0f - static_cast<float>(std::pow(beta1, static_cast<double>(step)));
   const float correction2 = 1.0f - static_cast<float>(std::pow(beta2, static_cast<double>(step)));
   for (std::size_t i = 0; i < weight.size(); ++i) {
-    first[i] = beta1 * first[i] + (1 - beta1) * gradient[i];
-    second[i] = beta2 * second[i] + (1 - beta2) * gradient[i] * gradient[i];
-    const float update = (first[i] / correction1) / (std::sqrt(second[i] / correction2) + epsilon);
-    weight[i] -= rate * (update + decay * weight[i]);
+    first[i] = own.beta1 * first[i] + (1 - own.beta1) * gradient[i];
+    second[i] = own.beta2 * second[i] + (1 - own.beta2) * gradient[i] * gradient[i];
+    const float update = (first[i] / correction1) / (std::sqrt(second[i] / correction2) + own.epsilon);
+    weight[i] -= own.rate * (update + own.decay * weight[i]);
   }
 }
 

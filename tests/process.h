@@ -9,6 +9,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <filesystem>
@@ -101,12 +102,17 @@ class Process {
 
 // Polls for what another process does; there is no event to wait for across an arbitrary process.
 inline bool eventually(const std::function<bool()>& condition, std::chrono::seconds limit = std::chrono::seconds(15)) {
-  const auto deadline = std::chrono::steady_clock::now() + limit;
-  while (!condition()) {
-    if (std::chrono::steady_clock::now() > deadline) return false;
-    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  using Clock = std::chrono::steady_clock;
+  const auto deadline = Clock::now() + limit;
+  for (;;) {
+    const auto asked = Clock::now();
+    if (condition()) return true;
+    const auto answered = Clock::now();
+    if (answered > deadline) return false;
+    // Where it starts a program to ask, it leaves the processors to those who are waited for.
+    std::this_thread::sleep_for(std::clamp<Clock::duration>(3 * (answered - asked), std::chrono::milliseconds(5),
+                                                            std::chrono::milliseconds(250)));
   }
-  return true;
 }
 
 struct Ended {
