@@ -200,6 +200,7 @@ void Coordinator::try_commit() {
   if (!ledger_.shares()) plan_step();
   settled_ = true;
   const bool changed = change_members_at_boundary(), rises = protocol_rises();
+  leader_ = first_contributor();
   if (changed) begin_epoch("members changed", Begun::fresh);
   else if (rises) begin_epoch(fmt::format("all members speak protocol {}", spoken_by_all().version()), Begun::fresh);
   plan_step();
@@ -241,6 +242,7 @@ void Coordinator::begin_epoch(const std::string& reason, Begun step) {
   epoch_ = epoch_.next();
   under_way_since_ = now_;
   settled_ = step == Begun::fresh;
+  if (settled_) leader_ = first_contributor();
   audit_.on_epoch();
   const Spoken before = std::exchange(protocol_, spoken_by_all());
   if (protocol_.version() != before.version())
@@ -253,6 +255,7 @@ void Coordinator::begin_epoch(const std::string& reason, Begun step) {
   begun.set_step(committed_.value + 1);
   begun.set_reason(reason);
   begun.set_fresh(ledger_.shares() && step == Begun::fresh);
+  if (leader_) begun.set_leader(leader_->value);
   if (protocol_.version() > kSilentProtocol) begun.set_protocol(protocol_.version());
   members_.begin_step();
   for (const auto& m : members_) name(m, *begun.add_members()).set_catching_up(m.catching_up);
@@ -286,6 +289,7 @@ proto::Plan Coordinator::plan() const {
   plan.set_settled(settled_);
   if (protocol_.version() > kSilentProtocol) plan.set_protocol(protocol_.version());
   plan.set_balances(ledger_.balances());
+  if (leader_) plan.set_leader(leader_->value);
   ledger_.trained().to(plan.mutable_trained());
   audit_.fill(plan);
   if (stopped_) plan.set_stopped(*stopped_);

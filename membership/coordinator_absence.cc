@@ -275,6 +275,13 @@ bool Coordinator::has_contributors() const {
   return std::any_of(members_.begin(), members_.end(), [](const auto& m) { return !m.catching_up; });
 }
 
+std::optional<ReplicaId> Coordinator::first_contributor() const {
+  std::optional<ReplicaId> first;
+  for (const auto& m : members_)
+    if (!m.catching_up && (!first || m.replica < *first)) first = m.replica;
+  return first;
+}
+
 // Somebody else is there to go on with.
 bool Coordinator::others_contribute(ReplicaId replica) const {
   return std::any_of(members_.begin(), members_.end(),

@@ -175,6 +175,7 @@ Result<> Coordinator::take_up(const proto::LogRecord::EpochBegun& begun) {
                           .incarnation = Incarnation(m.incarnation()),
                           .reason = "it was silent",
                           .ended = was(out_before, m.incarnation(), &SuspendedReplica::ended)});
+  leader_ = begun.has_leader() ? std::optional(ReplicaId(begun.leader())) : std::nullopt;
   note_outages(begun, std::nullopt);
   if (members_.empty()) stopped_.reset(), differing_.clear();
   const auto hand_back_of_gone = [&](const auto& those) {
@@ -202,6 +203,7 @@ Result<> Coordinator::take_up(const proto::LogRecord::Committed& committed) {
   most_committed_ = std::max(most_committed_, committed_);
   give_up_suspended();
   ledger_.commit(committed_);
+  leader_ = first_contributor();
   if (committed.has_balance()) ledger_.set_next(Balance::from(committed.balance()));
   if (!ledger_.shares()) plan_step();
   return {};

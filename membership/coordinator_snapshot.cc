@@ -61,6 +61,7 @@ proto::LogRecord Coordinator::snapshot() const {
   }
   ledger_.to(*to.mutable_ledger());
   if (protocol_.version() > kSilentProtocol) to.set_protocol(protocol_.version());
+  if (leader_) to.set_leader(leader_->value);
   return record;
 }
 
@@ -76,7 +77,7 @@ bool Coordinator::has_recovered_like(const Coordinator& other) const {
     return std::tuple(of.ledger_, of.epoch_, of.committed_, of.job_, of.most_committed_, of.last_incarnation_,
                       std::tuple(first.replica, first.plan_hash, first.settings), of.never_members_,
                       of.incarnations_before_epoch_, of.steps_rolled_back_, members, suspended, out, of.last_roll_back_,
-                      of.stopped_, of.differing_, of.protocol_.version());
+                      of.stopped_, of.differing_, of.protocol_.version(), of.leader_);
   };
   return all_of(*this) == all_of(other);
 }
@@ -100,6 +101,7 @@ Result<> Coordinator::take_up(const proto::LogRecord::Snapshot& from) {
   if (auto job = take_up(from.job()); !job) return job;
   epoch_ = Epoch(from.epoch());
   protocol_ = Spoken::in_epoch(from.protocol());
+  if (from.has_leader()) leader_ = ReplicaId(from.leader());
   committed_ = Step(from.committed());
   most_committed_ = Step(from.most_committed());
   last_incarnation_ = from.last_incarnation();

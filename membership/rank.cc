@@ -21,6 +21,7 @@ std::uint32_t Rank::contributors() const {
 }
 
 bool Rank::leads() const {
+  if (plan_.has_leader()) return contributes() && plan_.leader() == replica_.value;
   return contributes() && std::none_of(plan_.members().begin(), plan_.members().end(),
                                        [&](const auto& m) { return !m.catching_up() && m.replica() < replica_.value; });
 }

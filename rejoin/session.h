@@ -228,10 +228,10 @@ class Session {
     std::uint64_t number() const { return facts_.number; }   // the state is at the version before it
     bool contributes() const { return facts_.contributes; }  // false: catching up; no backward, no all_reduce()
     // True on all ranks of one contributor, which does what one replica does for all, such as writing a checkpoint.
-    // Where the members change just then none or two may lead; states at one version are the same, whoever writes them.
+    // Where that one is lost in the step, nobody leads it; with a coordinator of protocol 15 another one may then, too.
     bool leads() const { return facts_.leads; }
-    // How many replicas are planned to contribute. Where one is lost in the step fewer are in the mean:
-    // Update::contributors is the number that the step was decided with.
+    // How many replicas are planned to contribute. Where one is lost in the step fewer are in the mean, and ranks that
+    // begin the step later are told fewer: Update::contributors is the number that the step was decided with.
     std::uint32_t contributors() const { return facts_.contributors; }
     const Batch& batch() const { return facts_.batch; }
     // The batches that this replica will have in the next `steps` steps, in order, if no replica comes or goes and

@@ -2,6 +2,8 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
+
 #include "base/digest.h"
 #include "membership/log.h"
 
@@ -29,6 +31,12 @@ void Checker::on_record(const proto::LogRecord& record) {
     if (record.epoch().epoch() <= epoch_)
       violate("one-decision", fmt::format("epoch {} was begun after epoch {}", record.epoch().epoch(), epoch_));
     epoch_ = record.epoch().epoch();
+    // Where nobody is left who was told, the step begins anew.
+    const auto told = leads_.find(record.epoch().step());
+    const auto was_told = [&](const auto& one) { return told->second.contains(one.incarnation()); };
+    if (told != leads_.end() && std::ranges::none_of(record.epoch().members(), was_told) &&
+        std::ranges::none_of(record.epoch().suspended(), was_told))
+      leads_.erase(told);
   }
   if (record.has_committed()) {
     const std::uint64_t step = record.committed().step();
@@ -50,6 +58,7 @@ void Checker::on_record(const proto::LogRecord& record) {
                                             version, trained.text()));
     }
     decided_.erase(decided_.upper_bound(version), decided_.end());
+    leads_.erase(leads_.upper_bound(version), leads_.end());
     std::erase_if(reduced_, [&](const auto& entry) { return entry.first.second > version; });
     std::erase_if(states_, [&](const auto& entry) { return entry.first.second > version; });
   }
@@ -57,6 +66,17 @@ void Checker::on_record(const proto::LogRecord& record) {
 
 void Checker::check_lost() {
   if (replay_ && replay_->lost()) violate("bounded-error", *replay_->lost());
+}
+
+void Checker::on_told_who_leads(std::uint32_t replica, std::uint32_t rank, Incarnation incarnation, std::uint64_t step,
+                                bool leads) {
+  auto& told = leads_[step];
+  const auto [known, first] = told.emplace(incarnation.value, leads);
+  if (!first && known->second != leads)
+    violate("one-leader", fmt::format("replica {} rank {} {} step {}, and another rank of it was told otherwise",
+                                      replica, rank, leads ? "leads" : "does not lead", step));
+  if (leads && std::ranges::count(told, true, &std::pair<const std::uint64_t, bool>::second) > 1)
+    violate("one-leader", fmt::format("replica {} leads step {}, and so does another one", replica, step));
 }
 
 void Checker::on_reduced(std::uint32_t replica, std::uint32_t rank, std::uint64_t step,

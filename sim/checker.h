@@ -35,6 +35,9 @@ class Checker {
   void on_begun(std::uint32_t rank, Incarnation incarnation, const CodedRing::Member& member) {
     if (replay_) replay_->on_begun(rank, incarnation.value, member);
   }
+  // … which contributes, and is told whether its replica leads the step.
+  void on_told_who_leads(std::uint32_t replica, std::uint32_t rank, Incarnation incarnation, std::uint64_t step,
+                         bool leads);
   // A rank applies this step: its reduced gradients, by bucket.
   void on_reduced(std::uint32_t replica, std::uint32_t rank, std::uint64_t step,
                   const std::vector<ftar::BucketSpec>& buckets);
@@ -65,6 +68,7 @@ class Checker {
   std::optional<Violation> violation_;                                           // the first
   std::map<std::uint64_t, std::map<std::uint32_t, membership::Batch>> decided_;  // step → replica → samples
   std::map<RankAt, std::uint64_t> reduced_, states_;
+  std::map<std::uint64_t, std::map<std::uint64_t, bool>> leads_;  // step → incarnation → what its ranks were told
   std::map<std::uint64_t, std::uint64_t> wrong_;  // instances; the last version at which they may still contribute
   struct Suspect {
     std::uint32_t replica = 0;

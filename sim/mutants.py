@@ -35,6 +35,7 @@ MUTANTS = [
     ("nobody asks the operator [A2]", "membership/coordinator_start.cc",
      "if (!roll_back_to_ || *from < *roll_back_to_ ||", "if (false &&"),
     ("an operator's word stays for ever", "membership/coordinator.cc", "  end_word();\n", ""),
+    ("who leads a step changes with its epochs", "membership/rank.cc", "if (plan_.has_leader()) return", "if (false) return"),
     ("who comes new is given an incarnation of before", "membership/coordinator_registration.cc",
      "found != replicas_.end() ? !found->second.begun_here :", "found != replicas_.end() ? false :"),
     ("it waits for all, for ever [A3]", "membership/coordinator_start.cc",

@@ -74,11 +74,38 @@ TEST(Coordinator, ALostMemberMeansTheSameStepInTheNextEpochAndItsSamplesAgainLat
   EXPECT_EQ(*bench.coordinator.ledger().batch_of(ReplicaId(0)), (Batch{{10, 20}}));
 }
 
+const proto::Plan& last_plan(Bench& bench, std::uint64_t node) {
+  const auto& told = bench.inbox[node];
+  return std::find_if(told.rbegin(), told.rend(), [](const auto& message) { return message.has_plan(); })->plan();
+}
+
+// Its leader is lost in the step, in which some ranks of the others may have begun and others not.
+TEST(Coordinator, WhoLeadsAStepIsToldAlikeInAllItsEpochsAlsoByACoordinatorThatIsStartedInIt) {
+  Bench bench;
+  bench.start();
+  EXPECT_EQ(last_plan(bench, 1).leader(), 0u);
+  bench.steps(1);
+  bench.down(0);
+  const auto leads_still = [](Bench& its) {
+    const auto& plan = last_plan(its, 1);
+    EXPECT_EQ(plan.step(), 2u);
+    return plan.has_leader() && plan.leader() == 0;
+  };
+  EXPECT_TRUE(leads_still(bench));
+  for (const auto& log : {bench.log, std::vector{bench.coordinator.snapshot()}}) {
+    Bench restarted(log);
+    restarted.incarnations = bench.incarnations;
+    restarted.back(1, 1), restarted.back(2, 2);
+    EXPECT_TRUE(leads_still(restarted));
+  }
+  bench.reduced(1), bench.reduced(2);
+  EXPECT_EQ(last_plan(bench, 1).step(), 3u);
+  EXPECT_EQ(last_plan(bench, 1).leader(), 1u);
+}
+
 std::map<std::uint32_t, std::uint64_t> weights(Bench& bench) {
   std::map<std::uint32_t, std::uint64_t> weights;
-  const auto& told = bench.inbox[0];
-  const auto plan = std::find_if(told.rbegin(), told.rend(), [](const auto& message) { return message.has_plan(); });
-  for (const auto& member : plan->plan().members()) {
+  for (const auto& member : last_plan(bench, 0).members()) {
     weights[member.replica()] = member.weight();
     EXPECT_EQ(member.weight(), samples_of(batch_of(member)));
   }

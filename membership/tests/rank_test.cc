@@ -44,6 +44,18 @@ TEST_F(RankOfAPlan, AnOlderPlanSaysNothingOfTheEnd) {
   EXPECT_EQ(rank.on_plan(plan_of(3, 9, true)), Rank::Meaning::nothing);
 }
 
+TEST_F(RankOfAPlan, WhoLeadsThePlanTellsAndWithoutThatTheFirstContributorDoes) {
+  EXPECT_TRUE(rank.leads());
+  auto plan = plan_of(4, 10);
+  plan.set_leader(1);
+  EXPECT_EQ(rank.on_plan(plan), Rank::Meaning::new_epoch);
+  EXPECT_FALSE(rank.leads()) << "who led the step is lost: nobody does";
+  plan = plan_of(4, 11);
+  plan.set_leader(0);
+  EXPECT_EQ(rank.on_plan(plan), Rank::Meaning::committed);
+  EXPECT_TRUE(rank.leads());
+}
+
 TEST(Rank, BelievesNoPlanOfThePast) {
   Rank rank(ReplicaId(0));
   rank.on_registered(Incarnation(5));

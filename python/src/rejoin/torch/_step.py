@@ -20,7 +20,7 @@ class Step:
 
     number: int  # from 1; the weights are those after the step before
     leads: bool  # true on all ranks of one replica: what one does for all, such as writing a checkpoint
-    contributors: int  # replicas that train it, as planned when it began
+    contributors: int  # replicas that train it, as planned when this rank began it
     samples: Ranges  # [begin, end) of the endless sample stream
     weight: int  # what this replica's gradients count: 1, or its samples with --constant-batch or --balance-batches
     _session: Session = field(repr=False)
