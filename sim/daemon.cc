@@ -60,10 +60,7 @@ void Daemon::on_hello(std::uint64_t instance_of, membership::RankConnection conn
   Trainer* trainer = world_.trainer(instance_of);
   if (trainer == nullptr || trainer->connection != connection) return;  // it has gone away meanwhile
   const catchup::RankKey key{ReplicaId(up.replica()), RankId(up.rank())};
-  std::vector<membership::RankConnection> older;
-  for (const auto& [id, rank] : ranks_)
-    if (rank.key == key) older.push_back(id);
-  for (auto id : older) drop(id, "the rank was started again", machine_.gone_for(id, up.instance()));
+  if (!clear_place(*trainer, key, up.instance())) return;
   auto view = local::View::of(trainer->state().owner());
   REJOIN_CHECK(view.has_value(), "{}", view.error());
   LocalRank& rank = ranks_[connection];
@@ -75,8 +72,8 @@ void Daemon::on_hello(std::uint64_t instance_of, membership::RankConnection conn
     if (auto added = service.add_rank(key, instance, std::move(*shared)); !added)
       world_.note("state of replica {}: {}", key.replica, added.error().message);
   });
-  world_.deliver(*trainer, world_.in_order(rank.delivered, random.between(1us, 20us)),
-                 [trainer, connection] { trainer->on_welcome(connection); });
+  world_.introduces(*this);
+  to_trainer(rank, 20us, [connection](Trainer& to) { to.on_welcome(connection); });
   proto::FromNode message;
   *message.mutable_rank_up() = up;
   message.mutable_rank_up()->set_stream_address(daemon::stream_address(kFamily, address_));
@@ -89,6 +86,33 @@ void Daemon::on_hello(std::uint64_t instance_of, membership::RankConnection conn
   if (complete) carry_out(machine_.on_rank_message(connection, daemon::report_of({key, up.instance()}), local_now()));
 }
 
+// As NodeServer's: who has the place and lives keeps it. False: the newcomer is refused.
+bool Daemon::clear_place(Trainer& newcomer, const catchup::RankKey& key, std::uint64_t rank_instance) {
+  using Gone = membership::Node::Gone;
+  std::vector<std::pair<membership::RankConnection, Gone>> older;
+  for (const auto& [id, rank] : ranks_) {
+    if (rank.key != key) continue;
+    const Gone how = machine_.gone_for(id, rank_instance);
+    if (how != Gone::replaced && world_.trainer(rank.trainer) != nullptr) {
+      world_.deliver(newcomer, random.between(1us, 20us), [at = &newcomer, connection = newcomer.connection] {
+        at->on_refused(connection, "another process of its node has its place");
+      });
+      return false;
+    }
+    older.emplace_back(id, how);
+  }
+  for (const auto& [id, how] : older) drop(id, "the rank was started again", how);
+  return true;
+}
+
+// As NodeServer's: the coordinator asks whether a process lives.
+void Daemon::look_after(const proto::Inquiry& inquiry) {
+  const catchup::RankKey key{ReplicaId(inquiry.replica()), RankId(inquiry.rank())};
+  for (const auto& [id, rank] : ranks_)
+    if (rank.key == key && world_.trainer(rank.trainer) == nullptr)
+      return drop(id, "its process ended", membership::Node::Gone::ended);
+}
+
 void Daemon::on_report(membership::RankConnection rank, const proto::FromNode& report) {
   if (ranks_.contains(rank)) carry_out(machine_.on_rank_message(rank, report, local_now()));
 }
@@ -99,9 +123,14 @@ void Daemon::drop(membership::RankConnection rank, const std::string& reason, me
   LocalRank& local = gone.mapped();
   post([key = local.key](catchup::Service& service, TimePoint) { service.remove_rank(key); });
   carry_out(machine_.on_rank_gone(rank, reason, how));
-  if (Trainer* trainer = world_.trainer(local.trainer))
-    world_.deliver(*trainer, world_.in_order(local.delivered, random.between(1us, 50us)),
-                   [trainer, rank] { trainer->on_daemon_gone(rank); });
+  to_trainer(local, 50us, [rank](Trainer& to) { to.on_daemon_gone(rank); });
+}
+
+void Daemon::to_trainer(const LocalRank& rank, Duration most, std::function<void(Trainer&)> message) {
+  world_.send(*this, [this, number = rank.trainer, last = rank.delivered, most, message = std::move(message)] {
+    if (Trainer* trainer = world_.trainer(number))
+      world_.deliver(*trainer, world_.in_order(*last, random.between(1us, most)), [=] { message(*trainer); });
+  });
 }
 
 // ---- the coordinator
@@ -117,7 +146,7 @@ void Daemon::on_link_up(std::uint64_t answered) {
   if (i == connections_.size() || connections_[i].connecting != answered) return;
   connections_[i].connecting = 0;
   if (const auto silent = std::exchange(connections_[i].link, 0); silent != 0) {
-    world_.close_link(silent);
+    hang_up(silent);
     act(tracker_.on_disconnected(i, local_now()));
   }
   connections_[i].link = answered;
@@ -142,10 +171,12 @@ void Daemon::on_control_message(std::uint64_t from, const proto::ToNode& message
   const std::size_t i = connection_of(from);
   if (i == connections_.size() || connections_[i].link != from) return;
   connections_[i].heard = local_now();
-  if (const auto beside = std::exchange(connections_[i].connecting, 0); beside != 0) world_.close_link(beside);
+  if (const auto beside = std::exchange(connections_[i].connecting, 0); beside != 0) hang_up(beside);
   const auto actions = tracker_.on_message(i, message, local_now());
   act(actions);
   if (!actions.pass) return;
+  if (message.has_inquiry()) look_after(message.inquiry());
+  if (message.has_introduce()) world_.introduces(*this);
   carry_out(machine_.on_coordinator_message(message, local_now()));
   if (message.has_plan() || message.has_peers()) follow_plan(message.has_peers());
 }
@@ -157,16 +188,19 @@ void Daemon::act(const membership::LeaderTracker::Actions& actions) {
   if (actions.down) carry_out(machine_.on_coordinator_down());
   if (actions.up) {
     hears_since_ = local_now();
+    world_.introduces(*this);
     carry_out(machine_.on_coordinator_up(local_now()));
   }
   for (auto i : actions.close) {
-    world_.close_link(connections_[i].link);
+    hang_up(connections_[i].link);
     lose(i);
   }
 }
 
 void Daemon::tell(std::uint64_t link, const proto::FromNode& message) {
-  world_.to_coordinator(link, is_older(world_.shape.upgrade) ? as_an_older_one(message) : message);
+  world_.send(*this, [this, link, said = is_older(world_.shape.upgrade) ? as_an_older_one(message) : message] {
+    world_.to_coordinator(link, said);
+  });
 }
 
 bool Daemon::hears(std::uint32_t coordinator, Duration since) const {
@@ -177,6 +211,10 @@ bool Daemon::hears(std::uint32_t coordinator, Duration since) const {
 std::uint64_t Daemon::any_link(Random& chance) const {
   const std::size_t any = chance.pick(connections_.size());
   return connections_[chance.one_in(2) ? tracker_.leader().value_or(any) : any].link;
+}
+
+void Daemon::hang_up(std::uint64_t link) {
+  world_.send(*this, [this, link] { world_.close_link(link); });
 }
 
 void Daemon::hang_up() {
@@ -191,7 +229,7 @@ void Daemon::tick() {
   act(tracker_.on_tick(now));
   if (const auto leader = tracker_.leader();
       leader && machine_.coordinator_up() && now - machine_.coordinator_heard() > world_.job.silence) {
-    world_.close_link(connections_[*leader].link);
+    hang_up(connections_[*leader].link);
     lose(*leader);
   }
   for (std::uint32_t i = 0; i < connections_.size(); ++i) call(i);
@@ -202,7 +240,7 @@ void Daemon::tick() {
 void Daemon::call(std::uint32_t coordinator) {
   Connection& to = connections_[coordinator];
   const TimePoint now = local_now();
-  if (to.connecting != 0 && now >= to.connect_at) world_.close_link(std::exchange(to.connecting, 0));
+  if (to.connecting != 0 && now >= to.connect_at) hang_up(std::exchange(to.connecting, 0));
   const bool heard = to.link != 0 && now - to.heard <= deadlines::kForgotten.of(world_.job.silence);
   if (heard || to.connecting != 0 || now < to.connect_at) return;
   to.connecting = world_.connect(*this, coordinator);
@@ -214,11 +252,10 @@ void Daemon::carry_out(const membership::Node::Actions& actions) {
     for (const auto& message : actions.to_coordinator) tell(connections_[*leader].link, message);
   for (const auto& [connection, message] : actions.to_ranks) {
     auto found = ranks_.find(connection);
-    Trainer* trainer = found == ranks_.end() ? nullptr : world_.trainer(found->second.trainer);
-    if (trainer == nullptr) continue;
-    world_.deliver(
-        *trainer, world_.in_order(found->second.delivered, random.between(1us, 20us)),
-        [trainer, connection = connection, message = message] { trainer->on_control_message(connection, message); });
+    if (found == ranks_.end()) continue;
+    to_trainer(found->second, 20us, [connection = connection, message = message](Trainer& to) {
+      to.on_control_message(connection, message);
+    });
   }
   for (auto rank : actions.silent) {
     world_.count("rank found silent");

@@ -7,6 +7,7 @@
 
 namespace rejoin::sim {
 
+class Trainer;
 class World;
 
 class Daemon final : public Process {
@@ -36,12 +37,14 @@ class Daemon final : public Process {
   struct LocalRank {
     std::uint64_t trainer = 0;  // its instance
     catchup::RankKey key;
-    TimePoint delivered{};  // when the last message to it arrives
+    std::shared_ptr<TimePoint> delivered = std::make_shared<TimePoint>();  // when the last message to it arrives
     bool catching_up = false;
     std::optional<Incarnation> serves;
     std::uint64_t job = 0;
   };
   using Command = std::function<void(catchup::Service&, TimePoint)>;
+  bool clear_place(Trainer& newcomer, const catchup::RankKey& key, std::uint64_t rank_instance);
+  void look_after(const proto::Inquiry& inquiry);
   void post(Command command);  // to the stream's thread
   void on_caught_up(const catchup::Service::CompletedRank& completed);
   struct Connection {              // to a coordinator
@@ -53,6 +56,8 @@ class Daemon final : public Process {
   void lose(std::size_t coordinator);
   void call(std::uint32_t coordinator);
   void tell(std::uint64_t link, const proto::FromNode& message);
+  void hang_up(std::uint64_t link);
+  void to_trainer(const LocalRank& rank, Duration most, std::function<void(Trainer&)> message);
   void act(const membership::LeaderTracker::Actions& actions);
   void carry_out(const membership::Node::Actions& actions);
   void follow_plan(bool other_peers);

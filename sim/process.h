@@ -35,6 +35,9 @@ struct Process {
   // While stopped, and right after: what came, in order, and whether the timer has run out meanwhile, which its event
   // loop finds after so many of them.
   std::deque<std::function<void()>> queued;
+  std::deque<std::function<void()>> unsent;  // what it was about to send
+  std::uint64_t stops_after = 0;             // so many messages, for so long; 0: nobody has said so
+  Duration stops_for{};
   bool tick_due = false;
   std::uint64_t tick_after = 0;
 };

@@ -14,9 +14,8 @@ const transport::Secret kControlSecret = transport::Secret::of({0x5ec7e7, 0});
 
 }  // namespace
 
-Trainer::Trainer(World& world, std::uint32_t replica_number, std::uint32_t rank_number)
-    : Process(world.next_number(), world.node_of(replica_number, rank_number),
-              world.chance("trainer", replica_number << 16 | rank_number)),
+Trainer::Trainer(World& world, std::uint32_t replica_number, std::uint32_t rank_number, std::uint32_t node)
+    : Process(world.next_number(), node, world.chance("trainer", replica_number << 16 | rank_number)),
       replica(replica_number),
       rank(rank_number),
       rank_instance(world.next_number()),
@@ -165,6 +164,10 @@ void Trainer::on_daemon_gone(membership::RankConnection from) {
   connection = {};
   welcome_ = false;
   world_.deliver(*this, 20ms, [this] { look_for_daemon(); });
+}
+
+void Trainer::on_refused(membership::RankConnection from, const std::string& why) {
+  if (from == connection) world_.trainer_exits(*this, why);
 }
 
 void Trainer::send_all() {

@@ -13,7 +13,7 @@ class World;
 
 class Trainer final : public Process {
  public:
-  Trainer(World& world, std::uint32_t replica, std::uint32_t rank);
+  Trainer(World& world, std::uint32_t replica, std::uint32_t rank, std::uint32_t node);
   ~Trainer() override;
   void run() override;
   void tick() override;
@@ -23,6 +23,7 @@ class Trainer final : public Process {
   void on_welcome(membership::RankConnection from);
   void on_control_message(membership::RankConnection from, const proto::ToNode& message);
   void on_daemon_gone(membership::RankConnection from);
+  void on_refused(membership::RankConnection from, const std::string& why);
   void hang_compute(TimePoint until) { compute_stands_until_ = std::max(compute_stands_until_, until); }
   void slow_digest(Duration lasting, TimePoint until) { slow_digest_ = {lasting, until}; }
   // It announces that, and takes longer than it announced or not.

@@ -150,6 +150,7 @@ void World::grow_old() {
 World::~World() {
   agenda_.clear();
   coordinators_.clear();
+  rivals_.clear();
   for (auto& ranks : trainers_) ranks.clear();
   daemons_.clear();
 }
@@ -247,12 +248,15 @@ void World::describe() {
   for (auto& ranks : trainers_)
     for (auto& trainer : ranks)
       if (trainer) note("{}", trainer->describe());
+  for (auto& rival : rivals_) note("a second process: {}", rival.trainer->describe());
 }
 
 void World::wake_who_has_events() {
   for (auto& ranks : trainers_)
     for (auto& trainer : ranks)
       if (trainer && !trainer->woken && !trainer->engine->arm()) wake(*trainer);
+  for (auto& rival : rivals_)
+    if (!rival.trainer->woken && !rival.trainer->engine->arm()) wake(*rival.trainer);
   for (auto& daemon : daemons_)
     if (daemon && !daemon->woken && !daemon->engine->arm()) wake(*daemon);
 }

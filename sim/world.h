@@ -87,6 +87,10 @@ class World {
   void wake(Process& process);
   void stop(Process& process, Duration lasting);
   bool stands_for_memory(Process& process);
+  // Something that it sends: when it goes on, where it is stopped by now.
+  void send(Process& process, std::function<void()> message);
+  // It begins to introduce itself, or one of its own: a fault may stop it within.
+  void introduces(Daemon& daemon);
   // Until a message arrives that takes this long, but no sooner than the one before it, which arrived at `last`.
   Duration in_order(TimePoint& last, Duration delay) {
     last = std::max(last + Duration(1), now() + delay);
@@ -135,6 +139,10 @@ class World {
   }
   std::uint32_t node_of(std::uint32_t replica, std::uint32_t rank) const {
     return replica * shape.nodes + rank * shape.nodes / shape.ranks;
+  }
+  std::uint32_t machine_of(std::uint32_t replica, std::uint32_t rank) const {  // where its process is, if it has one
+    const auto& place = trainers_[replica][rank];
+    return place ? place->machine : node_of(replica, rank);
   }
   // The room that a node is in, and what it says of that; in some jobs one replica's nodes don't.
   std::uint32_t room_of(std::uint32_t node) const;
@@ -193,13 +201,22 @@ class World {
     bool reset = false;                // nothing arrives any more
     TimePoint forgotten_until{};       // by what lies between: nothing arrives until then; TimePoint::max(): never
   };
+  struct Interruption {
+    std::uint64_t messages = 0;
+    Duration lasting{};
+  };
   struct SlowLink {
     Duration out{}, in{};  // what its messages take longer
     TimePoint until{};
   };
   void add_note(std::string line);
   template <typename T>
-  T& start(std::unique_ptr<T>& place, std::unique_ptr<T> process);
+  T& start(std::unique_ptr<T>& place, std::unique_ptr<T> process) {
+    place = std::move(process);
+    set_going(*place);
+    return *place;
+  }
+  void set_going(Process& process);
   void set_timer(Process& process, Duration delay);
   void ring_timer(Process& process);
   void go_on(std::uint64_t instance);
@@ -213,7 +230,16 @@ class World {
   bool shared() const { return shape.coordinators > 1; }
   bool parted(std::uint32_t node, std::uint32_t coordinator) const;
   void part(const Fault& fault, TimePoint until);
-  void kill_trainer(std::uint32_t replica, std::uint32_t rank, const std::string& why, bool gave_up = false);
+  void kill_trainer(std::uint32_t replica, std::uint32_t rank, const std::string& why);
+  void end_trainer(Trainer& trainer, const std::string& why, bool gave_up = false);
+  // A second process in a rank's place (world_rivals.cc).
+  void second_process(const Fault& fault, TimePoint until);
+  void start_rival(std::uint32_t replica, std::uint32_t rank, std::uint32_t node, TimePoint until);
+  void end_rival(const Trainer& trainer);
+  std::unique_ptr<Trainer> take_rival(std::uint32_t replica, std::uint32_t rank);
+  void kill_rivals(const std::string& why);
+  bool has_rival(std::uint32_t replica, std::uint32_t rank) const;
+  std::vector<Trainer*> trainers_on(std::uint32_t node) const;
   void kill_daemon(std::uint32_t node);
   void kill_coordinator(std::uint32_t number, const std::string& why);
   void kill_coordinators(const std::string& why);
@@ -233,6 +259,7 @@ class World {
   void forget_link(std::uint64_t number, TimePoint until);
   std::optional<Duration> delay_on(const Link& link, bool up);
   void black_hole(const Fault& fault, TimePoint until);
+  void stop_introduction(const Fault& fault);
   void forget(const Fault& fault);
   void hang_compute(const Fault& fault, TimePoint until);
   void stop_many(const Fault& fault);
@@ -273,6 +300,11 @@ class World {
   std::vector<TimePoint> off_until_;             // … and has no power
   std::vector<std::unique_ptr<Daemon>> daemons_;
   std::vector<std::vector<std::unique_ptr<Trainer>>> trainers_;
+  struct Rival {  // in the place of one that lives; it is started again until then
+    std::unique_ptr<Trainer> trainer;
+    TimePoint until{};
+  };
+  std::vector<Rival> rivals_;
   std::vector<std::unique_ptr<CoordinatorProcess>> coordinators_;
   Store store_;
   std::vector<std::uint64_t> copied_;                                    // records, by coordinator
@@ -303,6 +335,7 @@ class World {
   std::vector<bool> damage_at_rest_;                                                       // by replica: due
   std::vector<std::map<std::uint64_t, std::map<std::uint32_t, Checkpoint>>> checkpoints_;  // by replica, version, rank
   std::vector<SlowLink> slow_links_;                                                       // by node
+  std::map<std::uint32_t, Interruption> interruptions_;                                    // by node: due
   std::vector<TimePoint> up_blocked_, down_blocked_;                                       // by node: until then
   std::map<std::pair<std::uint32_t, std::uint32_t>, TimePoint> slow_until_;
   struct Memory {  // how it is registered by the process that is that rank next

@@ -22,7 +22,7 @@ constexpr std::size_t kUnheard = 64 * KiB;  // bytes of messages on their way to
 bool World::settled() const {
   if (deciding() == nullptr) return false;
   const auto& members = deciding()->members();
-  return members.size() == shape.replicas &&
+  return rivals_.empty() && members.size() == shape.replicas &&
          std::none_of(members.begin(), members.end(), [](const auto& member) { return member.catching_up; });
 }
 

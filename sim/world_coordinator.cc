@@ -150,8 +150,9 @@ void World::check_protocol(const proto::LogRecord::EpochBegun& begun) {
 void World::add_holder(Survivors::Holders& holders, std::uint32_t replica,
                        const std::function<bool(const Trainer&)>& holds) const {
   std::vector<std::uint64_t> processes;
-  for (const auto& trainer : trainers_[replica])
-    if (trainer && !trainer->ended && holds(*trainer)) processes.push_back(trainer->instance);
+  for (const auto& trainer : trainers_[replica])  // of two in a place either may be made to leave
+    if (trainer && !trainer->ended && !has_rival(replica, trainer->rank) && holds(*trainer))
+      processes.push_back(trainer->instance);
   if (processes.size() == shape.ranks) holders[replica] = std::move(processes);
 }
 

@@ -94,7 +94,7 @@ void World::on_claim(std::uint32_t coordinator, const proto::Leader& before, boo
     std::size_t hear = 0;
     for (const auto& member : members)
       for (std::uint32_t rank = 0; rank < shape.ranks; ++rank)
-        if (Daemon* daemon = daemons_[node_of(member.replica.value, rank)].get();
+        if (Daemon* daemon = daemons_[machine_of(member.replica.value, rank)].get();
             daemon != nullptr && daemon->hears(one->number, std::chrono::milliseconds(150)))
           ++hear;
     if (2 * hear > members.size() * shape.ranks)

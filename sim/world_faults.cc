@@ -43,14 +43,14 @@ void World::happen(const Fault& fault) {
       return;
     case FaultKind::slow_trainer: slow_until_[{fault.replica, fault.rank}] = until; return;
     case FaultKind::kill_all:
+      kill_rivals("killed with all others");
       for (std::uint32_t r = 0; r < shape.replicas; ++r)
         for (std::uint32_t i = 0; i < shape.ranks; ++i) kill_trainer(r, i, "killed with all others");
       return;
     case FaultKind::power_loss:
       off_until_[node] = std::max(off_until_[node], until);
       kill_daemon(node);
-      for (std::uint32_t i = 0; i < shape.ranks; ++i)
-        if (node_of(fault.replica, i) == node) kill_trainer(fault.replica, i, "killed with its node");
+      for (Trainer* one : trainers_on(node)) end_trainer(*one, "killed with its node");
       return;
     case FaultKind::kill_replica:
       for (std::uint32_t i = 0; i < shape.ranks; ++i) kill_trainer(fault.replica, i, "killed with its replica");
@@ -124,6 +124,8 @@ void World::happen(const Fault& fault) {
     case FaultKind::forget_control:
       if (daemon != nullptr) forget_link(daemon->any_link(random), random.one_in(2) ? TimePoint::max() : until);
       return;
+    case FaultKind::second_process: return second_process(fault, until);
+    case FaultKind::stop_introduction: return stop_introduction(fault);
     case FaultKind::black_hole: return black_hole(fault, until);
     case FaultKind::forget: return forget(fault);
     case FaultKind::refuse_memory: {
@@ -140,6 +142,7 @@ void World::happen(const Fault& fault) {
 
 // As where the disk under the log has failed: an operator ends everything that knows of the job, and starts it again.
 void World::lose_log() {
+  kill_rivals("the log is lost, and all start again");
   for (std::uint32_t r = 0; r < shape.replicas; ++r)
     for (std::uint32_t i = 0; i < shape.ranks; ++i) kill_trainer(r, i, "the log is lost, and all start again");
   for (std::uint32_t node = 0; node < nodes(); ++node) kill_daemon(node);
@@ -201,6 +204,17 @@ void World::black_hole(const Fault& fault, TimePoint until) {
     else block(trainers_[fault.replica][rank].get(), trainers_[to][rank].get());
 }
 
+// The next one, which may be soon: its connection is reset, or it is started again.
+void World::stop_introduction(const Fault& fault) {
+  Random random(fault.detail);
+  const std::uint32_t node = node_of(fault.replica, fault.rank);
+  interruptions_[node] = {1 + random.pick(3 + 2 * shape.ranks), fault.lasting};
+  if (!daemons_[node]) return;
+  const auto how = random.pick(3);
+  if (how == 0) reset_link(daemons_[node]->any_link(random));
+  if (how == 1) kill_daemon(node);
+}
+
 // On all rails, or on one.
 void World::forget(const Fault& fault) {
   Random random(fault.detail);
@@ -250,8 +264,7 @@ void World::slow_link(const Fault& fault, TimePoint until) {
     for (const auto* rail : rails) fabric_.slow(*rail, out, in, until);
   };
   if (daemons_[node]) slow(daemons_[node]->rails);
-  for (const auto& one : trainers_[fault.replica])
-    if (one && one->machine == node) slow(one->rails);
+  for (const Trainer* one : trainers_on(node)) slow(one->rails);
 }
 
 }  // namespace rejoin::sim

@@ -50,7 +50,12 @@ void World::stop(Process& process, Duration lasting) {
     resumed_at_ = now();
     for (const auto* rail : process.rails) fabric_.resume(*rail);
     process.tick_after = process.random.one_in(2) ? 0 : process.random.pick(process.queued.size() + 1);
-    process.on_resumed();
+    while (!process.stopped && !process.unsent.empty()) {
+      auto message = std::move(process.unsent.front());
+      process.unsent.pop_front();
+      send(process, std::move(message));
+    }
+    if (!process.stopped) process.on_resumed();
     go_on(process.instance);
   });
 }
@@ -75,6 +80,22 @@ void World::go_on(std::uint64_t instance) {
   }
 }
 
+void World::send(Process& process, std::function<void()> message) {
+  if (process.stopped) return process.unsent.push_back(std::move(message));
+  message();
+  if (process.stops_after == 0 || --process.stops_after > 0) return;
+  count("stopped within an introduction");
+  faults_end_ = std::max(faults_end_, now() + process.stops_for);
+  stop(process, process.stops_for);
+}
+
+void World::introduces(Daemon& daemon) {
+  const auto due = interruptions_.extract(daemon.node);
+  if (due.empty()) return;
+  daemon.stops_after = due.mapped().messages;
+  daemon.stops_for = due.mapped().lasting;
+}
+
 void World::set_timer(Process& process, Duration delay) {
   after_of(process, delay, [this, &process] { ring_timer(process); });
 }
@@ -94,13 +115,10 @@ Trainer* World::trainer(std::uint64_t instance) {
   return found == processes_.end() ? nullptr : dynamic_cast<Trainer*>(found->second);
 }
 
-template <typename T>
-T& World::start(std::unique_ptr<T>& place, std::unique_ptr<T> process) {
-  place = std::move(process);
-  processes_[place->instance] = place.get();
-  set_timer(*place, place->random.between({}, job.silence / 16));
-  if (const TimePoint until = suspended_until_[place->machine]; until > now()) stop(*place, until - now());
-  return *place;
+void World::set_going(Process& process) {
+  processes_[process.instance] = &process;
+  set_timer(process, process.random.between({}, job.silence / 16));
+  if (const TimePoint until = suspended_until_[process.machine]; until > now()) stop(process, until - now());
 }
 
 std::optional<World::Checkpoint> World::checkpoint_of(std::uint32_t replica, std::uint32_t rank) const {
@@ -122,7 +140,7 @@ void World::start_trainer(std::uint32_t replica, std::uint32_t rank) {
   if (place) return;
   if (const TimePoint off = off_until_[node_of(replica, rank)]; off > now())
     return after(off - now(), [this, replica, rank] { start_trainer(replica, rank); });
-  Trainer& trainer = start(place, std::make_unique<Trainer>(*this, replica, rank));
+  Trainer& trainer = start(place, std::make_unique<Trainer>(*this, replica, rank, node_of(replica, rank)));
   note("replica {} rank {} starts", replica, rank);
   if (const auto memory = memory_.extract({replica, rank}); !memory.empty()) {
     fabric_.refuse_memory(*trainer.rails[0], memory.mapped().refused);
@@ -131,28 +149,32 @@ void World::start_trainer(std::uint32_t replica, std::uint32_t rank) {
   deliver(trainer, trainer.random.between(1us, 2ms), [&trainer] { trainer.look_for_daemon(); });
 }
 
-void World::kill_trainer(std::uint32_t replica, std::uint32_t rank, const std::string& why, bool gave_up) {
+void World::kill_trainer(std::uint32_t replica, std::uint32_t rank, const std::string& why) {
+  if (trainers_[replica][rank]) end_trainer(*trainers_[replica][rank], why);
+}
+
+void World::end_trainer(Trainer& trainer, const std::string& why, bool gave_up) {
+  const std::uint32_t replica = trainer.replica, rank = trainer.rank, node = trainer.machine;
   auto& place = trainers_[replica][rank];
-  if (!place) return;
   note("replica {} rank {} ends: {}", replica, rank, why);
-  survivors_.on_end(place->instance, gave_up, why);
+  survivors_.on_end(trainer.instance, gave_up, why);
   check_survivors();
-  processes_.erase(place->instance);
-  const auto connection = place->connection;
-  place.reset();
-  const std::uint32_t node = node_of(replica, rank);
+  processes_.erase(trainer.instance);
+  const auto connection = trainer.connection;
+  if (place.get() != &trainer) end_rival(trainer);
+  else if (auto rival = take_rival(replica, rank)) place = std::move(rival);
+  else place.reset();
   Random& random = supervisor_random_[node];
   if (Daemon* daemon = daemons_[node].get(); daemon != nullptr && connection.value != 0)
     deliver(*daemon, random.between(10us, 2ms),
             [daemon, connection] { daemon->drop(connection, "its process ended", membership::Node::Gone::ended); });
   // Its supervisor starts it again.
-  after(random.of_any_size(1ms, 300ms), [this, replica, rank] { start_trainer(replica, rank); });
+  if (!place) after(random.of_any_size(1ms, 300ms), [this, replica, rank] { start_trainer(replica, rank); });
 }
 
 void World::trainer_exits(Trainer& trainer, const std::string& why) {
   count("trainer gave up");
-  after_of(trainer, 1us,
-           [this, replica = trainer.replica, rank = trainer.rank, why] { kill_trainer(replica, rank, why, true); });
+  after_of(trainer, 1us, [this, &trainer, why] { end_trainer(trainer, why, true); });
   trainer.ended = trainer.stopped = true;  // it does nothing more
 }
 
@@ -170,10 +192,10 @@ void World::kill_daemon(std::uint32_t node) {
   daemons_[node]->hang_up();
   processes_.erase(daemons_[node]->instance);
   daemons_[node].reset();
-  for (auto& trainer : trainers_[node / shape.nodes])
-    if (trainer && trainer->machine == node && trainer->connection.value != 0)
+  for (Trainer* trainer : trainers_on(node))
+    if (trainer->connection.value != 0)
       deliver(*trainer, supervisor_random_[node].between(1us, 1ms),
-              [raw = trainer.get(), connection = trainer->connection] { raw->on_daemon_gone(connection); });
+              [trainer, connection = trainer->connection] { trainer->on_daemon_gone(connection); });
   after(supervisor_random_[node].between(10ms, 200ms), [this, node] { start_daemon(node); });
 }
 
