@@ -49,7 +49,7 @@ std::string brief(const proto::FromNode& message) {
 
 void CoordinatorProcess::welcome(World& world, std::uint64_t link, const proto::FromNode& message) {
   if (!message.has_hello() || is_older(world.shape.upgrade)) return;
-  if (const auto answer = membership::greet(message.hello(), "a node").answer) world.to_daemon(link, *answer);
+  if (const auto answer = membership::greet(message.hello(), "a node").answer) world.to_caller(link, *answer);
 }
 
 Coordinator::Coordinator(World& world, std::uint32_t at, const std::vector<proto::LogRecord>& log)
@@ -111,7 +111,7 @@ void Coordinator::on_resumed() {
 
 void Coordinator::send(const membership::Actions& actions) {
   for (const auto& [nodes, message] : actions.send)
-    for (auto node : nodes) world_.to_daemon(node.value, message);
+    for (auto node : nodes) world_.to_caller(node.value, message);
   for (const auto& node : actions.close) world_.drop_link(node.value);
 }
 

@@ -3,18 +3,16 @@
 #pragma once
 
 #include "membership/coordinator.h"
-#include "sim/process.h"
+#include "sim/uplink.h"
 
 namespace rejoin::sim {
 
 class World;
 
-class CoordinatorProcess : public Process {
+class CoordinatorProcess : public Process, public Station {
  public:
   CoordinatorProcess(std::uint64_t process, std::uint32_t of, std::uint32_t at, Random chance)
       : Process(process, at, chance), number(of) {}
-  virtual void on_message(std::uint64_t link, const proto::FromNode& message) = 0;
-  virtual void on_link_lost(std::uint64_t link) = 0;
   void welcome(World& world, std::uint64_t link, const proto::FromNode& message);  // as NodeListener does
   virtual const membership::Coordinator* decisions() const = 0;                    // null: it takes none
   const std::uint32_t number;                                                      // among the coordinators

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 
-#include "base/deadlines.h"
 #include "base/fail.h"
 #include "sim/world.h"
 
@@ -13,7 +12,6 @@ namespace {
 using namespace std::chrono_literals;
 
 const transport::Secret kStreamSecret = transport::Secret::of({0xca7c4, 0});
-constexpr Duration kRetry = 50ms;
 const std::string kFamily = "sim";  // of the streams
 
 proto::FromNode as_an_older_one(proto::FromNode message) {
@@ -35,9 +33,14 @@ Daemon::Daemon(World& world, std::uint32_t node_number)
       world_(world),
       machine_(fmt::format("node {}", node_number), world.job.silence, instance, world.location_of(node_number)),
       streams_(kFamily, Location::parse(world.location_of(node_number)).value_or(Location())),
-      tracker_(fmt::format("node {}", node_number), world.job.silence, world.shape.coordinators,
-               [this](proto::LeaderView& view) { machine_.write_hosts(view); }),
-      connections_(world.shape.coordinators) {
+      uplink_(
+          world, *this, node_number, world.stations_of(node_number), fmt::format("node {}", node_number),
+          {.up = [this] { on_coordinator_up(); },
+           .down = [this] { carry_out(machine_.on_coordinator_down()); },
+           .message = [this](const proto::ToNode& message) { on_coordinator_message(message); },
+           .hosts = [this](proto::LeaderView& view) { machine_.write_hosts(view); },
+           .said = [older = is_older(world.shape.upgrade)](
+                       proto::FromNode message) { return older ? as_an_older_one(std::move(message)) : message; }}) {
   engine = world.make_engine(node, rails);
   address_ = engine->listen({}).value().text;
   catchup::Service::Options options;
@@ -135,121 +138,28 @@ void Daemon::to_trainer(const LocalRank& rank, Duration most, std::function<void
 
 // ---- the coordinator
 
-std::size_t Daemon::connection_of(std::uint64_t link) const {
-  const auto found = std::ranges::find_if(
-      connections_, [&](const Connection& one) { return link != 0 && (one.link == link || one.connecting == link); });
-  return static_cast<std::size_t>(found - connections_.begin());
+void Daemon::on_coordinator_up() {
+  world_.introduces(*this);
+  carry_out(machine_.on_coordinator_up(local_now()));
 }
 
-void Daemon::on_link_up(std::uint64_t answered) {
-  const std::size_t i = connection_of(answered);
-  if (i == connections_.size() || connections_[i].connecting != answered) return;
-  connections_[i].connecting = 0;
-  if (const auto silent = std::exchange(connections_[i].link, 0); silent != 0) {
-    hang_up(silent);
-    act(tracker_.on_disconnected(i, local_now()));
-  }
-  connections_[i].link = answered;
-  connections_[i].heard = local_now();
-  act(tracker_.on_connected(i, local_now()));
-}
-
-void Daemon::on_link_down(std::uint64_t gone) {
-  const std::size_t i = connection_of(gone);
-  if (i == connections_.size()) return;
-  if (connections_[i].connecting == gone) connections_[i].connecting = 0;
-  if (connections_[i].link == gone) lose(i);
-}
-
-void Daemon::lose(std::size_t i) {
-  connections_[i].link = 0;
-  if (connections_[i].connecting == 0) connections_[i].connect_at = local_now() + kRetry;
-  act(tracker_.on_disconnected(i, local_now()));
-}
-
-void Daemon::on_control_message(std::uint64_t from, const proto::ToNode& message) {
-  const std::size_t i = connection_of(from);
-  if (i == connections_.size() || connections_[i].link != from) return;
-  connections_[i].heard = local_now();
-  if (const auto beside = std::exchange(connections_[i].connecting, 0); beside != 0) hang_up(beside);
-  const auto actions = tracker_.on_message(i, message, local_now());
-  act(actions);
-  if (!actions.pass) return;
+void Daemon::on_coordinator_message(const proto::ToNode& message) {
   if (message.has_inquiry()) look_after(message.inquiry());
   if (message.has_introduce()) world_.introduces(*this);
   carry_out(machine_.on_coordinator_message(message, local_now()));
   if (message.has_plan() || message.has_peers()) follow_plan(message.has_peers());
 }
 
-void Daemon::act(const membership::LeaderTracker::Actions& actions) {
-  for (const auto& note : actions.notes) world_.note("node {}: {}", node, note.text);
-  for (const auto& [to, message] : actions.send)
-    if (connections_[to].link != 0) tell(connections_[to].link, message);
-  if (actions.down) carry_out(machine_.on_coordinator_down());
-  if (actions.up) {
-    hears_since_ = local_now();
-    world_.introduces(*this);
-    carry_out(machine_.on_coordinator_up(local_now()));
-  }
-  for (auto i : actions.close) {
-    hang_up(connections_[i].link);
-    lose(i);
-  }
-}
-
-void Daemon::tell(std::uint64_t link, const proto::FromNode& message) {
-  world_.send(*this, [this, link, said = is_older(world_.shape.upgrade) ? as_an_older_one(message) : message] {
-    world_.to_coordinator(link, said);
-  });
-}
-
-bool Daemon::hears(std::uint32_t coordinator, Duration since) const {
-  return !stopped && tracker_.hears_leader() && tracker_.leader() == coordinator &&
-         local_now() - std::max(hears_since_, tracker_.hears_since()) >= since;
-}
-
-std::uint64_t Daemon::any_link(Random& chance) const {
-  const std::size_t any = chance.pick(connections_.size());
-  return connections_[chance.one_in(2) ? tracker_.leader().value_or(any) : any].link;
-}
-
-void Daemon::hang_up(std::uint64_t link) {
-  world_.send(*this, [this, link] { world_.close_link(link); });
-}
-
-void Daemon::hang_up() {
-  for (const auto& one : connections_)
-    for (auto number : {one.link, one.connecting})
-      if (number != 0) world_.close_link(number);
-}
-
 void Daemon::tick() {
-  const TimePoint now = local_now();
-  carry_out(machine_.on_tick(now));
-  act(tracker_.on_tick(now));
-  if (const auto leader = tracker_.leader();
-      leader && machine_.coordinator_up() && now - machine_.coordinator_heard() > world_.job.silence) {
-    hang_up(connections_[*leader].link);
-    lose(*leader);
-  }
-  for (std::uint32_t i = 0; i < connections_.size(); ++i) call(i);
+  carry_out(machine_.on_tick(local_now()));
+  uplink_.tick();
+  if (machine_.coordinator_up()) uplink_.check(machine_.coordinator_heard());
+  uplink_.call_all();
   world_.wake(*this);
 }
 
-// As Upstream does; also beside a connection over which nothing is heard.
-void Daemon::call(std::uint32_t coordinator) {
-  Connection& to = connections_[coordinator];
-  const TimePoint now = local_now();
-  if (to.connecting != 0 && now >= to.connect_at) hang_up(std::exchange(to.connecting, 0));
-  const bool heard = to.link != 0 && now - to.heard <= deadlines::kForgotten.of(world_.job.silence);
-  if (heard || to.connecting != 0 || now < to.connect_at) return;
-  to.connecting = world_.connect(*this, coordinator);
-  to.connect_at = now + (to.connecting != 0 ? world_.job.silence : kRetry);
-}
-
 void Daemon::carry_out(const membership::Node::Actions& actions) {
-  if (const auto leader = tracker_.leader(); leader && connections_[*leader].link != 0)
-    for (const auto& message : actions.to_coordinator) tell(connections_[*leader].link, message);
+  for (const auto& message : actions.to_coordinator) uplink_.send(message);
   for (const auto& [connection, message] : actions.to_ranks) {
     auto found = ranks_.find(connection);
     if (found == ranks_.end()) continue;

@@ -2,8 +2,7 @@
 #pragma once
 
 #include "daemon/streams.h"
-#include "membership/leader_tracker.h"
-#include "sim/process.h"
+#include "sim/uplink.h"
 
 namespace rejoin::sim {
 
@@ -20,15 +19,10 @@ class Daemon final : public Process {
   void on_hello(std::uint64_t trainer, membership::RankConnection connection, const proto::RankUp& up);
   void on_report(membership::RankConnection rank, const proto::FromNode& report);
   void drop(membership::RankConnection rank, const std::string& reason, membership::Node::Gone how);
-  void on_link_up(std::uint64_t link);
-  void on_link_down(std::uint64_t link);
-  void on_control_message(std::uint64_t link, const proto::ToNode& message);
-  void hang_up();             // it ends: so do its connections
+  Uplink& uplink() { return uplink_; }
   void lie(TimePoint until);  // it passes on what is not proven
   std::string describe(catchup::RankKey key) const;
   std::size_t ranks() const { return ranks_.size(); }
-  bool hears(std::uint32_t coordinator, Duration since) const;  // that one as the leader, for so long at least
-  std::uint64_t any_link(Random& chance) const;                 // to a coordinator, as a rule the leader; 0: none
 
   const std::uint32_t node;
   std::unique_ptr<transport::Engine> engine;  // over its rails
@@ -47,18 +41,9 @@ class Daemon final : public Process {
   void look_after(const proto::Inquiry& inquiry);
   void post(Command command);  // to the stream's thread
   void on_caught_up(const catchup::Service::CompletedRank& completed);
-  struct Connection {              // to a coordinator
-    std::uint64_t link = 0;        // 0: none
-    std::uint64_t connecting = 0;  // and not answered yet; also beside one that is not heard
-    TimePoint connect_at{}, heard{};
-  };
-  std::size_t connection_of(std::uint64_t link) const;
-  void lose(std::size_t coordinator);
-  void call(std::uint32_t coordinator);
-  void tell(std::uint64_t link, const proto::FromNode& message);
-  void hang_up(std::uint64_t link);
+  void on_coordinator_up();
+  void on_coordinator_message(const proto::ToNode& message);
   void to_trainer(const LocalRank& rank, Duration most, std::function<void(Trainer&)> message);
-  void act(const membership::LeaderTracker::Actions& actions);
   void carry_out(const membership::Node::Actions& actions);
   void follow_plan(bool other_peers);
   void serve(const LocalRank& rank);
@@ -72,9 +57,8 @@ class Daemon final : public Process {
   std::unique_ptr<catchup::Service> service_;
   std::map<membership::RankConnection, LocalRank> ranks_;
   std::vector<Command> commands_;
-  membership::LeaderTracker tracker_;
-  std::vector<Connection> connections_;
-  TimePoint hears_since_{}, reported_{}, lies_until_{};
+  Uplink uplink_;
+  TimePoint reported_{}, lies_until_{};
   std::uint64_t passed_on_ = 0;  // bytes, as they were counted last
 };
 

@@ -10,19 +10,55 @@ namespace rejoin::sim {
 
 namespace {
 
-constexpr std::array<std::string_view, kFaultKinds> kFaultNames{
-    "kill_trainer",     "hang_trainer",   "slow_trainer",     "kill_replica",
-    "kill_all",         "kill_daemon",    "power_loss",       "kill_coordinator",
-    "crash_in_append",  "disk_full",      "partition",        "one_way_partition",
-    "cut_ring",         "cut_stream",     "damage",           "pause",
-    "lose_rail",        "slow_link",      "damage_at_rest",   "stop_daemon",
-    "stop_coordinator", "stop_some",      "stop_all",         "suspend_node",
-    "slow_disk",        "hang_compute",   "reset_control",    "reset_ring",
-    "reset_stream",     "black_hole",     "refuse_memory",    "drift",
-    "flip_reduced",     "flip_state",     "busy_trainer",     "lose_log",
-    "slow_digest",      "store_away",     "store_cut_off",    "cut_off_from_some",
-    "slow_memory",      "kill_some",      "lying_joiner",     "forget",
-    "forget_control",   "second_process", "stop_introduction"};
+constexpr std::array<std::string_view, kFaultKinds> kFaultNames{"kill_trainer",
+                                                                "hang_trainer",
+                                                                "slow_trainer",
+                                                                "kill_replica",
+                                                                "kill_all",
+                                                                "kill_daemon",
+                                                                "power_loss",
+                                                                "kill_coordinator",
+                                                                "crash_in_append",
+                                                                "disk_full",
+                                                                "partition",
+                                                                "one_way_partition",
+                                                                "cut_ring",
+                                                                "cut_stream",
+                                                                "damage",
+                                                                "pause",
+                                                                "lose_rail",
+                                                                "slow_link",
+                                                                "damage_at_rest",
+                                                                "stop_daemon",
+                                                                "stop_coordinator",
+                                                                "stop_some",
+                                                                "stop_all",
+                                                                "suspend_node",
+                                                                "slow_disk",
+                                                                "hang_compute",
+                                                                "reset_control",
+                                                                "reset_ring",
+                                                                "reset_stream",
+                                                                "black_hole",
+                                                                "refuse_memory",
+                                                                "drift",
+                                                                "flip_reduced",
+                                                                "flip_state",
+                                                                "busy_trainer",
+                                                                "lose_log",
+                                                                "slow_digest",
+                                                                "store_away",
+                                                                "store_cut_off",
+                                                                "cut_off_from_some",
+                                                                "slow_memory",
+                                                                "kill_some",
+                                                                "lying_joiner",
+                                                                "forget",
+                                                                "forget_control",
+                                                                "second_process",
+                                                                "stop_introduction",
+                                                                "kill_relay",
+                                                                "stop_relay"};
 
 constexpr std::array<std::string_view, kMoments> kMomentNames{"at once",        "commit",    "epoch",    "update",
                                                               "catch_up_begun", "caught_up", "promoted", "rank_up"};
@@ -92,6 +128,7 @@ Duration draw_lasting(FaultKind kind, Random& random) {
     case FaultKind::forget_control:
     case FaultKind::second_process:
     case FaultKind::stop_introduction:
+    case FaultKind::stop_relay:
     case FaultKind::slow_disk: return random.of_any_size(10us, 3s);
     case FaultKind::power_loss:  // sometimes a machine is away for so long that the others start without it
       return random.one_in(3) ? random.of_any_size(1s, 6s) : random.of_any_size(1ms, 300ms);

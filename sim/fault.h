@@ -58,10 +58,13 @@ enum class FaultKind : std::uint8_t {
   lying_joiner,    // a node's daemon passes on to other joiners whatever is in the memory of its own, for a while
   forget,          // what lies between forgets the data connections of a rank, or of a node: neither side learns of it
   forget_control,  // … a node's connection to a coordinator, for a while or for ever; new ones pass
-  second_process,  // a second one comes up in a rank's place while the first lives, or is stopped and goes on later
+  second_process,  // another one comes up in a rank's place while the first lives, or is stopped and goes on later
   stop_introduction,  // SIGSTOP of a daemon, between two messages of what it says of itself and its ranks
+  // Where there are relays:
+  kill_relay,  // SIGKILL of the one that a node is behind; it is started again after a while
+  stop_relay,  // SIGSTOP
 };
-constexpr std::size_t kFaultKinds = 47;
+constexpr std::size_t kFaultKinds = 49;
 std::string_view to_string(FaultKind kind);
 
 // When a fault comes: at its time, or when this happens next after it.

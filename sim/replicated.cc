@@ -65,7 +65,7 @@ void ReplicatedCoordinator::carry_out(membership::ReplicatedCoordinator::Actions
   if (!actions.send.empty() || !actions.close.empty()) world_.check_output(*this, actions);
   for (auto& [nodes, message] : actions.send) {
     if (message.has_leads() && is_older(world_.shape.upgrade)) message.mutable_leads()->clear_job();
-    for (auto node : nodes) world_.to_daemon(node.value, message);
+    for (auto node : nodes) world_.to_caller(node.value, message);
   }
   for (const auto& node : actions.close) world_.drop_link(node.value);
 }

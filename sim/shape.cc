@@ -23,6 +23,7 @@ constexpr std::array<std::optional<std::uint32_t>, 8> kFullMesh{
 constexpr std::array<std::uint32_t, 3> kSpares{0, 1, 2};
 constexpr std::array<std::uint32_t, 3> kRanks{1, 2, 3};
 constexpr std::array<std::uint64_t, 3> kCheckpointSteps{0, 1, 10};
+constexpr std::array<std::uint32_t, 8> kRelays{0, 0, 0, 0, 0, 1, 2, 3};
 constexpr std::array<Codings, 8> kCodingsDrawn{Codings::off,   Codings::off,  Codings::off,       Codings::off,
                                                Codings::eight, Codings::four, Codings::automatic, Codings::mixed};
 constexpr std::array<std::string_view, kCodings> kCodingsNames{"off", "8", "4", "auto", "mixed"};
@@ -57,6 +58,7 @@ Shape Shape::of(std::uint64_t seed) {
           .evaluates = often("evaluations", 3),
           .long_updates = often("long updates", 3),
           .coordinators = often("coordinators", 3) ? 3u : 1u,
+          .relays = one_of(kRelays, seed, "relays"),
           .constant_batch = often("constant batch", 3),
           .upgrade = often("upgrade", 3),
           .balance = often("balance", 3),
@@ -92,6 +94,7 @@ std::map<std::string, std::string> Shape::values() const {
           {"evaluates", evaluates ? "y" : "n"},
           {"long updates", long_updates ? "y" : "n"},
           {"coordinators", fmt::format("{}", coordinators)},
+          {"relays", fmt::format("{}", relays)},
           {"constant batch", constant_batch ? "y" : "n"},
           {"upgrade", upgrade ? "y" : "n"},
           {"balance", balance ? "y" : "n"},
@@ -106,7 +109,7 @@ std::map<std::string, std::string> Shape::values() const {
 std::uint64_t direct_bytes(const Shape& shape) { return !shape.direct ? 0 : shape.coded() ? 1024 : 32768; }
 
 std::size_t pairs_of_values() {
-  constexpr std::array<std::size_t, 26> sizes{kReplicas.size(),
+  constexpr std::array<std::size_t, 27> sizes{kReplicas.size(),
                                               kRanks.size(),
                                               2,
                                               2,
@@ -122,6 +125,7 @@ std::size_t pairs_of_values() {
                                               kSpares.size(),
                                               kCheckpointSteps.size(),
                                               kCodings,
+                                              4,  // numbers of relays
                                               2,
                                               2,
                                               2,

@@ -34,6 +34,7 @@ struct Shape {
   bool evaluates = false;              // its trainers do other things between steps, for longer than the silence
   bool long_updates = false;           // some updates of its trainers last up to a second
   std::uint32_t coordinators = 1;      // more than one: they share a store
+  std::uint32_t relays = 0;            // between most of the nodes and the coordinators
   bool constant_batch = false;         // contributors share the samples of all replicas
   bool upgrade = false;                // its processes are of two releases, and each start may be of either
   bool balance = false;                // … or less of them than others where they are slower: some are, for a while

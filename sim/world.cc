@@ -83,9 +83,9 @@ World::World(const Options& options)
       words_stay_(words_random_.one_in(3)),
       damage_at_rest_(shape.replicas),
       checkpoints_(shape.replicas),
-      slow_links_(nodes()),
-      up_blocked_(nodes()),
-      down_blocked_(nodes()) {
+      slow_links_(nodes() + shape.relays),
+      up_blocked_(nodes() + shape.relays),
+      down_blocked_(nodes() + shape.relays) {
   clock_.set(TimePoint(1s));
   decided_at_ = now();
   const auto values = shape.values();
@@ -97,8 +97,9 @@ World::World(const Options& options)
                                       : draw_faults(options.seed, shape.replicas, shape.ranks, kFaultsFor);
   for (auto& ranks : trainers_) ranks.resize(shape.ranks);
   daemons_.resize(nodes());
+  relays_.resize(shape.relays);
   Random clocks = chance("clocks");
-  for (std::uint32_t machine = 0; machine < nodes() + shape.coordinators; ++machine)
+  for (std::uint32_t machine = 0; machine < nodes() + shape.coordinators + shape.relays; ++machine)
     clocks_.push_back(clocks.of_any_size(1us, 1000s));
   suspended_until_.resize(clocks_.size());
   off_until_.resize(clocks_.size());
@@ -108,6 +109,10 @@ World::World(const Options& options)
   }
   for (std::uint32_t i = 0; i < shape.coordinators; ++i)
     supervisor_random_.push_back(chance("supervisor", nodes() + i));
+  for (std::uint32_t i = 0; i < shape.relays; ++i) {
+    control_random_.push_back(chance("control messages", nodes() + i));
+    supervisor_random_.push_back(chance("supervisor", nodes() + shape.coordinators + i));
+  }
   if (shape.old) grow_old();
   speeds_ = options.speeds;
   Random speeds = chance("speeds");
@@ -153,6 +158,7 @@ World::~World() {
   rivals_.clear();
   for (auto& ranks : trainers_) ranks.clear();
   daemons_.clear();
+  relays_.clear();
 }
 
 std::unique_ptr<transport::Engine> World::make_engine(std::uint32_t node, Rails& rails) {
@@ -264,6 +270,7 @@ void World::wake_who_has_events() {
 Outcome World::run() {
   const TimePoint began = now();
   for (std::uint32_t i = 0; i < shape.coordinators; ++i) start_coordinator(i);
+  for (std::uint32_t i = 0; i < shape.relays; ++i) start_relay(i);
   for (std::uint32_t node = 0; node < nodes(); ++node) start_daemon(node);
   for (std::uint32_t replica = 0; replica < shape.replicas; ++replica)
     for (std::uint32_t rank = 0; rank < shape.ranks; ++rank) start_trainer(replica, rank);

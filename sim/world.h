@@ -16,6 +16,7 @@
 #include "sim/coordinator.h"
 #include "sim/daemon.h"
 #include "sim/fault.h"
+#include "sim/relay.h"
 #include "sim/replicated.h"
 #include "sim/shape.h"
 #include "sim/store.h"
@@ -165,12 +166,18 @@ class World {
   Duration computing(const Trainer& trainer, std::uint64_t samples, Duration usual) const;
 
   // ---- the control connections; `link` is the number of one
-  // To a coordinator; on_link_up() says when it has answered.
-  std::uint64_t connect(Daemon& daemon, std::uint32_t coordinator);
-  void close_link(std::uint64_t link);  // by the daemon
-  void to_coordinator(std::uint64_t link, proto::FromNode message);
-  void to_daemon(std::uint64_t link, proto::ToNode message);
-  void drop_link(std::uint64_t link);  // by the coordinator
+  // Who calls: the nodes' daemons by their numbers, and then the relays. Who listens: the coordinators, and then the
+  // relays.
+  std::uint32_t caller_of_relay(std::uint32_t relay) const { return nodes() + relay; }
+  std::vector<std::uint32_t> coordinator_stations() const;
+  std::vector<std::uint32_t> stations_of(std::uint32_t node) const;
+  std::optional<std::uint32_t> relay_of(std::uint32_t node) const;  // behind which it is
+  // Uplink::on_link_up() says when the station has answered.
+  std::uint64_t connect(std::uint32_t caller, std::uint32_t station);
+  void close_link(std::uint64_t link);  // by the caller
+  void to_station(std::uint64_t link, proto::FromNode message);
+  void to_caller(std::uint64_t link, proto::ToNode message);
+  void drop_link(std::uint64_t link);  // by the station
 
   void on_replica_status();  // the coordinator has heard how a replica stands
   // A snapshot that is to stand for so many records, the first of the log, and what they lead to.
@@ -195,9 +202,9 @@ class World {
 
  private:
   struct Link {
-    std::uint32_t node = 0, coordinator = 0;
+    std::uint32_t caller = 0, station = 0;
     TimePoint last_up{}, last_down{};  // deliveries, in order
-    bool accepted = false;             // by the coordinator
+    bool accepted = false;             // by the station
     bool reset = false;                // nothing arrives any more
     TimePoint forgotten_until{};       // by what lies between: nothing arrives until then; TimePoint::max(): never
   };
@@ -223,12 +230,27 @@ class World {
   void start_trainer(std::uint32_t replica, std::uint32_t rank);
   void start_daemon(std::uint32_t node);
   void start_coordinator(std::uint32_t number);
+  void start_relay(std::uint32_t number);
+  void kill_relay(std::uint32_t number, Duration lasting);
+  std::optional<std::uint32_t> draw_relay(std::uint32_t node, Random& random) const;
+  struct Calling {  // null: it is not there
+    Process* process = nullptr;
+    Uplink* uplink = nullptr;
+  };
+  struct Listening {
+    Process* process = nullptr;
+    Station* station = nullptr;
+  };
+  Calling caller(std::uint32_t number);
+  Listening station(std::uint32_t number);
+  std::uint32_t draw_caller(std::uint32_t node, Random& random) const;
+  void drop_links_to(std::uint32_t station);
+  bool hears(std::uint32_t node, std::uint32_t coordinator, Duration since);
   // Whose decisions count; null: nobody's.
   const membership::Coordinator* deciding() const;
   CoordinatorProcess* leader() const;
   std::uint32_t draw_coordinator(Random& random) const;
   bool shared() const { return shape.coordinators > 1; }
-  bool parted(std::uint32_t node, std::uint32_t coordinator) const;
   void part(const Fault& fault, TimePoint until);
   void kill_trainer(std::uint32_t replica, std::uint32_t rank, const std::string& why);
   void end_trainer(Trainer& trainer, const std::string& why, bool gave_up = false);
@@ -270,7 +292,7 @@ class World {
   void damage_bits(const Fault& fault);
   bool somebody_is_wrong() const;
   void drop_who_is_wrong();
-  Duration control_delay(std::uint32_t node, std::uint32_t coordinator, bool up);
+  Duration control_delay(std::uint32_t caller, std::uint32_t station, bool up);
   bool settled() const;
   void on_committed(const proto::LogRecord::Committed& record);
   bool go_on_long();
@@ -285,7 +307,7 @@ class World {
 
   VirtualClock clock_;
   Random failures_random_, plant_random_;
-  std::vector<Random> control_random_;  // by node
+  std::vector<Random> control_random_;  // by caller
   std::vector<Random> supervisor_random_;
   std::vector<Options::Speed> speeds_;
   transport::sim::Fabric fabric_;
@@ -295,10 +317,11 @@ class World {
   std::uint64_t numbers_ = 0, sequence_ = 0;
   std::map<std::pair<TimePoint, std::uint64_t>, std::function<void()>> agenda_;
   std::map<std::uint64_t, Process*> processes_;  // by instance
-  std::vector<Duration> clocks_;                 // by machine: a node each, and the coordinator's
+  std::vector<Duration> clocks_;                 // by machine: a node each, the coordinators' and the relays'
   std::vector<TimePoint> suspended_until_;       // likewise
   std::vector<TimePoint> off_until_;             // … and has no power
   std::vector<std::unique_ptr<Daemon>> daemons_;
+  std::vector<std::unique_ptr<Relay>> relays_;
   std::vector<std::vector<std::unique_ptr<Trainer>>> trainers_;
   struct Rival {  // in the place of one that lives; it is started again until then
     std::unique_ptr<Trainer> trainer;
@@ -308,7 +331,7 @@ class World {
   std::vector<std::unique_ptr<CoordinatorProcess>> coordinators_;
   Store store_;
   std::vector<std::uint64_t> copied_;                                    // records, by coordinator
-  std::map<std::pair<std::uint32_t, std::uint32_t>, TimePoint> parted_;  // node and coordinator, until then
+  std::map<std::pair<std::uint32_t, std::uint32_t>, TimePoint> parted_;  // caller and station, until then
   std::uint64_t epoch_written_ = 0, step_written_ = 0;                   // the highest ever
   std::vector<proto::LogRecord> log_;                                    // what is on disk, or has been in the store
   Bytes disk_;                                                           // … byte for byte
@@ -334,9 +357,9 @@ class World {
   bool bits_damaged_ = false;                                                              // ever
   std::vector<bool> damage_at_rest_;                                                       // by replica: due
   std::vector<std::map<std::uint64_t, std::map<std::uint32_t, Checkpoint>>> checkpoints_;  // by replica, version, rank
-  std::vector<SlowLink> slow_links_;                                                       // by node
+  std::vector<SlowLink> slow_links_;                                                       // by caller
   std::map<std::uint32_t, Interruption> interruptions_;                                    // by node: due
-  std::vector<TimePoint> up_blocked_, down_blocked_;                                       // by node: until then
+  std::vector<TimePoint> up_blocked_, down_blocked_;                                       // by caller: until then
   std::map<std::pair<std::uint32_t, std::uint32_t>, TimePoint> slow_until_;
   struct Memory {  // how it is registered by the process that is that rank next
     std::uint64_t refused = 0;

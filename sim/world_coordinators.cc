@@ -94,21 +94,36 @@ void World::on_claim(std::uint32_t coordinator, const proto::Leader& before, boo
     std::size_t hear = 0;
     for (const auto& member : members)
       for (std::uint32_t rank = 0; rank < shape.ranks; ++rank)
-        if (Daemon* daemon = daemons_[machine_of(member.replica.value, rank)].get();
-            daemon != nullptr && daemon->hears(one->number, std::chrono::milliseconds(150)))
-          ++hear;
+        if (hears(machine_of(member.replica.value, rank), one->number, std::chrono::milliseconds(150))) ++hear;
     if (2 * hear > members.size() * shape.ranks)
       checker_.violate("progress", fmt::format("coordinator {} deposes {}, whom more than half of the ranks hear",
                                                coordinator, one->number));
   }
 }
 
-// One coordinator and some of the nodes.
+// That one as the leader, for so long at least; if it is behind a relay, through that.
+bool World::hears(std::uint32_t node, std::uint32_t coordinator, Duration since) {
+  if (!daemons_[node]) return false;
+  const auto relay = relay_of(node);
+  if (!relay) return daemons_[node]->uplink().hears(coordinator, since);
+  return relays_[*relay] && daemons_[node]->uplink().hears(shape.coordinators + *relay, since) &&
+         relays_[*relay]->uplink().hears(coordinator, since);
+}
+
+std::optional<std::uint32_t> World::draw_relay(std::uint32_t node, Random& random) const {
+  if (shape.relays == 0) return std::nullopt;
+  const auto any = static_cast<std::uint32_t>(random.pick(shape.relays));
+  return relay_of(node).value_or(any);
+}
+
+// One coordinator and some of the nodes, and of the relays.
 void World::part(const Fault& fault, TimePoint until) {
   Random random(fault.detail);
   const std::uint32_t coordinator = draw_coordinator(random);
   for (std::uint32_t node = 0; node < nodes(); ++node)
     if (random.one_in(2)) parted_[{node, coordinator}] = until;
+  for (std::uint32_t relay = 0; relay < shape.relays; ++relay)
+    if (random.one_in(2)) parted_[{caller_of_relay(relay), coordinator}] = until;
 }
 
 }  // namespace rejoin::sim

@@ -68,8 +68,13 @@ void World::happen(const Fault& fault) {
     case FaultKind::kill_coordinator: return kill_coordinator(draw_coordinator(random), "killed");
     case FaultKind::crash_in_append: crash_in_append_ = leader() != nullptr; return;
     case FaultKind::disk_full: disk_full_ = true; return;
-    case FaultKind::partition: down_blocked_[node] = std::max(down_blocked_[node], until); [[fallthrough]];
-    case FaultKind::one_way_partition: up_blocked_[node] = std::max(up_blocked_[node], until); return;
+    case FaultKind::partition:
+    case FaultKind::one_way_partition: {
+      const std::uint32_t cut = draw_caller(node, random);
+      if (fault.kind == FaultKind::partition) down_blocked_[cut] = std::max(down_blocked_[cut], until);
+      up_blocked_[cut] = std::max(up_blocked_[cut], until);
+      return;
+    }
     case FaultKind::cut_ring:
       if (trainer != nullptr)
         for (const auto* rail : trainer->rails) fabric_.cut(*rail);
@@ -113,7 +118,8 @@ void World::happen(const Fault& fault) {
       if (trainer != nullptr) trainer->slow_digest(fault.lasting, until);
       return;
     case FaultKind::reset_control:
-      if (daemon != nullptr) reset_link(daemon->any_link(random));
+      if (const auto of = caller(draw_caller(node, random)); of.process != nullptr)
+        reset_link(of.uplink->any_link(random));
       return;
     case FaultKind::reset_ring:
       if (trainer != nullptr) fabric_.reset(*trainer->rails[random.pick(trainer->rails.size())], random.next());
@@ -122,9 +128,16 @@ void World::happen(const Fault& fault) {
       if (daemon != nullptr) fabric_.reset(*daemon->rails[random.pick(daemon->rails.size())], random.next());
       return;
     case FaultKind::forget_control:
-      if (daemon != nullptr) forget_link(daemon->any_link(random), random.one_in(2) ? TimePoint::max() : until);
+      if (const auto of = caller(draw_caller(node, random)); of.process != nullptr)
+        forget_link(of.uplink->any_link(random), random.one_in(2) ? TimePoint::max() : until);
       return;
     case FaultKind::second_process: return second_process(fault, until);
+    case FaultKind::kill_relay:
+      if (const auto relay = draw_relay(node, random)) kill_relay(*relay, fault.lasting);
+      return;
+    case FaultKind::stop_relay:
+      if (const auto relay = draw_relay(node, random); relay && relays_[*relay]) stop(*relays_[*relay], fault.lasting);
+      return;
     case FaultKind::stop_introduction: return stop_introduction(fault);
     case FaultKind::black_hole: return black_hole(fault, until);
     case FaultKind::forget: return forget(fault);
@@ -211,7 +224,7 @@ void World::stop_introduction(const Fault& fault) {
   interruptions_[node] = {1 + random.pick(3 + 2 * shape.ranks), fault.lasting};
   if (!daemons_[node]) return;
   const auto how = random.pick(3);
-  if (how == 0) reset_link(daemons_[node]->any_link(random));
+  if (how == 0) reset_link(daemons_[node]->uplink().any_link(random));
   if (how == 1) kill_daemon(node);
 }
 

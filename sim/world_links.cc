@@ -1,6 +1,7 @@
 // The connections between daemons and coordinator: in order, late, cut, or never answered. And the rooms that nodes are
 // in, with what lies between; and what coding they are given.
 #include <algorithm>
+#include <numeric>
 #include <set>
 
 #include "base/deadlines.h"
@@ -10,85 +11,129 @@ namespace rejoin::sim {
 
 using namespace std::chrono_literals;
 
-Duration World::control_delay(std::uint32_t node, std::uint32_t coordinator, bool up) {
-  TimePoint blocked = up ? up_blocked_[node] : down_blocked_[node];
-  if (auto cut = parted_.find({node, coordinator}); cut != parted_.end()) blocked = std::max(blocked, cut->second);
-  Duration delay = control_random_[node].between(10us, 310us);
-  if (const SlowLink& link = slow_links_[node]; link.until > now()) delay += up ? link.out : link.in;
+std::optional<std::uint32_t> World::relay_of(std::uint32_t node) const {
+  Random random = chance("relay of a node", node);
+  if (shape.relays == 0 || random.one_in(5)) return std::nullopt;
+  return static_cast<std::uint32_t>(random.pick(shape.relays));
+}
+
+std::vector<std::uint32_t> World::coordinator_stations() const {
+  std::vector<std::uint32_t> all(shape.coordinators);
+  std::iota(all.begin(), all.end(), 0u);
+  return all;
+}
+
+std::vector<std::uint32_t> World::stations_of(std::uint32_t node) const {
+  if (const auto relay = relay_of(node)) return {shape.coordinators + *relay};
+  return coordinator_stations();
+}
+
+World::Calling World::caller(std::uint32_t number) {
+  if (number < nodes()) {
+    Daemon* daemon = daemons_[number].get();
+    return daemon != nullptr ? Calling{daemon, &daemon->uplink()} : Calling{};
+  }
+  Relay* relay = relays_[number - nodes()].get();
+  return relay != nullptr ? Calling{relay, &relay->uplink()} : Calling{};
+}
+
+World::Listening World::station(std::uint32_t number) {
+  if (number < shape.coordinators) return {coordinators_[number].get(), coordinators_[number].get()};
+  Relay* relay = relays_[number - shape.coordinators].get();
+  return {relay, relay};
+}
+
+// What a fault does to the connections of a node may be done to those of its relay.
+std::uint32_t World::draw_caller(std::uint32_t node, Random& random) const {
+  const auto relay = relay_of(node);
+  return relay && random.one_in(2) ? caller_of_relay(*relay) : node;
+}
+
+Duration World::control_delay(std::uint32_t caller, std::uint32_t station, bool up) {
+  TimePoint blocked = up ? up_blocked_[caller] : down_blocked_[caller];
+  if (auto cut = parted_.find({caller, station}); cut != parted_.end()) blocked = std::max(blocked, cut->second);
+  Duration delay = control_random_[caller].between(10us, 310us);
+  if (const SlowLink& link = slow_links_[caller]; link.until > now()) delay += up ? link.out : link.in;
   return blocked > now() ? blocked - now() + delay : delay;
 }
 
 // What is sent over it now; none: it never arrives. What was lost while nothing passed is sent again a while later.
 std::optional<Duration> World::delay_on(const Link& link, bool up) {
-  const Duration delay = control_delay(link.node, link.coordinator, up);
+  const Duration delay = control_delay(link.caller, link.station, up);
   if (link.forgotten_until <= now()) return delay;
   if (link.forgotten_until == TimePoint::max()) return std::nullopt;
-  return link.forgotten_until - now() + control_random_[link.node].between({}, job.silence / 8) + delay;
+  return link.forgotten_until - now() + control_random_[link.caller].between({}, job.silence / 8) + delay;
 }
 
 // Where it is refused: 0. Where nothing answers, it is called again beside that, as Upstream does.
-std::uint64_t World::connect(Daemon& daemon, std::uint32_t coordinator) {
-  if (!coordinators_[coordinator]) return 0;
+std::uint64_t World::connect(std::uint32_t from, std::uint32_t to) {
+  const Listening listening = station(to);
+  if (listening.process == nullptr) return 0;
   const std::uint64_t number = next_number();
   Link& made = links_[number];
-  made.node = daemon.node;
-  made.coordinator = coordinator;
-  TimePoint open = std::max(up_blocked_[daemon.node], down_blocked_[daemon.node]);
-  if (auto cut = parted_.find({daemon.node, coordinator}); cut != parted_.end()) open = std::max(open, cut->second);
+  made.caller = from;
+  made.station = to;
+  TimePoint open = std::max(up_blocked_[from], down_blocked_[from]);
+  if (auto cut = parted_.find({from, to}); cut != parted_.end()) open = std::max(open, cut->second);
   Duration asked{};
   while (now() + asked < open) asked += deadlines::kCallAgain.of(job.silence);
-  deliver(*coordinators_[coordinator], in_order(made.last_up, asked + control_delay(daemon.node, coordinator, true)),
-          [this, number] {
-            auto found = links_.find(number);
-            if (found == links_.end()) return;  // it gave up meanwhile
-            Link& link = found->second;
-            link.accepted = true;
-            if (Daemon* connecting = daemons_[link.node].get(); connecting != nullptr)
-              deliver(*connecting, in_order(link.last_down, control_delay(link.node, link.coordinator, false)),
-                      [connecting, number] { connecting->on_link_up(number); });
-          });
+  deliver(*listening.process, in_order(made.last_up, asked + control_delay(from, to, true)), [this, number] {
+    auto found = links_.find(number);
+    if (found == links_.end()) return;  // it gave up meanwhile
+    Link& link = found->second;
+    link.accepted = true;
+    if (const Calling calling = caller(link.caller); calling.process != nullptr)
+      deliver(*calling.process, in_order(link.last_down, control_delay(link.caller, link.station, false)),
+              [calling, number] { calling.uplink->on_link_up(number); });
+  });
   return number;
 }
 
 void World::drop_link(std::uint64_t number) {
   auto gone = links_.extract(number);
   if (gone.empty()) return;
-  Daemon* daemon = daemons_[gone.mapped().node].get();
-  if (daemon == nullptr) return;
+  const Calling calling = caller(gone.mapped().caller);
+  if (calling.process == nullptr) return;
   const Duration noticed = supervisor_random_[nodes()].between(10us, 1ms);
   const auto delay = delay_on(gone.mapped(), false);
-  if (delay) deliver(*daemon, noticed + *delay, [daemon, number] { daemon->on_link_down(number); });
+  if (delay) deliver(*calling.process, noticed + *delay, [calling, number] { calling.uplink->on_link_down(number); });
+}
+
+void World::drop_links_to(std::uint32_t station) {
+  std::vector<std::uint64_t> its;
+  for (const auto& [link, of] : links_)
+    if (of.station == station) its.push_back(link);
+  for (auto link : its) drop_link(link);
 }
 
 void World::close_link(std::uint64_t number) {
   auto found = links_.find(number);
   if (found == links_.end()) return;
-  CoordinatorProcess* at = coordinators_[found->second.coordinator].get();
   const auto delay = delay_on(found->second, true);
   if (!delay) return;
-  deliver(*at, in_order(found->second.last_up, *delay), [this, number, at] {
-    if (links_.erase(number) > 0) at->on_link_lost(number);
+  const Listening at = station(found->second.station);
+  deliver(*at.process, in_order(found->second.last_up, *delay), [this, number, at] {
+    if (links_.erase(number) > 0) at.station->on_link_lost(number);
   });
 }
 
-void World::to_coordinator(std::uint64_t number, proto::FromNode message) {
+void World::to_station(std::uint64_t number, proto::FromNode message) {
   auto found = links_.find(number);
   if (found == links_.end()) return;
-  CoordinatorProcess* at = coordinators_[found->second.coordinator].get();
   const auto delay = delay_on(found->second, true);
   if (!delay) return;
-  deliver(*at, in_order(found->second.last_up, *delay), [this, number, at, message = std::move(message)] {
+  const Listening at = station(found->second.station);
+  deliver(*at.process, in_order(found->second.last_up, *delay), [this, number, at, message = std::move(message)] {
     auto open = links_.find(number);
-    if (open != links_.end() && !open->second.reset) at->on_message(number, message);
+    if (open != links_.end() && !open->second.reset) at.station->on_message(number, message);
   });
 }
 
-void World::to_daemon(std::uint64_t number, proto::ToNode message) {
+void World::to_caller(std::uint64_t number, proto::ToNode message) {
   auto found = links_.find(number);
   if (found == links_.end()) return;
-  const std::uint32_t node = found->second.node;
-  Daemon* daemon = daemons_[node].get();
-  if (daemon == nullptr) return;
+  const Calling to = caller(found->second.caller);
+  if (to.process == nullptr) return;
   if (const auto& its = message.registered(); message.has_registered()) {
     const PlaceInIncarnation place{its.replica(), its.rank(), its.incarnation()};
     if (owners_.emplace(place, its.instance()).first->second != its.instance())
@@ -97,9 +142,9 @@ void World::to_daemon(std::uint64_t number, proto::ToNode message) {
   }
   const auto delay = delay_on(found->second, false);
   if (!delay) return;
-  deliver(*daemon, in_order(found->second.last_down, *delay), [this, daemon, number, message = std::move(message)] {
+  deliver(*to.process, in_order(found->second.last_down, *delay), [this, to, number, message = std::move(message)] {
     auto open = links_.find(number);
-    if (open == links_.end() || !open->second.reset) daemon->on_control_message(number, message);
+    if (open == links_.end() || !open->second.reset) to.uplink->on_control_message(number, message);
   });
 }
 
@@ -108,13 +153,14 @@ void World::reset_link(std::uint64_t number) {
   auto found = links_.find(number);
   if (found == links_.end() || !found->second.accepted) return;
   found->second.reset = true;
-  Random& random = control_random_[found->second.node];
-  CoordinatorProcess* at = coordinators_[found->second.coordinator].get();
-  deliver(*at, random.of_any_size(1us, 50ms), [this, number, at] {
-    if (links_.erase(number) > 0) at->on_link_lost(number);
+  Random& random = control_random_[found->second.caller];
+  const Listening at = station(found->second.station);
+  deliver(*at.process, random.of_any_size(1us, 50ms), [this, number, at] {
+    if (links_.erase(number) > 0) at.station->on_link_lost(number);
   });
-  if (Daemon* daemon = daemons_[found->second.node].get())
-    deliver(*daemon, random.of_any_size(1us, 50ms), [daemon, number] { daemon->on_link_down(number); });
+  if (const Calling calling = caller(found->second.caller); calling.process != nullptr)
+    deliver(*calling.process, random.of_any_size(1us, 50ms),
+            [calling, number] { calling.uplink->on_link_down(number); });
 }
 
 // What lies between lets nothing through any more of this connection, and tells neither end.

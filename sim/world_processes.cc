@@ -189,7 +189,7 @@ void World::start_daemon(std::uint32_t node) {
 void World::kill_daemon(std::uint32_t node) {
   if (!daemons_[node]) return;
   note("the daemon of node {} is killed", node);
-  daemons_[node]->hang_up();
+  daemons_[node]->uplink().end();
   processes_.erase(daemons_[node]->instance);
   daemons_[node].reset();
   for (Trainer* trainer : trainers_on(node))
@@ -197,6 +197,23 @@ void World::kill_daemon(std::uint32_t node) {
       deliver(*trainer, supervisor_random_[node].between(1us, 1ms),
               [trainer, connection = trainer->connection] { trainer->on_daemon_gone(connection); });
   after(supervisor_random_[node].between(10ms, 200ms), [this, node] { start_daemon(node); });
+}
+
+void World::start_relay(std::uint32_t number) {
+  if (relays_[number]) return;
+  start(relays_[number], std::make_unique<Relay>(*this, number, nodes() + shape.coordinators + number));
+  note("relay {} starts", number);
+}
+
+// Its supervisor starts it again after a while.
+void World::kill_relay(std::uint32_t number, Duration lasting) {
+  if (!relays_[number]) return;
+  note("relay {} is killed", number);
+  relays_[number]->uplink().end();
+  processes_.erase(relays_[number]->instance);
+  drop_links_to(shape.coordinators + number);
+  relays_[number].reset();
+  after(lasting, [this, number] { start_relay(number); });
 }
 
 void World::start_coordinator(std::uint32_t number) {
@@ -236,10 +253,7 @@ void World::kill_coordinator(std::uint32_t number, const std::string& why) {
   // It may be what is being run.
   after({}, [gone = std::shared_ptr<CoordinatorProcess>(std::move(place))] {});
   crash_in_append_ = false;
-  std::vector<std::uint64_t> its;
-  for (const auto& [link, of] : links_)
-    if (of.coordinator == number) its.push_back(link);
-  for (auto link : its) drop_link(link);
+  drop_links_to(number);
   if (shared()) {
     after(supervisor_random_[nodes() + number].between(20ms, 500ms), [this, number] { start_coordinator(number); });
     return;

@@ -1,0 +1,85 @@
+// One process for a place, and who stands between a rank and the coordinator: one fault each, and what it may cost.
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+
+#include "base/log.h"
+#include "base/sanitized.h"
+#include "sim/world.h"
+
+namespace rejoin::sim {
+namespace {
+
+using namespace std::chrono_literals;
+
+constexpr std::uint64_t kOfPlaces = kSanitized ? 2 : 20;
+
+struct Places : testing::Test {
+  void SetUp() override { init_logging("sim", "off"); }
+};
+
+Outcome play_one(FaultKind kind, Duration lasting, std::uint64_t seed, std::uint64_t detail) {
+  const Fault fault{.at = 1s, .kind = kind, .replica = 1, .lasting = lasting, .detail = detail};
+  return play({.seed = seed, .replicas = 3, .ranks = 2, .faults = {{fault}}});
+}
+
+// Of fault.detail: see World::second_process().
+bool stops_the_first(std::uint64_t detail) { return !Random(detail).one_in(3); }
+
+TEST_F(Places, ASecondProcessIsRefusedWhileTheFirstLives) {
+  std::uint64_t came = 0;
+  for (std::uint64_t seed = 0; seed < kOfPlaces; ++seed) {
+    if (stops_the_first(seed) || Shape::of(seed).upgrade) continue;
+    Outcome outcome = play_one(FaultKind::second_process, 100ms, seed, seed);
+    ASSERT_FALSE(outcome.violation) << "seed " << seed << ": " << outcome.violation->invariant << ": "
+                                    << outcome.violation->what;
+    EXPECT_EQ(outcome.counts["the second process stays"], 0u) << "seed " << seed;
+    EXPECT_EQ(outcome.counts["trainer gave up"], outcome.counts["second process"]) << "seed " << seed;
+    EXPECT_EQ(outcome.counts["epoch begun"], 1u) << "seed " << seed;
+    came += outcome.counts["second process"];
+  }
+  if (!kSanitized) EXPECT_GT(came, 3u);
+}
+
+TEST_F(Places, WhoWasReplacedWhileItWasStoppedGoes) {
+  std::uint64_t stayed = 0;
+  for (std::uint64_t seed = 0; seed < kOfPlaces; ++seed) {
+    if (!stops_the_first(seed)) continue;
+    Outcome outcome = play_one(FaultKind::second_process, 2s, seed, seed);
+    ASSERT_FALSE(outcome.violation) << "seed " << seed << ": " << outcome.violation->invariant << ": "
+                                    << outcome.violation->what;
+    stayed += outcome.counts["the second process stays"];
+  }
+  if (!kSanitized) EXPECT_GT(stayed, 3u);
+}
+
+TEST_F(Places, ADaemonThatStopsWithinItsIntroductionIsHeardWhenItGoesOn) {
+  std::uint64_t stopped = 0;
+  for (std::uint64_t seed = 0; seed < kOfPlaces; ++seed)
+    for (const auto lasting : {50ms, 1000ms}) {
+      Outcome outcome = play_one(FaultKind::stop_introduction, lasting, seed, seed);
+      ASSERT_FALSE(outcome.violation) << "seed " << seed << ": " << outcome.violation->invariant << ": "
+                                      << outcome.violation->what;
+      stopped += outcome.counts["stopped within an introduction"];
+    }
+  if (!kSanitized) EXPECT_GT(stopped, 3u);
+}
+
+TEST_F(Places, ARelayThatIsBackWithinTheSilenceCostsNobodyAPlace) {
+  std::uint64_t relays = 0;
+  for (std::uint64_t seed = 0; seed < 3 * kOfPlaces; ++seed)
+    for (const auto kind : {FaultKind::kill_relay, FaultKind::stop_relay}) {
+      const Shape shape = Shape::of(seed);
+      if (shape.relays == 0 || shape.upgrade) continue;
+      Outcome outcome = play_one(kind, 60ms, seed, seed);
+      const std::string what = fmt::format("{} with seed {}", to_string(kind), seed);
+      ASSERT_FALSE(outcome.violation) << what << ": " << outcome.violation->invariant << ": "
+                                      << outcome.violation->what;
+      EXPECT_EQ(outcome.counts["trainer gave up"], 0u) << what;
+      EXPECT_EQ(outcome.counts["epoch begun"], 1u) << what;
+      relays += shape.relays;
+    }
+  if (!kSanitized) EXPECT_GT(relays, 3u);
+}
+
+}  // namespace
+}  // namespace rejoin::sim
