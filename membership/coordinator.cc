@@ -154,7 +154,7 @@ void Coordinator::on_reduced(NodeId node, const proto::Reduced& reduced) {
       reduced.step() != committed_.value + 1)
     return;  // stale
   const RankSet ranks(reduced.ranks(), config_.ranks);
-  if (is_of_strangers(node, reduced.replica(), ranks)) return;
+  if (is_of_strangers(node, reduced.replica(), RankSet(reduced.ranks(), ~std::uint64_t{0}))) return;
   members_.add_reduced(*m, ranks);
   m->computed.add(plausible(reduced.compute_us()));
   audit_.on_reduced(m->replica, reduced);

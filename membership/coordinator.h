@@ -245,6 +245,7 @@ class Coordinator {
   static bool of_one_position(const ReplicaState& replica);
   std::uint64_t keep_brought(const Samples& trained);
   std::vector<std::string> strangers() const;
+  const RankState* registered_at(const RankPlace& place) const;
   bool is_of_strangers(NodeId node, std::uint32_t replica, const RankSet& ranks) const;
   std::optional<Step> newest(const std::vector<ReplicaId>& replicas) const;
   bool send_back_mixed(const std::vector<ReplicaId>& replicas, std::optional<Step> newest);

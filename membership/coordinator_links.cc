@@ -28,7 +28,7 @@ void Coordinator::on_replica_status(NodeId node, const proto::ReplicaStatus& sta
   auto found = replicas_.find(ReplicaId(status.replica()));
   if (found == replicas_.end() || found->second.incarnation.value != status.incarnation()) return;
   const RankSet named(status.ranks(), config_.ranks);
-  if (is_of_strangers(node, status.replica(), named)) return;
+  if (is_of_strangers(node, status.replica(), RankSet(status.ranks(), ~std::uint64_t{0}))) return;
   if (status.caught_up()) found->second.caught_up.add(named);
   ConnectedRanks current{.ranks = {},
                          .links = Incarnations(status.links(), ~std::uint64_t{0}),

@@ -20,11 +20,11 @@ Screened Coordinator::screen(NodeId node, const proto::RankUp& up) {
     refuse(node, up, why, std::move(reason));
     return Screened::handled;
   };
+  if (screen_log(node, up) == Screened::handled) return Screened::handled;  // also of a place that a larger job has
   if (up.replica() >= config_.replicas || up.rank() >= config_.ranks)
     return refused(refusals::Why::job,
                    fmt::format("replica {} rank {} is outside this job of {} replicas × {} ranks, both numbered from 0",
                                up.replica(), up.rank(), config_.replicas, config_.ranks));
-  if (screen_log(node, up) == Screened::handled) return Screened::handled;
   if (finished() && up.incarnation() == 0) {
     send_finished(node, up);
     return Screened::handled;
@@ -122,7 +122,10 @@ Screened Coordinator::screen_log(NodeId node, const proto::RankUp& up) {
         up.replica(), up.rank(), up.job(), up.heard_committed(), job_, committed_,
         runs() ? "give its daemon that job's --connect" : "start the coordinator with that job's --log-directory");
     warn("{}", what);
-    strangers_[RankPlace::of(up)] = {node, up.instance(), std::move(what)};
+    constexpr std::size_t most_elsewhere = 256;  // in places that this job does not have
+    const bool has_place = up.replica() < config_.replicas && up.rank() < config_.ranks;
+    if (has_place || strangers_.size() < std::size_t{config_.replicas} * config_.ranks + most_elsewhere)
+      strangers_[RankPlace::of(up)] = {node, up.instance(), std::move(what)};
     return Screened::handled;
   }
   if (up.heard_epoch() <= epoch_.value && up.heard_committed() <= most_committed_.value) return Screened::goes_on;

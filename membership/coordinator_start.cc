@@ -58,11 +58,17 @@ void Coordinator::try_start() {
 // wrong one, and they have their job's state.
 std::vector<std::string> Coordinator::strangers() const {
   std::vector<std::string> all;
-  for (const auto& [place, stranger] : strangers_) {
-    const auto found = replicas_.find(place.replica);
-    if (found == replicas_.end() || !found->second.ranks[place.rank.value].registered) all.push_back(stranger.what);
-  }
+  for (const auto& [place, stranger] : strangers_)
+    if (registered_at(place) == nullptr) all.push_back(stranger.what);
   return all;
+}
+
+// Null also where this job has no such place, and another one has.
+const RankState* Coordinator::registered_at(const RankPlace& place) const {
+  const auto found = replicas_.find(place.replica);
+  if (found == replicas_.end() || place.rank.value >= found->second.ranks.size()) return nullptr;
+  const RankState& there = found->second.ranks[place.rank.value];
+  return there.registered ? &there : nullptr;
 }
 
 // Each job counts its epochs and incarnations from 1: what they report must not be taken for what this job's ranks do.
@@ -70,10 +76,8 @@ bool Coordinator::is_of_strangers(NodeId node, std::uint32_t replica, const Rank
   return std::ranges::any_of(strangers_, [&](const auto& one) {
     const auto& [place, stranger] = one;
     if (stranger.node != node || place.replica.value != replica || !ranks.contains(place.rank.value)) return false;
-    const auto found = replicas_.find(place.replica);
-    if (found == replicas_.end()) return true;
-    const RankState& here = found->second.ranks[place.rank.value];
-    return !(here.registered && here.node == node);
+    const RankState* here = registered_at(place);
+    return here == nullptr || here->node != node;
   });
 }
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "membership/coordinator.h"
+#include "membership/store.h"
 #include "sim/uplink.h"
 
 namespace rejoin::sim {
@@ -15,6 +16,8 @@ class CoordinatorProcess : public Process, public Station {
       : Process(process, at, chance), number(of) {}
   void welcome(World& world, std::uint64_t link, const proto::FromNode& message);  // as NodeListener does
   virtual const membership::Coordinator* decisions() const = 0;                    // null: it takes none
+  virtual void on_answer(const membership::StoreAnswer&) {}                        // of its store
+  virtual bool of_the_job() const { return true; }                                 // this one, and no other
   const std::uint32_t number;                                                      // among the coordinators
 };
 

@@ -57,6 +57,7 @@ constexpr std::array<std::string_view, kFaultKinds> kFaultNames{"kill_trainer",
                                                                 "forget_control",
                                                                 "second_process",
                                                                 "stop_introduction",
+                                                                "other_job",
                                                                 "kill_relay",
                                                                 "stop_relay"};
 
@@ -98,6 +99,12 @@ std::string to_string(const Fault& fault) {
                      fault.lasting > Duration{} ? fmt::format(" for {:.1f} ms", milliseconds(fault.lasting)) : "");
 }
 
+Result<FaultKind> parse_fault(std::string_view name) {
+  const auto found = std::find(kFaultNames.begin(), kFaultNames.end(), name);
+  if (found != kFaultNames.end()) return static_cast<FaultKind>(found - kFaultNames.begin());
+  return fail(ErrorCode::invalid_argument, "no fault '{}'; there are: {}", name, fmt::join(kFaultNames, ", "));
+}
+
 Result<Plant> parse_plant(std::string_view name) {
   const auto found = std::find(kPlantNames.begin(), kPlantNames.end(), name);
   if (found != kPlantNames.end()) return static_cast<Plant>(found - kPlantNames.begin());
@@ -128,6 +135,7 @@ Duration draw_lasting(FaultKind kind, Random& random) {
     case FaultKind::forget_control:
     case FaultKind::second_process:
     case FaultKind::stop_introduction:
+    case FaultKind::other_job:
     case FaultKind::stop_relay:
     case FaultKind::slow_disk: return random.of_any_size(10us, 3s);
     case FaultKind::power_loss:  // sometimes a machine is away for so long that the others start without it
@@ -138,7 +146,8 @@ Duration draw_lasting(FaultKind kind, Random& random) {
 
 }  // namespace
 
-std::vector<Fault> draw_faults(std::uint64_t seed, std::uint32_t replicas, std::uint32_t ranks, Duration end) {
+std::vector<Fault> draw_faults(std::uint64_t seed, std::uint32_t replicas, std::uint32_t ranks, Duration end,
+                               std::optional<FaultKind> often) {
   // Which kinds this seed knows, and how often: some seeds are calm, some know one kind only, some know all.
   std::array<std::uint64_t, kFaultKinds> weights{};
   Random kinds(seed, "kinds of faults");
@@ -148,6 +157,7 @@ std::vector<Fault> draw_faults(std::uint64_t seed, std::uint32_t replicas, std::
     weights[kinds.pick(kFaultKinds)] = 1;
   std::uint64_t total = 0;
   for (auto weight : weights) total += weight;
+  if (often) weights[static_cast<std::size_t>(*often)] += total, total *= 2;
   const std::array<Duration, 5> gaps{std::chrono::milliseconds(20), std::chrono::milliseconds(60),
                                      std::chrono::milliseconds(150), std::chrono::milliseconds(400),
                                      std::chrono::milliseconds(1000)};

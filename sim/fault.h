@@ -1,6 +1,7 @@
 // What can go wrong, and when: drawn from a seed, or given.
 #pragma once
 
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -60,12 +61,14 @@ enum class FaultKind : std::uint8_t {
   forget_control,  // … a node's connection to a coordinator, for a while or for ever; new ones pass
   second_process,  // another one comes up in a rank's place while the first lives, or is stopped and goes on later
   stop_introduction,  // SIGSTOP of a daemon, between two messages of what it says of itself and its ranks
+  other_job,          // at a coordinator's address there is another job's for a while
   // Where there are relays:
   kill_relay,  // SIGKILL of the one that a node is behind; it is started again after a while
   stop_relay,  // SIGSTOP
 };
-constexpr std::size_t kFaultKinds = 49;
+constexpr std::size_t kFaultKinds = 50;
 std::string_view to_string(FaultKind kind);
+Result<FaultKind> parse_fault(std::string_view name);
 
 // When a fault comes: at its time, or when this happens next after it.
 enum class Moment : std::uint8_t { at_once, commit, epoch, update, catch_up_begun, caught_up, promoted, rank_up };
@@ -82,8 +85,9 @@ struct Fault {
 };
 std::string to_string(const Fault& fault);
 
-// At rates that the seed decides, from rare to hail, until `end`.
-std::vector<Fault> draw_faults(std::uint64_t seed, std::uint32_t replicas, std::uint32_t ranks, Duration end);
+// At rates that the seed decides, from rare to hail, until `end`. `often`: this kind as often as all others together.
+std::vector<Fault> draw_faults(std::uint64_t seed, std::uint32_t replicas, std::uint32_t ranks, Duration end,
+                               std::optional<FaultKind> often = {});
 
 // Bugs built into the simulated cluster on purpose, to see whether the checkers find them.
 enum class Plant : std::uint8_t {

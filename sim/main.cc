@@ -27,7 +27,7 @@ struct Settings {
   unsigned jobs = std::max(1u, std::thread::hardware_concurrency());
   bool trace = false, minimise = true, scale = false, stalls = false;
   std::uint32_t scale_replicas = 0;
-  std::string plant = "none";
+  std::string plant = "none", often;
   Options options;
 };
 
@@ -307,6 +307,7 @@ int main(int argc, char** argv) {
       .range(1, 7);
   line.flag("--trace", settings.trace, "with --seed: everything that happened");
   line.flag("!--no-minimise", settings.minimise, "of a failure: don't look for the faults that are enough");
+  line.add("--often", settings.often, "this kind of fault as often as all others together");
   line.add("--plant", settings.plant, "a bug built in on purpose, to see it found").show_default();
   line.add("--ignore", settings.options.ignore, "an invariant not to check, to see what else breaks");
   line.flag("--stalls", settings.stalls, "instead: what one failure of each kind costs the others, as JSON");
@@ -319,6 +320,11 @@ int main(int argc, char** argv) {
   auto plant = sim::parse_plant(settings.plant);
   if (!plant) return fmt::print(stderr, "rejoin-sim: --plant: {}\n", plant.error().message), 1;
   settings.options.plant = *plant;
+  if (!settings.often.empty()) {
+    auto often = sim::parse_fault(settings.often);
+    if (!often) return fmt::print(stderr, "rejoin-sim: --often: {}\n", often.error().message), 1;
+    settings.options.often = *often;
+  }
   if (settings.long_steps) return sim::long_job(*settings.long_steps);
   if (settings.scale) return sim::scale(settings.scale_replicas);
   if (settings.stalls) return sim::stalls(settings);

@@ -21,7 +21,9 @@ ReplicatedCoordinator::ReplicatedCoordinator(World& world, std::uint32_t of, std
 
 void ReplicatedCoordinator::tick() { carry_out(machine_->on_tick(world_.now_at(machine))); }
 
-void ReplicatedCoordinator::on_message(std::uint64_t link, const proto::FromNode& message) {
+void ReplicatedCoordinator::on_message(std::uint64_t link, const proto::FromNode& said) {
+  proto::FromNode message = said;
+  if (message.has_leader_view() && is_older(world_.shape.upgrade)) message.mutable_leader_view()->clear_job();
   welcome(world_, link, message);
   if (world_.planted(Plant::claim_without_majority) && message.has_leader_view() && world_.plant_due()) {
     proto::FromNode forged = message;

@@ -13,7 +13,7 @@ class ReplicatedCoordinator final : public CoordinatorProcess {
   void on_message(std::uint64_t link, const proto::FromNode& message) override;
   void on_link_lost(std::uint64_t link) override;
   const membership::Coordinator* decisions() const override { return machine_->leading(); }
-  void on_answer(const membership::StoreAnswer& answer);
+  void on_answer(const membership::StoreAnswer& answer) override;
   std::string describe() const;
 
  private:

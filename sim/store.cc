@@ -20,7 +20,8 @@ constexpr std::size_t kBefore = 8, kEntriesOfARead = 5;
 
 }  // namespace
 
-Store::Store(World& world) : world_(world), random_(world.chance("store")) {}
+Store::Store(World& world, Judged judged)
+    : world_(world), judged_(judged == Judged::yes), random_(world.chance("store", judged_ ? 0 : 1)) {}
 
 void Store::begin_with(const std::vector<proto::LogRecord>& records) {
   if (records.empty()) return;
@@ -79,7 +80,7 @@ StoreAnswer Store::execute(std::uint32_t coordinator, const StoreRequest& reques
     switch (request.kind) {
       case Kind::read: break;
       case Kind::claim:
-        world_.on_claim(coordinator, leader_, late);
+        if (judged_) world_.on_claim(coordinator, leader_, late);
         led_until_[leader_.instance()] = world_.now();
         state_.leader_revision = revision_;
         state_.leader = request.value;
@@ -92,7 +93,7 @@ StoreAnswer Store::execute(std::uint32_t coordinator, const StoreRequest& reques
         if (!done) break;
         proto::LogRecord taken;
         REJOIN_CHECK(taken.ParseFromString(request.value), "a snapshot that can't be read");
-        world_.compare_with_log(taken, request.position);
+        if (judged_) world_.compare_with_log(taken, request.position);
         state_.begin = request.whole ? request.position : state_.snapshot_position;
         state_.snapshot_position = request.position;
         state_.snapshot = std::make_shared<const std::string>(request.value);
@@ -120,7 +121,8 @@ bool Store::append(const StoreRequest& request) {
   state_.log[request.position] = std::make_shared<const std::string>(request.value);
   // A late repetition of one that has gone into a snapshot is before the log, where nobody reads.
   if (request.position < state_.begin) return true;
-  for (const auto& record : entry.records()) world_.on_shared_record(record);
+  if (judged_)
+    for (const auto& record : entry.records()) world_.on_shared_record(record);
   return true;
 }
 

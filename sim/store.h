@@ -16,7 +16,8 @@ class World;
 
 class Store {
  public:
-  explicit Store(World& world);
+  enum class Judged : std::uint8_t { no, yes };  // what is written there is the job's
+  explicit Store(World& world, Judged judged = Judged::yes);
   // Of the coordinator of this number, whose process is `instance`; the answer goes to it.
   void submit(std::uint32_t coordinator, std::uint64_t instance, const membership::StoreRequest& request);
   void begin_with(const std::vector<proto::LogRecord>& records);
@@ -45,6 +46,7 @@ class Store {
   void answer_with(std::uint64_t instance, Duration delay, membership::StoreAnswer answer);
 
   World& world_;
+  const bool judged_;
   Random random_;
   State state_;
   std::deque<State> before_;  // the last few

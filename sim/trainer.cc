@@ -219,8 +219,10 @@ void Trainer::run() {
   const TimePoint now = world_.now_at(machine);
   driver_->notice(now);
   const bool deaf = world_.planted(Plant::deaf_rank) && rank == 0 && world_.now().time_since_epoch() > 2s;
-  for (const auto& message : std::exchange(inbox_, {}))
+  for (const auto& message : std::exchange(inbox_, {})) {
+    if (message.has_registered() && incarnation() == Incarnation{}) job_ = message.registered().job();
     if (!deaf || !message.has_plan()) driver_->on_control_message(message, now);
+  }
   const auto outcomes = driver_->outcomes();
   driver_->poll(now);
   for (auto& report : driver_->take_reports()) unsent_.push_back(std::move(report));
@@ -234,7 +236,7 @@ void Trainer::run() {
   }
   send_all();
   if (driver_->failure()) return world_.trainer_exits(*this, driver_->failure()->message);
-  world_.checker().on_gradient_log(replica, rank, state_->gradient_log_bytes(), model_.gradient_log_budget());
+  checker().on_gradient_log(replica, rank, state_->gradient_log_bytes(), model_.gradient_log_budget());
 
   const bool free = now >= evaluates_until_ && world_.now() >= between_steps_until_;
   if (stage_ == Stage::waiting && free && driver_->step() && driver_->step()->step > last_) begin_step();
@@ -254,9 +256,9 @@ void Trainer::begin_step() {
   check_ahead(std::exchange(step_, *driver_->step()));
   driver_->take(step_.step, world_.now_at(machine));
   gradients_.reset();
-  world_.checker().on_begun(rank, incarnation(), {rank_instance, world_.coding_of(*this)});
+  checker().on_begun(rank, incarnation(), {rank_instance, world_.coding_of(*this)});
   if (step_.contributes && !std::exchange(current_, true))
-    world_.checker().on_state(replica, rank, rank_instance, step_.step - 1, state_digest());
+    checker().on_state(replica, rank, rank_instance, step_.step - 1, state_digest());
   stage_ = Stage::reducing;
   if (!step_.contributes) return world_.wake(*this);
   world_.checker().on_told_who_leads(replica, rank, incarnation(), step_.step, step_.leads);
@@ -270,8 +272,10 @@ void Trainer::check_ahead(const StepView& before) {
   const auto said = before.ahead.batches(1);
   if (said.empty()) return;  // more was handed back than a plan tells
   world_.count("step foretold");
-  if (said[0] != step_.batch) world_.checker().violate("exactly-once", "a step has other samples than were foretold");
+  if (said[0] != step_.batch) checker().violate("exactly-once", "a step has other samples than were foretold");
 }
+
+Checker& Trainer::checker() { return world_.checker_of(*this); }
 
 std::uint64_t Trainer::state_digest() const {
   std::vector<Model::Views> moments(weights_.size());
@@ -287,7 +291,8 @@ void Trainer::compute() {
   stage_ = Stage::reducing;
   if (world_.planted(Plant::wrong_batch) && world_.plant_due() && !step_.batch.empty())
     ++step_.batch[0].begin, ++step_.batch[0].end;
-  world_.on_loss(replica, rank, step_.step, model_.backward(rank, weights_, gradient_views_, step_.batch));
+  const double loss = model_.backward(rank, weights_, gradient_views_, step_.batch);
+  if (world_.is_of_the_job(*this)) world_.on_loss(replica, rank, step_.step, loss);
   for (const auto gradient : gradient_views_)
     for (float& value : gradient) value *= static_cast<float>(step_.weight);
   gradients_ = digest(state_->gradients());

@@ -9,6 +9,7 @@
 
 namespace rejoin::sim {
 
+class Checker;
 class World;
 
 class Trainer final : public Process {
@@ -34,6 +35,8 @@ class Trainer final : public Process {
   bool reduced(std::uint64_t step) const {
     return driver_->machine().reduced() && driver_->machine().step().value == step;
   }
+  bool heard_a_plan() const { return driver_->machine().epoch() != Epoch{}; }
+  std::uint64_t job() const { return job_; }  // in which it is registered; 0: not known, or in none
   Incarnation incarnation() const { return driver_->machine().incarnation(); }
 
   const std::uint32_t replica, rank;
@@ -50,6 +53,7 @@ class Trainer final : public Process {
   enum class Stage { waiting, computing, reducing, updating };
   void send_all();
   std::uint64_t state_digest() const;
+  Checker& checker();  // of its job
   void digest_aside(std::function<void()> work);
   void begin_step();
   void check_ahead(const StepView& before);
@@ -78,6 +82,7 @@ class Trainer final : public Process {
   bool prepared_ = false;  // its memory is registered
   std::uint64_t version_at_join_ = 0, digest_at_join_ = 0;
   membership::Samples trained_at_join_;
+  std::uint64_t job_ = 0;
   bool welcome_ = false;
   TimePoint last_arrival_{};  // when the last message to the daemon arrives
   std::vector<proto::FromNode> unsent_;

@@ -8,10 +8,10 @@ void Trainer::begin_update() {
   stage_ = Stage::updating;
   world_.on_moment(Moment::update, replica);
   contributed_ = driver_->committed() >= step_.step ? driver_->committed_contributes() : step_.contributes;
-  auto& checker = world_.checker();
-  checker.on_reduced(replica, rank, step_.step, state_->buckets());
+  auto& judge = checker();
+  judge.on_reduced(replica, rank, step_.step, state_->buckets());
   if (contributed_ && gradients_)
-    checker.on_trained(replica, rank, step_.step, step_.batch, *gradients_, digest(state_->gradients()));
+    judge.on_trained(replica, rank, step_.step, step_.batch, *gradients_, digest(state_->gradients()));
   if (!contributed_) damage_at_rest();
   updates_ = *state_->begin_update(Step(step_.step), contributed_, driver_->committed_contributors());
   in(update_lasts(), &Trainer::end_update);
@@ -79,10 +79,11 @@ void Trainer::end_update() {
     floats(state_->column({0}, 0))[instance % 300] += 1e-3f;
     world_.went_wrong(*this, last_);
   }
-  if (contributed_) world_.checker().on_state(replica, rank, rank_instance, last_, state_digest());
+  if (contributed_) checker().on_state(replica, rank, rank_instance, last_, state_digest());
   // Replicas write at different steps, so that their checkpoints differ in age.
   const auto every = world_.shape.checkpoint_steps;
-  if (contributed_ && every > 0 && (last_ + replica) % every == 0 && !world_.checker().wrong(rank_instance))
+  if (contributed_ && every > 0 && world_.is_of_the_job(*this) && (last_ + replica) % every == 0 &&
+      !checker().wrong(rank_instance))
     write_checkpoint();
   if (Daemon* daemon = world_.daemon_of(machine)) world_.wake(*daemon);  // the doorbell
   if (world_.shape.evaluates && random.one_in(60)) evaluate();

@@ -73,6 +73,8 @@ World::World(const Options& options)
                 .follows_times = shape.codings == Codings::automatic,
                 .direct_bytes = direct_bytes(shape),
                 .factor = [this](std::uint64_t step) { return shape.factor(step); }}),
+      of_others_(options_.ignore, model(), shape.ranks,
+                 {.coded = false, .follows_times = false, .direct_bytes = 0, .factor = {}}),
       trainers_(shape.replicas),
       coordinators_(shape.coordinators),
       store_(*this),
@@ -92,9 +94,10 @@ World::World(const Options& options)
   for (auto one = values.begin(); one != values.end(); ++one)
     for (auto other = values.begin(); other != one; ++other)
       count(fmt::format("pair: {} {}, {} {}", other->first, other->second, one->first, one->second));
-  outcome_.faults = options.faults    ? *options.faults
-                    : options.run_for ? std::vector<Fault>{}
-                                      : draw_faults(options.seed, shape.replicas, shape.ranks, kFaultsFor);
+  outcome_.faults = options.faults ? *options.faults
+                    : options.run_for
+                        ? std::vector<Fault>{}
+                        : draw_faults(options.seed, shape.replicas, shape.ranks, kFaultsFor, options.often);
   for (auto& ranks : trainers_) ranks.resize(shape.ranks);
   daemons_.resize(nodes());
   relays_.resize(shape.relays);
@@ -138,6 +141,7 @@ void World::grow_old() {
   auto& of_job = *log_.emplace_back().mutable_job();
   of_job.set_replicas(job.replicas);
   of_job.set_ranks(job.ranks);
+  of_job.set_id(job.id);
   of_job.set_batch(job.batch);
   membership::put_rule(job.links, of_job);
   of_job.set_constant_batch(job.constant_batch);

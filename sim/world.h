@@ -34,6 +34,7 @@ struct Options {
   Plant plant = Plant::none;
   std::string ignore;                        // an invariant that is not checked, to see what else breaks
   std::optional<std::vector<Fault>> faults;  // otherwise drawn from the seed
+  std::optional<FaultKind> often;            // … this kind as often as all others together
   bool trace = false;                        // keep all of it, not only the end
   const Model* model = nullptr;              // otherwise noise_model()
   std::optional<bool> balance;               // batches by speed; otherwise as the seed has it
@@ -185,6 +186,12 @@ class World {
 
   // ---- several coordinators and their store
   Store& store() { return store_; }
+  // ---- another job (world_other_job.cc)
+  std::uint64_t id_of_the_job() const;  // as its log has it; 0: none has
+  bool is_of_the_job(const Trainer& trainer) const { return trainer.job() == 0 || trainer.job() == id_of_the_job(); }
+  Checker& checker_of(const Trainer& trainer) { return is_of_the_job(trainer) ? checker_ : of_others_; }
+  void check_that_it_sends_nobody_away(const proto::ToNode& message);
+
   void answer_coordinator(std::uint64_t instance, Duration delay, membership::StoreAnswer answer);
   void on_shared_record(const proto::LogRecord& record);  // is in the store's log
   void on_claim(std::uint32_t coordinator, const proto::Leader& before, bool late);
@@ -245,6 +252,8 @@ class World {
   Listening station(std::uint32_t number);
   std::uint32_t draw_caller(std::uint32_t node, Random& random) const;
   void drop_links_to(std::uint32_t station);
+  void begin_other_job(const Fault& fault, TimePoint until);
+  void end_strangers();
   bool hears(std::uint32_t node, std::uint32_t coordinator, Duration since);
   // Whose decisions count; null: nobody's.
   const membership::Coordinator* deciding() const;
@@ -312,6 +321,7 @@ class World {
   std::vector<Options::Speed> speeds_;
   transport::sim::Fabric fabric_;
   Checker checker_;
+  Checker of_others_;  // who are of another job; nobody asks it
   Survivors survivors_;
   Outcome outcome_;
   std::uint64_t numbers_ = 0, sequence_ = 0;
@@ -335,6 +345,15 @@ class World {
   std::uint64_t epoch_written_ = 0, step_written_ = 0;                   // the highest ever
   std::vector<proto::LogRecord> log_;                                    // what is on disk, or has been in the store
   Bytes disk_;                                                           // … byte for byte
+  struct OtherJob {
+    membership::JobConfig config;
+    std::vector<proto::LogRecord> log;  // of its coordinator, if that is one
+    Store* store = nullptr;             // of its coordinators
+    TimePoint until{};
+  };
+  OtherJob other_;                                    // the last
+  std::uint64_t other_jobs_ = 0;                      // ever
+  std::vector<std::unique_ptr<Store>> other_stores_;  // all: answers may be on their way
   bool crash_in_append_ = false, disk_full_ = false;
   Duration slow_append_{};
   std::uint64_t logs_lost_ = 0;
@@ -349,7 +368,7 @@ class World {
   std::optional<Step> last_roll_back_;
   Random words_random_;
   const bool words_stay_;
-  using PlaceInIncarnation = std::tuple<std::uint32_t, std::uint32_t, std::uint64_t>;
+  using PlaceInIncarnation = std::tuple<std::uint64_t, std::uint32_t, std::uint32_t, std::uint64_t>;  // job first
   std::map<PlaceInIncarnation, std::uint64_t> owners_;  // the instances that were told so
   TimePoint roll_back_wanted_since_{};
   std::vector<Fault> waiting_faults_;  // for their moments

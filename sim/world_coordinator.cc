@@ -20,6 +20,7 @@ void World::let_operator_act() {
               fmt::format("its operator lets the job go back to step {}", *wanted));
   }
   if (deciding() != nullptr && deciding()->stopped()) drop_who_is_wrong();
+  end_strangers();
   after(job.silence / 4, [this] { let_operator_act(); });
 }
 
@@ -151,7 +152,7 @@ void World::add_holder(Survivors::Holders& holders, std::uint32_t replica,
                        const std::function<bool(const Trainer&)>& holds) const {
   std::vector<std::uint64_t> processes;
   for (const auto& trainer : trainers_[replica])  // of two in a place either may be made to leave
-    if (trainer && !trainer->ended && !has_rival(replica, trainer->rank) && holds(*trainer))
+    if (trainer && !trainer->ended && is_of_the_job(*trainer) && !has_rival(replica, trainer->rank) && holds(*trainer))
       processes.push_back(trainer->instance);
   if (processes.size() == shape.ranks) holders[replica] = std::move(processes);
 }

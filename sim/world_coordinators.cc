@@ -10,7 +10,7 @@
 namespace rejoin::sim {
 
 CoordinatorProcess* World::leader() const {
-  if (!shared()) return coordinators_[0].get();
+  if (!shared()) return coordinators_[0] && coordinators_[0]->of_the_job() ? coordinators_[0].get() : nullptr;
   for (const auto& one : coordinators_)
     if (one && one->decisions() != nullptr && one->instance == store_.leader().instance()) return one.get();
   return nullptr;
@@ -32,7 +32,7 @@ std::uint32_t World::draw_coordinator(Random& random) const {
 void World::answer_coordinator(std::uint64_t instance, Duration delay, membership::StoreAnswer answer) {
   auto found = processes_.find(instance);
   if (found == processes_.end()) return;
-  auto* to = dynamic_cast<ReplicatedCoordinator*>(found->second);
+  auto* to = dynamic_cast<CoordinatorProcess*>(found->second);
   deliver(*to, delay, [to, answer = std::move(answer)] { to->on_answer(answer); });
 }
 

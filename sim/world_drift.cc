@@ -23,7 +23,7 @@ void World::damage_bits(const Fault& fault) {
 }
 
 void World::went_wrong(const Trainer& trainer, std::uint64_t version) {
-  if (checker_.wrong(trainer.rank_instance)) return;
+  if (checker_.wrong(trainer.rank_instance) || !is_of_the_job(trainer)) return;
   // Within the period; a joiner's finding may make it begin anew once.
   checker_.on_wrong(trainer.rank_instance, version, 2 * job.audit.period + 1);
   note("replica {} rank {} has another state than its peers from version {} on", trainer.replica, trainer.rank,

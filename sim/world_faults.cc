@@ -132,6 +132,7 @@ void World::happen(const Fault& fault) {
         forget_link(of.uplink->any_link(random), random.one_in(2) ? TimePoint::max() : until);
       return;
     case FaultKind::second_process: return second_process(fault, until);
+    case FaultKind::other_job: return begin_other_job(fault, until);
     case FaultKind::kill_relay:
       if (const auto relay = draw_relay(node, random)) kill_relay(*relay, fault.lasting);
       return;

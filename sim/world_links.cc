@@ -135,7 +135,7 @@ void World::to_caller(std::uint64_t number, proto::ToNode message) {
   const Calling to = caller(found->second.caller);
   if (to.process == nullptr) return;
   if (const auto& its = message.registered(); message.has_registered()) {
-    const PlaceInIncarnation place{its.replica(), its.rank(), its.incarnation()};
+    const PlaceInIncarnation place{its.job(), its.replica(), its.rank(), its.incarnation()};
     if (owners_.emplace(place, its.instance()).first->second != its.instance())
       checker_.violate("one-decision", fmt::format("two processes are replica {} rank {} in incarnation {}",
                                                    its.replica(), its.rank(), its.incarnation()));

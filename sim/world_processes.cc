@@ -246,6 +246,7 @@ void World::kill_coordinators(const std::string& why) {
 void World::kill_coordinator(std::uint32_t number, const std::string& why) {
   auto& place = coordinators_[number];
   if (!place) return;
+  const bool of_the_job = place->of_the_job();
   note("the coordinator{} ends: {}", shared() ? fmt::format(" {}", number) : "", why);
   disturb({});
   processes_.erase(place->instance);
@@ -258,7 +259,7 @@ void World::kill_coordinator(std::uint32_t number, const std::string& why) {
     after(supervisor_random_[nodes() + number].between(20ms, 500ms), [this, number] { start_coordinator(number); });
     return;
   }
-  if (planted(Plant::forget_a_decision) && !log_.empty() && log_.back().has_committed()) {
+  if (planted(Plant::forget_a_decision) && of_the_job && !log_.empty() && log_.back().has_committed()) {
     log_.pop_back();
     disk_ = membership::log_bytes(log_, 0);
   }

@@ -18,7 +18,7 @@ struct BenchOptions {
   std::optional<Step> roll_back_to = {};
   std::uint64_t steps = 0, id = 77;
   std::optional<JobConfig::Drop> drop = {};
-  std::uint32_t replicas = 3;
+  std::uint32_t replicas = 3, ranks = 2;
   LinkRule links{.full_mesh_members = 64};
   bool constant_batch = false;
   BalanceRule balance = {};
@@ -47,6 +47,7 @@ struct Bench {
     config.id = told.id;
     config.drop = told.drop;
     config.replicas = told.replicas;
+    config.ranks = told.ranks;
     config.links = told.links;
     config.constant_batch = told.constant_batch;
     config.balance = told.balance;
@@ -86,7 +87,7 @@ struct Bench {
   }
   // … as ranks that have heard all of what another coordinator has decided.
   void back_from(const Bench& other, std::uint32_t replica) {
-    for (std::uint32_t rank = 0; rank < config.ranks; ++rank) {
+    for (std::uint32_t rank = 0; rank < other.config.ranks; ++rank) {
       auto message = introduction(replica, rank, 1);
       auto& up = *message.mutable_rank_up();
       up.set_incarnation(other.incarnations.at(replica));

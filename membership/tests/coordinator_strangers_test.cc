@@ -60,6 +60,27 @@ TEST(Coordinator, WhatAStrayProcessReportsCountsForNobodyHere) {
   EXPECT_EQ(bench.coordinator.epoch(), old.coordinator.epoch()) << "nobody has lost anybody";
 }
 
+// … nor to one of fewer replicas or ranks, which has no such places at all.
+TEST(Coordinator, AStrayProcessOfALargerJobIsNotRefused) {
+  Bench old({}, {.id = 78});
+  old.start();
+  old.steps(1);
+  for (const bool fewer_ranks : {false, true}) {
+    SCOPED_TRACE(fewer_ranks ? "fewer ranks" : "fewer replicas");
+    Bench bench({}, {.replicas = fewer_ranks ? 3u : 2u, .ranks = fewer_ranks ? 1u : 2u});
+    for (std::uint32_t r : {0u, 1u, 2u}) bench.back_from(old, r);
+    bench.incarnations = old.incarnations;
+    bench.reduced(2);
+    bench.pass(60s);
+    EXPECT_FALSE(bench.evicted_anybody());
+    for (std::uint32_t r : {0u, 1u, 2u}) EXPECT_EQ(bench.refused(r), "") << "it may have the last copy of its state";
+    EXPECT_TRUE(bench.waits_for(fewer_ranks ? "replica 2 rank 1: it belongs to job" : "replica 2 rank 0: it belongs"));
+    EXPECT_FALSE(bench.coordinator.started());
+    for (std::uint32_t r : {0u, 1u, 2u}) bench.down(r), bench.down(r, 1, 0);
+    EXPECT_FALSE(bench.waits_for("belongs to job"));
+  }
+}
+
 // What it would decide with an older copy has been decided otherwise.
 TEST(Coordinator, WithAnOlderCopyOfItsLogItDecidesNothing) {
   Bench bench;
