@@ -62,8 +62,9 @@ Screened Coordinator::screen_place(NodeId node, const proto::RankUp& up) {
 
 // Whether its process lives. A node answers in order, so that it would have reported its end before.
 void Coordinator::inquire(PlaceClaim& claim, const RankState& holder) {
-  if (!holder.connected_node || claim.asked == holder.node) return;
+  if (!holder.connected_node || (claim.asked == holder.node && claim.asked_of == holder.instance)) return;
   claim.asked = holder.node;
+  claim.asked_of = holder.instance;
   proto::ToNode message;
   auto& inquiry = *message.mutable_inquiry();
   inquiry.set_replica(claim.up.replica());

@@ -151,7 +151,8 @@ struct FirstDeclared {
 struct PlaceClaim {
   NodeId node;
   proto::RankUp up;
-  NodeId asked{};  // the node that was asked whether the place's holder lives
+  NodeId asked{};              // the node that was asked whether the place's holder lives
+  std::uint64_t asked_of = 0;  // … and who that was
 };
 
 // A process that belongs to another job and has a place in this one.

@@ -340,6 +340,16 @@ TEST(Coordinator, OfManyProcessesForAPlaceNotAllAreRemembered) {
   EXPECT_TRUE(job.registered());
 }
 
+// Who has the place now is behind the same relay as the one before.
+TEST(Coordinator, OfTwoThatWaitForAPlaceBehindOneRelayTheSecondIsAnsweredWhenTheFirstHasIt) {
+  Rivals job;
+  for (std::uint64_t other : {2u, 3u}) job.send(1, Rivals::of(1, 0, other, 507 + other));
+  job.inbox.clear();
+  job.down(1, 1, 0);
+  EXPECT_TRUE(job.Bench::registered(1));
+  EXPECT_TRUE(job.asked()) << "whether the first of the two lives";
+}
+
 TEST(Coordinator, WhatNobodyDeclaresAnyMoreIsForgotten) {
   Bench bench;
   bench.start();
