@@ -64,6 +64,13 @@ void Checker::on_record(const proto::LogRecord& record) {
   }
 }
 
+void Checker::go_on_from(const Checker& before, const std::vector<proto::LogRecord>& log) {
+  if (!before.replay_) replay_.reset();
+  else if (replay_) replay_->know_codings_of(*before.replay_);
+  wrong_ = before.wrong_;
+  for (const auto& record : log) on_record(record);
+}
+
 void Checker::check_lost() {
   if (replay_ && replay_->lost()) violate("bounded-error", *replay_->lost());
 }

@@ -31,6 +31,8 @@ class Checker {
     log_lost_ = true;
     epoch_ = 0;
   }
+  // This log, which is new to it, is the beginning of one of `before`.
+  void go_on_from(const Checker& before, const std::vector<proto::LogRecord>& log);
   // A rank begins a step, as this member.
   void on_begun(std::uint32_t rank, Incarnation incarnation, const CodedRing::Member& member) {
     if (replay_) replay_->on_begun(rank, incarnation.value, member);

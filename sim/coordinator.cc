@@ -53,7 +53,7 @@ void CoordinatorProcess::welcome(World& world, std::uint64_t link, const proto::
 }
 
 Coordinator::Coordinator(World& world, std::uint32_t at, const std::vector<proto::LogRecord>& log)
-    : CoordinatorProcess(world.next_number(), 0, at, world.chance("coordinator")),
+    : CoordinatorProcess(world.next_number(), 0, at, world.chance("coordinator"), world.history()),
       world_(world),
       machine_(world.job_to_start(0)) {
   recover(log);
@@ -89,6 +89,10 @@ void Coordinator::on_message(std::uint64_t link, const proto::FromNode& message)
   if (world_.options_.trace && !message.has_heartbeat())
     world_.remark(fmt::format("link {}: {}", link, brief(message)));
   welcome(world_, link, message);
+  if (message.has_rank_up() && world_.is_later(message.rank_up())) {
+    knows_of_later_decisions_ = true;
+    world_.check_that_it_heard_them(message.rank_up());
+  }
   carry_out(machine_.on_message(membership::NodeId(link), message, world_.now_at(machine)));
   if (message.has_replica_status() && !ended) world_.on_replica_status();
 }
@@ -98,6 +102,9 @@ void Coordinator::on_link_lost(std::uint64_t link) {
 }
 
 void Coordinator::carry_out(membership::Actions actions) {
+  for (const auto& record : actions.append)
+    if (knows_of_later_decisions_ && (record.has_epoch() || record.has_committed() || record.has_rolled_back()))
+      world_.checker().violate("one-decision", "who has heard of later decisions than its log's decides");
   if (world_.append(actions.append) == World::Append::failed) return;
   if (!actions.append.empty() && random.one_in(64)) world_.compare_with_log(machine_.snapshot(), world_.log().size());
   for (const auto& note : actions.notes) world_.note("coordinator: {}", note.text);

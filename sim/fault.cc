@@ -58,6 +58,7 @@ constexpr std::array<std::string_view, kFaultKinds> kFaultNames{"kill_trainer",
                                                                 "second_process",
                                                                 "stop_introduction",
                                                                 "other_job",
+                                                                "older_log",
                                                                 "kill_relay",
                                                                 "stop_relay"};
 
@@ -136,6 +137,7 @@ Duration draw_lasting(FaultKind kind, Random& random) {
     case FaultKind::second_process:
     case FaultKind::stop_introduction:
     case FaultKind::other_job:
+    case FaultKind::older_log:
     case FaultKind::stop_relay:
     case FaultKind::slow_disk: return random.of_any_size(10us, 3s);
     case FaultKind::power_loss:  // sometimes a machine is away for so long that the others start without it

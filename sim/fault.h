@@ -62,11 +62,12 @@ enum class FaultKind : std::uint8_t {
   second_process,  // another one comes up in a rank's place while the first lives, or is stopped and goes on later
   stop_introduction,  // SIGSTOP of a daemon, between two messages of what it says of itself and its ranks
   other_job,          // at a coordinator's address there is another job's for a while
+  older_log,  // the log is put back to an older copy, and members go on; later the operator does one thing or another
   // Where there are relays:
   kill_relay,  // SIGKILL of the one that a node is behind; it is started again after a while
   stop_relay,  // SIGSTOP
 };
-constexpr std::size_t kFaultKinds = 50;
+constexpr std::size_t kFaultKinds = 51;
 std::string_view to_string(FaultKind kind);
 Result<FaultKind> parse_fault(std::string_view name);
 

@@ -8,7 +8,7 @@ namespace rejoin::sim {
 
 OtherCoordinator::OtherCoordinator(World& world, std::uint32_t of, std::uint32_t at, const membership::JobConfig& job,
                                    std::vector<proto::LogRecord>& log, Store* store)
-    : CoordinatorProcess(world.next_number(), of, at, world.chance("coordinator of another job")),
+    : CoordinatorProcess(world.next_number(), of, at, world.chance("coordinator of another job"), 0),
       world_(world),
       log_(log),
       store_(store) {

@@ -27,6 +27,7 @@ class Replay {
  public:
   Replay(const Model& model, std::uint32_t ranks, const Travel& travel);
   void on_record(const proto::LogRecord& record);
+  void know_codings_of(const Replay& other) { coding_of_ = other.coding_of_; }
   // A process begins a step: as this member of the ring.
   void on_begun(std::uint32_t rank, std::uint64_t incarnation, const CodedRing::Member& member);
   // … has this result of the last step that was committed.

@@ -7,7 +7,7 @@
 namespace rejoin::sim {
 
 ReplicatedCoordinator::ReplicatedCoordinator(World& world, std::uint32_t of, std::uint32_t at)
-    : CoordinatorProcess(world.next_number(), of, at, world.chance("coordinator", of)), world_(world) {
+    : CoordinatorProcess(world.next_number(), of, at, world.chance("coordinator", of), world.history()), world_(world) {
   membership::ReplicatedCoordinator::Options options{.job = world.job_to_start(of),
                                                      .name = fmt::format("c{}", of),
                                                      .address = fmt::format("coordinator {}", of),

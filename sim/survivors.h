@@ -20,6 +20,11 @@ class Survivors {
   void on_record(const proto::LogRecord& record, Holders holders);
   // These hold it, too: joiners of which the coordinator has heard that they have caught up.
   void add(Holders holders) { holders_.merge(holders); }
+  // The log is another one, which ends with this commit.
+  void begin_with(std::uint64_t committed) {
+    committed_ = committed;
+    holders_.clear();
+  }
   // A process has ended: something killed it, or (`gave_up`) it left because of a message.
   void on_end(std::uint64_t process, bool gave_up, const std::string& why);
 

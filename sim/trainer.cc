@@ -22,6 +22,7 @@ Trainer::Trainer(World& world, std::uint32_t replica_number, std::uint32_t rank_
       world_(world),
       model_(world.model()),
       audit_chance_(world.chance("audit", replica_number << 16 | rank_number)) {
+  history_ = world.history();
   engine = world.make_engine(machine, rails);
   address_ = engine->listen({}).value().text;
   state_ = std::make_unique<TrainingState>(world.planted(Plant::log_too_much) ? 1 << 20 : model_.gradient_log_budget());
@@ -222,6 +223,9 @@ void Trainer::run() {
   for (const auto& message : std::exchange(inbox_, {})) {
     if (message.has_registered() && incarnation() == Incarnation{}) job_ = message.registered().job();
     if (!deaf || !message.has_plan()) driver_->on_control_message(message, now);
+    if (const auto& plan = message.plan(); message.has_plan() && plan.epoch() == driver_->machine().epoch().value &&
+                                           plan.committed() == driver_->machine().committed().value)
+      history_ = world_.history_of(plan).value_or(history_);
   }
   const auto outcomes = driver_->outcomes();
   driver_->poll(now);

@@ -36,6 +36,10 @@ class Trainer final : public Process {
     return driver_->machine().reduced() && driver_->machine().step().value == step;
   }
   bool heard_a_plan() const { return driver_->machine().epoch() != Epoch{}; }
+  std::size_t history() const { return history_; }  // whose decisions it has heard
+  bool has_heard_more_than(std::uint64_t epoch, std::uint64_t committed) const {
+    return driver_->machine().epoch().value > epoch || driver_->machine().committed().value > committed;
+  }
   std::uint64_t job() const { return job_; }  // in which it is registered; 0: not known, or in none
   Incarnation incarnation() const { return driver_->machine().incarnation(); }
 
@@ -83,6 +87,7 @@ class Trainer final : public Process {
   std::uint64_t version_at_join_ = 0, digest_at_join_ = 0;
   membership::Samples trained_at_join_;
   std::uint64_t job_ = 0;
+  std::size_t history_ = 0;
   bool welcome_ = false;
   TimePoint last_arrival_{};  // when the last message to the daemon arrives
   std::vector<proto::FromNode> unsent_;

@@ -68,11 +68,6 @@ World::World(const Options& options)
       failures_random_(chance("failures of a long run")),
       plant_random_(chance("the planted bug")),
       fabric_(fabric_of(options, shape), clock_),
-      checker_(options.ignore, model(), shape.ranks,
-               {.coded = shape.coded(),
-                .follows_times = shape.codings == Codings::automatic,
-                .direct_bytes = direct_bytes(shape),
-                .factor = [this](std::uint64_t step) { return shape.factor(step); }}),
       of_others_(options_.ignore, model(), shape.ranks,
                  {.coded = false, .follows_times = false, .direct_bytes = 0, .factor = {}}),
       trainers_(shape.replicas),
@@ -88,6 +83,7 @@ World::World(const Options& options)
       slow_links_(nodes() + shape.relays),
       up_blocked_(nodes() + shape.relays),
       down_blocked_(nodes() + shape.relays) {
+  checkers_.push_back(new_checker());
   clock_.set(TimePoint(1s));
   decided_at_ = now();
   const auto values = shape.values();
@@ -124,6 +120,22 @@ World::World(const Options& options)
       speeds_.push_back({from, replica, speeds.one_in(3) ? 1.0 + static_cast<double>(speeds.pick(4)) : 1.0});
 }
 
+Checker World::new_checker() {
+  return {options_.ignore,
+          model(),
+          shape.ranks,
+          {.coded = shape.coded(),
+           .follows_times = shape.codings == Codings::automatic,
+           .direct_bytes = direct_bytes(shape),
+           .factor = [this](std::uint64_t step) { return shape.factor(step); }}};
+}
+
+const std::optional<Violation>& World::violation() const {
+  for (const auto& checker : checkers_)
+    if (checker.violation()) return checker.violation();
+  return checkers_.front().violation();
+}
+
 Duration World::computing(const Trainer& trainer, std::uint64_t samples, Duration usual) const {
   const Duration slowness = this->slowness(trainer.replica, trainer.rank);
   if (speeds_.empty()) return usual + slowness;
@@ -153,7 +165,7 @@ void World::grow_old() {
   disk_ = membership::log_bytes(log_, 0);
   epoch_written_ = begun.epoch();
   if (shared()) store_.begin_with(log_);
-  for (const auto& record : log_) checker_.on_record(record);
+  for (const auto& record : log_) checker().on_record(record);
 }
 
 World::~World() {
@@ -288,7 +300,7 @@ Outcome World::run() {
 
   std::uint64_t target = 0;
   const std::uint64_t max_events = options_.run_for ? ~std::uint64_t{0} : kMaxEvents;
-  while (!checker_.violation() && outcome_.events < max_events) {
+  while (!violation() && outcome_.events < max_events) {
     ++outcome_.events;
     const TimePoint next = agenda_.empty() ? TimePoint::max() : agenda_.begin()->first.first;
     if (fabric_.next_event() <= next) {
@@ -298,7 +310,7 @@ Outcome World::run() {
       clock_.set(std::max(now(), event.key().first));
       event.mapped()();
     }
-    if (fabric_.stale_writes() > 0) checker_.on_stale_write();
+    if (fabric_.stale_writes() > 0) checker().on_stale_write();
     wake_who_has_events();
     if (options_.run_for && !go_on_long()) break;
     if (now() < faults_end_) continue;
@@ -307,17 +319,17 @@ Outcome World::run() {
     waiting_faults_.clear();
     if (recovered_again(target)) break;
   }
-  if (outcome_.events >= max_events) checker_.violate("progress", "it goes round in circles");
+  if (outcome_.events >= max_events) checker().violate("progress", "it goes round in circles");
   check_epochs();
-  if (!checker_.violation()) {
+  if (!violation()) {
     membership::Coordinator whole(job);  // a leader may know of more than is written
-    if (auto read = whole.recover(log_, now()); !read) checker_.violate("no-garbage", read.error().message);
-    checker_.on_end(log_, shared() ? whole.ledger() : deciding()->ledger());
+    if (auto read = whole.recover(log_, now()); !read) checker().violate("no-garbage", read.error().message);
+    checker().on_end(log_, shared() ? whole.ledger() : deciding()->ledger());
   }
-  if (checker_.violation()) describe();
-  if (checker_.violation()) note("VIOLATION {}: {}", checker_.violation()->invariant, checker_.violation()->what);
+  if (violation()) describe();
+  if (violation()) note("VIOLATION {}: {}", violation()->invariant, violation()->what);
   count("bytes between rooms", fabric_.bytes_between_rooms());
-  outcome_.violation = checker_.violation();
+  outcome_.violation = violation();
   outcome_.virtual_seconds = seconds(now() - began);
   if (!options_.trace) outcome_.trace.assign(recent_.begin(), recent_.end());
   return std::move(outcome_);

@@ -16,6 +16,7 @@
 #include "sim/coordinator.h"
 #include "sim/daemon.h"
 #include "sim/fault.h"
+#include "sim/play.h"
 #include "sim/relay.h"
 #include "sim/replicated.h"
 #include "sim/shape.h"
@@ -26,52 +27,6 @@
 #include "transport/striped/factory.h"
 
 namespace rejoin::sim {
-
-struct Options {
-  std::uint64_t seed = 1;
-  std::uint32_t replicas = 0, ranks = 0, coordinators = 0;  // 0: as the seed has it
-  std::uint64_t batch = 4;
-  Plant plant = Plant::none;
-  std::string ignore;                        // an invariant that is not checked, to see what else breaks
-  std::optional<std::vector<Fault>> faults;  // otherwise drawn from the seed
-  std::optional<FaultKind> often;            // … this kind as often as all others together
-  bool trace = false;                        // keep all of it, not only the end
-  const Model* model = nullptr;              // otherwise noise_model()
-  std::optional<bool> balance;               // batches by speed; otherwise as the seed has it
-  // From a time on a replica takes so many times as long for a sample as `sample`. None: drawn from the seed, where
-  // batches are balanced.
-  struct Speed {
-    Duration from{};
-    std::uint32_t replica = 0;
-    double times = 1;
-  };
-  std::vector<Speed> speeds;
-  Duration sample{};  // how long one is computed; zero: as long as the step's chance has it, however many there are
-  // Instead of a few seconds with many faults at once: so many failures, each when all replicas contribute again, and
-  // until so many samples are trained.
-  struct Long {
-    std::uint64_t failures = 0, samples = 0;
-  };
-  std::optional<Long> run_for;
-};
-
-struct Outcome {
-  std::optional<Violation> violation;
-  std::vector<Fault> faults;  // that were to happen
-  std::vector<std::string> trace;
-  std::map<std::string, std::uint64_t> counts;  // faults by kind, and what the protocols went through
-  std::uint64_t events = 0;
-  std::uint64_t trace_hash = 0;  // of every line, kept or not: two runs of one seed must agree
-  double virtual_seconds = 0;
-  struct Committed {
-    double at = 0;  // virtual seconds
-    std::uint64_t step = 0, samples = 0;
-    double loss = 0;  // mean over its contributors
-  };
-  std::vector<Committed> committed;
-};
-
-Outcome play(const Options& options);
 
 class World {
  public:
@@ -134,7 +89,8 @@ class World {
   // Of a rank's process, and what its coder is taken to code in a second.
   ftar::Coding coding_of(const Process& process) const;
   double coding_rate() const;
-  Checker& checker() { return checker_; }
+  Checker& checker() { return checkers_[history_]; }
+  const Checker& checker() const { return checkers_[history_]; }
   const Model& model() const { return options_.model != nullptr ? *options_.model : noise_model(); }
   void on_loss(std::uint32_t replica, std::uint32_t rank, std::uint64_t step, double loss) {
     losses_[step][{replica, rank}] = loss;
@@ -186,10 +142,18 @@ class World {
 
   // ---- several coordinators and their store
   Store& store() { return store_; }
+  // ---- logs that are put back to older copies (world_older_log.cc): what follows on one of them is another history
+  std::size_t history() const { return history_; }
+  std::optional<std::size_t> history_of(const proto::Plan& plan) const;
+  bool is_later(const proto::RankUp& up) const;  // it says that it has heard of later decisions than the log's
+  void check_that_it_heard_them(const proto::RankUp& up);
+
   // ---- another job (world_other_job.cc)
   std::uint64_t id_of_the_job() const;  // as its log has it; 0: none has
   bool is_of_the_job(const Trainer& trainer) const { return trainer.job() == 0 || trainer.job() == id_of_the_job(); }
-  Checker& checker_of(const Trainer& trainer) { return is_of_the_job(trainer) ? checker_ : of_others_; }
+  Checker& checker_of(const Trainer& trainer) {
+    return is_of_the_job(trainer) ? checkers_[trainer.history()] : of_others_;
+  }
   void check_that_it_sends_nobody_away(const proto::ToNode& message);
 
   void answer_coordinator(std::uint64_t instance, Duration delay, membership::StoreAnswer answer);
@@ -254,6 +218,12 @@ class World {
   void drop_links_to(std::uint32_t station);
   void begin_other_job(const Fault& fault, TimePoint until);
   void end_strangers();
+  void begin_older_log(const Fault& fault);
+  void end_older_log(bool whole);
+  void put_back(const std::vector<proto::LogRecord>& records);
+  void check_that_nobody_is_sent_away(const proto::Evicted& evicted);
+  Checker new_checker();
+  const std::optional<Violation>& violation() const;
   bool hears(std::uint32_t node, std::uint32_t coordinator, Duration since);
   // Whose decisions count; null: nobody's.
   const membership::Coordinator* deciding() const;
@@ -320,8 +290,9 @@ class World {
   std::vector<Random> supervisor_random_;
   std::vector<Options::Speed> speeds_;
   transport::sim::Fabric fabric_;
-  Checker checker_;
-  Checker of_others_;  // who are of another job; nobody asks it
+  std::deque<Checker> checkers_;  // by history
+  std::size_t history_ = 0;       // the one that goes on
+  Checker of_others_;             // who are of another job; nobody asks it
   Survivors survivors_;
   Outcome outcome_;
   std::uint64_t numbers_ = 0, sequence_ = 0;
@@ -351,6 +322,13 @@ class World {
     Store* store = nullptr;             // of its coordinators
     TimePoint until{};
   };
+  struct WholeLog {
+    std::vector<proto::LogRecord> records;
+    std::size_t history = 0, put_back_to = 0;  // … so many records
+    std::uint64_t logs_lost = 0;
+    std::uint64_t processes = 0;  // whose numbers are lower have been there before
+  };
+  std::optional<WholeLog> whole_log_;                 // while the job has an older copy
   OtherJob other_;                                    // the last
   std::uint64_t other_jobs_ = 0;                      // ever
   std::vector<std::unique_ptr<Store>> other_stores_;  // all: answers may be on their way

@@ -99,7 +99,7 @@ void World::on_record(const proto::LogRecord& record) {
          record.epoch().reason());
     if (!bits_damaged_ && options_.plant == Plant::none &&
         record.epoch().reason().find(" differ ") != std::string::npos)
-      checker_.violate("no-drift", fmt::format("a false alarm: {}", record.epoch().reason()));
+      checker().violate("no-drift", fmt::format("a false alarm: {}", record.epoch().reason()));
     on_moment(Moment::epoch, 0);
     check_protocol(record.epoch());
     count_crossings(record.epoch());
@@ -120,7 +120,7 @@ void World::on_record(const proto::LogRecord& record) {
     const bool allowed = std::ranges::any_of(
         allowed_to_roll_back_, [&](const auto& word) { return word && to >= word->first && to <= word->second; });
     if (to.value < record.rolled_back().from() && !allowed)
-      checker_.violate("state-survives", fmt::format("the job goes back to step {} without an operator's word", to));
+      checker().violate("state-survives", fmt::format("the job goes back to step {} without an operator's word", to));
     if (to.value < record.rolled_back().from()) last_roll_back_ = to;
     std::erase_if(outcome_.committed, [&](const auto& committed) { return committed.step > to.value; });
     // Later ones are of what was given up. The operator removes them.
@@ -129,7 +129,7 @@ void World::on_record(const proto::LogRecord& record) {
   epoch_written_ = std::max<std::uint64_t>(epoch_written_, record.epoch().epoch());
   step_written_ = std::max<std::uint64_t>({step_written_, record.committed().step(), record.rolled_back().version()});
   log_.push_back(record);
-  checker_.on_record(record);
+  checker().on_record(record);
   survivors_.on_record(record, holders_of(record));
   check_survivors();
 }
@@ -143,8 +143,8 @@ void World::check_protocol(const proto::LogRecord::EpochBegun& begun) {
     for (const auto& trainer : trainers_[member.replica()])
       if (newer && trainer && !trainer->ended && trainer->incarnation().value == member.incarnation() &&
           trainer->is_older(true))
-        checker_.violate("no-garbage", fmt::format("epoch {} has protocol {}, which replica {} rank {} does not speak",
-                                                   begun.epoch(), begun.protocol(), trainer->replica, trainer->rank));
+        checker().violate("no-garbage", fmt::format("epoch {} has protocol {}, which replica {} rank {} does not speak",
+                                                    begun.epoch(), begun.protocol(), trainer->replica, trainer->rank));
 }
 
 // A replica all of whose processes live and hold it.
@@ -187,19 +187,19 @@ void World::compare_with_log(const proto::LogRecord& snapshot, std::size_t recor
   membership::Coordinator whole(job), compacted(job);
   const std::vector<proto::LogRecord> log(log_.begin(), log_.begin() + static_cast<std::ptrdiff_t>(records));
   if (!whole.recover(log, now()) || !compacted.recover({snapshot}, now()))
-    return checker_.violate("no-garbage", "the log, or a snapshot, can't be read");
+    return checker().violate("no-garbage", "the log, or a snapshot, can't be read");
   const auto without_reasons = [](proto::LogRecord record) {
     record.mutable_snapshot()->clear_ended();
     record.mutable_snapshot()->clear_out();
     return record.SerializeAsString();
   };
   if (without_reasons(whole.snapshot()) != without_reasons(compacted.snapshot()))
-    checker_.violate("one-decision",
-                     fmt::format("the snapshot of {} records is of another state than they lead to", records));
+    checker().violate("one-decision",
+                      fmt::format("the snapshot of {} records is of another state than they lead to", records));
 }
 
 void World::check_survivors() {
-  if (auto what = survivors_.take_violation()) checker_.violate("state-survives", *what);
+  if (auto what = survivors_.take_violation()) checker().violate("state-survives", *what);
 }
 
 void World::on_committed(const proto::LogRecord::Committed& record) {

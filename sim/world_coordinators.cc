@@ -54,8 +54,8 @@ void World::on_shared_record(const proto::LogRecord& record) {
 void World::on_copied(std::uint32_t coordinator, const proto::LogRecord& record) {
   const std::uint64_t position = copied_[coordinator]++;
   if (position >= log_.size() || log_[position].SerializeAsString() != record.SerializeAsString())
-    checker_.violate("one-decision", fmt::format("coordinator {} takes another record for number {} than was written",
-                                                 coordinator, position));
+    checker().violate("one-decision", fmt::format("coordinator {} takes another record for number {} than was written",
+                                                  coordinator, position));
 }
 
 std::string World::landmark_of_copy(std::uint32_t coordinator) const {
@@ -73,12 +73,12 @@ void World::check_output(const CoordinatorProcess& of, const membership::Replica
   for (const auto& [nodes, message] : actions.send) {
     const auto& plan = message.plan();
     if (plan.epoch() > epoch_written_ || plan.committed() > step_written_)
-      checker_.violate("one-decision", fmt::format("a plan of epoch {} after step {} is sent before that is written",
-                                                   plan.epoch(), plan.committed()));
+      checker().violate("one-decision", fmt::format("a plan of epoch {} after step {} is sent before that is written",
+                                                    plan.epoch(), plan.committed()));
     decides |= !message.has_leads() && !message.has_heartbeat() && !message.has_waits();
   }
   if (decides && !store_.has_led(of.instance) && now() - resumed_at_ > 2 * job.silence)
-    checker_.violate("one-decision", fmt::format("coordinator {} answers, and does not lead", of.number));
+    checker().violate("one-decision", fmt::format("coordinator {} answers, and does not lead", of.number));
 }
 
 // A leader that more than half of the ranks have heard all the time is not to be deposed. A claim that was long on its
@@ -96,8 +96,8 @@ void World::on_claim(std::uint32_t coordinator, const proto::Leader& before, boo
       for (std::uint32_t rank = 0; rank < shape.ranks; ++rank)
         if (hears(machine_of(member.replica.value, rank), one->number, std::chrono::milliseconds(150))) ++hear;
     if (2 * hear > members.size() * shape.ranks)
-      checker_.violate("progress", fmt::format("coordinator {} deposes {}, whom more than half of the ranks hear",
-                                               coordinator, one->number));
+      checker().violate("progress", fmt::format("coordinator {} deposes {}, whom more than half of the ranks hear",
+                                                coordinator, one->number));
   }
 }
 

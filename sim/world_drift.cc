@@ -23,9 +23,9 @@ void World::damage_bits(const Fault& fault) {
 }
 
 void World::went_wrong(const Trainer& trainer, std::uint64_t version) {
-  if (checker_.wrong(trainer.rank_instance) || !is_of_the_job(trainer)) return;
+  if (checker().wrong(trainer.rank_instance) || !is_of_the_job(trainer)) return;
   // Within the period; a joiner's finding may make it begin anew once.
-  checker_.on_wrong(trainer.rank_instance, version, 2 * job.audit.period + 1);
+  checker().on_wrong(trainer.rank_instance, version, 2 * job.audit.period + 1);
   note("replica {} rank {} has another state than its peers from version {} on", trainer.replica, trainer.rank,
        version);
 }
@@ -33,7 +33,7 @@ void World::went_wrong(const Trainer& trainer, std::uint64_t version) {
 bool World::somebody_is_wrong() const {
   for (const auto& ranks : trainers_)
     for (const auto& trainer : ranks)
-      if (trainer && (trainer->drifts() || checker_.wrong(trainer->rank_instance))) return true;
+      if (trainer && (trainer->drifts() || checker().wrong(trainer->rank_instance))) return true;
   return false;
 }
 
@@ -44,7 +44,7 @@ void World::drop_who_is_wrong() {
   for (const auto& member : decisions.members()) {
     if (!wrong && !member.catching_up) wrong = member.replica;
     for (const auto& trainer : trainers_[member.replica.value])
-      if (trainer && checker_.wrong(trainer->rank_instance)) wrong = member.replica;
+      if (trainer && checker().wrong(trainer->rank_instance)) wrong = member.replica;
   }
   if (!wrong) return;
   count("operator: drop a replica");

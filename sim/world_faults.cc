@@ -133,6 +133,7 @@ void World::happen(const Fault& fault) {
       return;
     case FaultKind::second_process: return second_process(fault, until);
     case FaultKind::other_job: return begin_other_job(fault, until);
+    case FaultKind::older_log: return begin_older_log(fault);
     case FaultKind::kill_relay:
       if (const auto relay = draw_relay(node, random)) kill_relay(*relay, fault.lasting);
       return;
@@ -170,7 +171,7 @@ void World::lose_log() {
   std::fill(words_.begin(), words_.end(), Word{});
   last_roll_back_.reset();
   owners_.clear();
-  checker_.on_log_lost();
+  checker().on_log_lost();
 }
 
 std::vector<Process*> World::processes() const {

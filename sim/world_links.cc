@@ -5,6 +5,7 @@
 #include <set>
 
 #include "base/deadlines.h"
+#include "sim/history_mark.h"
 #include "sim/world.h"
 
 namespace rejoin::sim {
@@ -134,11 +135,17 @@ void World::to_caller(std::uint64_t number, proto::ToNode message) {
   if (found == links_.end()) return;
   const Calling to = caller(found->second.caller);
   if (to.process == nullptr) return;
-  if (const auto& its = message.registered(); message.has_registered()) {
-    const PlaceInIncarnation place{its.job(), its.replica(), its.rank(), its.incarnation()};
+  const std::uint32_t from = found->second.station;
+  const bool decides = from < shape.coordinators && coordinators_[from]->of_the_job();
+  if (decides && message.has_evicted()) check_that_nobody_is_sent_away(message.evicted());
+  if (decides && message.has_plan() && checkers_.size() > 1)
+    mark(*message.mutable_plan(), coordinators_[from]->history);
+  if (const auto& its = message.registered(); message.has_registered() && from < shape.coordinators) {
+    const PlaceInIncarnation place{its.job() + (decides ? coordinators_[from]->history << 48 : 0), its.replica(),
+                                   its.rank(), its.incarnation()};
     if (owners_.emplace(place, its.instance()).first->second != its.instance())
-      checker_.violate("one-decision", fmt::format("two processes are replica {} rank {} in incarnation {}",
-                                                   its.replica(), its.rank(), its.incarnation()));
+      checker().violate("one-decision", fmt::format("two processes are replica {} rank {} in incarnation {}",
+                                                    its.replica(), its.rank(), its.incarnation()));
   }
   const auto delay = delay_on(found->second, false);
   if (!delay) return;

@@ -58,11 +58,11 @@ void World::check_that_it_sends_nobody_away(const proto::ToNode& message) {
     const auto& refused = message.refused();
     if (message.has_evicted() && evicted.job() == one->job() && evicted.replica() == one->replica &&
         evicted.incarnation() == one->incarnation().value)
-      checker_.violate("state-survives", fmt::format("another job's coordinator sends replica {} rank {} away: {}",
-                                                     one->replica, one->rank, evicted.reason()));
+      checker().violate("state-survives", fmt::format("another job's coordinator sends replica {} rank {} away: {}",
+                                                      one->replica, one->rank, evicted.reason()));
     if (message.has_refused() && refused.instance() == one->rank_instance)
-      checker_.violate("state-survives", fmt::format("another job's coordinator refuses replica {} rank {}: {}",
-                                                     one->replica, one->rank, refused.reason()));
+      checker().violate("state-survives", fmt::format("another job's coordinator refuses replica {} rank {}: {}",
+                                                      one->replica, one->rank, refused.reason()));
   }
 }
 

@@ -226,13 +226,13 @@ void World::start_coordinator(std::uint32_t number) {
     return;
   }
   if (auto read = membership::parse_log(disk_, "the log"); !read) {
-    checker_.violate("no-garbage", read.error().message);
+    checker().violate("no-garbage", read.error().message);
   } else {
     if (read->intact < disk_.size()) count("torn log");
     disk_.resize(read->intact);
     if (read->records.size() != log_.size())
-      checker_.violate("one-decision",
-                       fmt::format("{} of {} records are read back", read->records.size(), log_.size()));
+      checker().violate("one-decision",
+                        fmt::format("{} of {} records are read back", read->records.size(), log_.size()));
     log_ = std::move(read->records);
   }
   note("the coordinator starts, with {} records", log_.size());
