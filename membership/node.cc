@@ -23,12 +23,8 @@ Node::Actions Node::on_coordinator_up(TimePoint now, std::uint64_t introduction)
   actions.to_coordinator.push_back(std::move(hello));
   for (auto& [connection, rank] : ranks_) {
     proto::FromNode up;
-    auto& its = *up.mutable_rank_up() = rank.up;
-    rank.came_new = its.incarnation() == 0;
-    if (its.incarnation() != 0 && its.job() == plan_.job()) {
-      its.set_heard_epoch(std::max(its.heard_epoch(), plan_.epoch()));
-      its.set_heard_committed(std::max(its.heard_committed(), plan_.committed()));
-    }
+    *up.mutable_rank_up() = rank.up;
+    rank.came_new = rank.up.incarnation() == 0;
     actions.to_coordinator.push_back(std::move(up));
   }
   statuses_.clear();
@@ -85,8 +81,14 @@ Node::Actions Node::on_coordinator_message(const proto::ToNode& message, TimePoi
     case proto::ToNode::kPlan:
       if (concerns_nobody(message.plan().job())) break;
       plan_ = message.plan();
-      for (const auto& [connection, rank] : ranks_)
-        if (!of_another_job(rank.up.job(), message.plan().job())) send(connection, message, actions);
+      for (auto& [connection, rank] : ranks_) {
+        if (of_another_job(rank.up.job(), plan_.job())) continue;
+        if (rank.up.incarnation() != 0 && rank.up.job() == plan_.job()) {
+          rank.up.set_heard_epoch(std::max(rank.up.heard_epoch(), plan_.epoch()));
+          rank.up.set_heard_committed(std::max(rank.up.heard_committed(), plan_.committed()));
+        }
+        send(connection, message, actions);
+      }
       break;
     case proto::ToNode::kInquiry:
       for (const auto& [connection, rank] : ranks_) {

@@ -54,6 +54,23 @@ struct Machine {
   }
 };
 
+// A log that was put back may have given it its incarnation, and lacks what its daemon has heard before it came.
+TEST(Node, WhoCameAfterAPlanIsNotSaidToHaveHeardIt) {
+  Machine machine;
+  machine.up(1, 0);
+  machine.plan(7, 3);
+  machine.up(2, 1);
+  machine.said.clear();
+  machine.keep(machine.node.on_coordinator_up(machine.now));
+  ASSERT_EQ(machine.said.size(), 3u);
+  EXPECT_EQ(machine.said[1].rank_up().heard_epoch(), 3u);
+  EXPECT_EQ(machine.said[2].rank_up().heard_epoch(), 0u);
+  machine.plan(7, 4);
+  machine.said.clear();
+  machine.keep(machine.node.on_coordinator_up(machine.now));
+  EXPECT_EQ(machine.said[2].rank_up().heard_epoch(), 4u);
+}
+
 // Who has heard a plan keeps to its job, and a daemon that is new hears of that from the rank.
 TEST(Node, TellsTheJobThatItsRanksHaveHeardAPlanOf) {
   Machine of;
