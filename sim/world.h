@@ -325,8 +325,7 @@ class World {
   struct WholeLog {
     std::vector<proto::LogRecord> records;
     std::size_t history = 0, put_back_to = 0;  // … so many records
-    std::uint64_t logs_lost = 0;
-    std::uint64_t processes = 0;  // whose numbers are lower have been there before
+    std::uint64_t processes = 0;               // whose numbers are lower have been there before
   };
   std::optional<WholeLog> whole_log_;                 // while the job has an older copy
   OtherJob other_;                                    // the last

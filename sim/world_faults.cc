@@ -64,7 +64,9 @@ void World::happen(const Fault& fault) {
       if (daemon != nullptr) daemon->lie(until);
       return;
     case FaultKind::kill_daemon: return kill_daemon(node);
-    case FaultKind::lose_log: return lose_log();
+    case FaultKind::lose_log:
+      if (!whole_log_) lose_log();
+      return;
     case FaultKind::kill_coordinator: return kill_coordinator(draw_coordinator(random), "killed");
     case FaultKind::crash_in_append: crash_in_append_ = leader() != nullptr; return;
     case FaultKind::disk_full: disk_full_ = true; return;

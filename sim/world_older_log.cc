@@ -29,8 +29,7 @@ void World::begin_older_log(const Fault& fault) {
   kill_coordinators("its log is put back to an older copy");
   count("log put back");
   note("of {} records the older copy has {}", log_.size(), kept);
-  whole_log_ = WholeLog{
-      .records = log_, .history = history_, .put_back_to = kept, .logs_lost = logs_lost_, .processes = numbers_};
+  whole_log_ = WholeLog{.records = log_, .history = history_, .put_back_to = kept, .processes = numbers_};
   put_back({whole_log_->records.begin(), whole_log_->records.begin() + static_cast<std::ptrdiff_t>(kept)});
   history_ = checkers_.size();
   checkers_.push_back(new_checker());
@@ -41,7 +40,6 @@ void World::begin_older_log(const Fault& fault) {
 // The whole log, where the older one has decided nothing.
 void World::end_older_log(bool whole) {
   const WholeLog before = *std::exchange(whole_log_, std::nullopt);
-  if (before.logs_lost != logs_lost_) return;  // all is lost, and it begins anew
   felt_for({});
   const auto since = log_.begin() + static_cast<std::ptrdiff_t>(before.put_back_to);
   if (whole && std::none_of(since, log_.end(), decides)) {

@@ -1,4 +1,5 @@
-// One process for a place, and who stands between a rank and the coordinator: one fault each, and what it may cost.
+// One process for a place, who stands between a rank and the coordinator, and logs that are of another time or another
+// job: one fault each, and what it may cost.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
@@ -79,6 +80,39 @@ TEST_F(Places, ARelayThatIsBackWithinTheSilenceCostsNobodyAPlace) {
       relays += shape.relays;
     }
   if (!kSanitized) EXPECT_GT(relays, 3u);
+}
+
+TEST_F(Places, AnotherJobsCoordinatorCostsNobodyAPlace) {
+  std::uint64_t came = 0;
+  for (std::uint64_t seed = 0; seed < kOfPlaces; ++seed) {
+    if (Shape::of(seed).upgrade) continue;
+    Outcome outcome = play_one(FaultKind::other_job, 600ms, seed, seed);
+    ASSERT_FALSE(outcome.violation) << "seed " << seed << ": " << outcome.violation->invariant << ": "
+                                    << outcome.violation->what;
+    EXPECT_EQ(outcome.counts["trainer gave up"], 0u) << "seed " << seed;
+    EXPECT_EQ(outcome.counts["epoch begun"], 1u) << "seed " << seed;
+    came += outcome.counts["coordinator of another job"];
+  }
+  if (!kSanitized) EXPECT_GT(came, 3u);
+}
+
+TEST_F(Places, AnOlderLogCostsNothingWhereTheWholeOneIsPutBack) {
+  std::uint64_t whole = 0, older = 0;
+  for (std::uint64_t seed = 0; seed < kOfPlaces; ++seed) {
+    if (Shape::of(seed).upgrade) continue;
+    Outcome outcome = play_one(FaultKind::older_log, 600ms, seed, seed);
+    ASSERT_FALSE(outcome.violation) << "seed " << seed << ": " << outcome.violation->invariant << ": "
+                                    << outcome.violation->what;
+    older += outcome.counts["went on from the older log"];
+    if (outcome.counts["the whole log put back"] == 0) continue;
+    ++whole;
+    EXPECT_EQ(outcome.counts["trainer gave up"], 0u) << "seed " << seed;
+    EXPECT_EQ(outcome.counts["rolled back"], 0u) << "seed " << seed;
+    EXPECT_EQ(outcome.counts["epoch begun"], 1u) << "seed " << seed;
+  }
+  if (kSanitized) return;
+  EXPECT_GT(whole, 3u);
+  EXPECT_GT(older, 3u);
 }
 
 }  // namespace
