@@ -48,6 +48,8 @@ void Checker::on_record(const proto::LogRecord& record) {
   }
   if (record.has_rolled_back()) {
     const std::uint64_t version = record.rolled_back().version();
+    // A checkpoint of what the log has lost, where that has committed nothing.
+    if (decided_.empty()) decided_.insert(earlier_.begin(), earlier_.upper_bound(version));
     if (!record.rolled_back().trained().empty()) {
       membership::Samples trained;
       for (auto step = decided_.begin(); step != decided_.upper_bound(version); ++step)
@@ -68,6 +70,8 @@ void Checker::go_on_from(const Checker& before, const std::vector<proto::LogReco
   if (!before.replay_) replay_.reset();
   else if (replay_) replay_->know_codings_of(*before.replay_);
   wrong_ = before.wrong_;
+  earlier_ = before.decided_;
+  earlier_.insert(before.earlier_.begin(), before.earlier_.end());
   for (const auto& record : log) on_record(record);
 }
 

@@ -69,6 +69,7 @@ class Checker {
   const std::string ignore_;                                                     // an invariant
   std::optional<Violation> violation_;                                           // the first
   std::map<std::uint64_t, std::map<std::uint32_t, membership::Batch>> decided_;  // step → replica → samples
+  std::map<std::uint64_t, std::map<std::uint32_t, membership::Batch>> earlier_;  // … in logs that this one was part of
   std::map<RankAt, std::uint64_t> reduced_, states_;
   std::map<std::uint64_t, std::map<std::uint64_t, bool>> leads_;  // step → incarnation → what its ranks were told
   std::map<std::uint64_t, std::uint64_t> wrong_;  // instances; the last version at which they may still contribute
