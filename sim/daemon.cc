@@ -75,7 +75,7 @@ void Daemon::on_hello(std::uint64_t instance_of, membership::RankConnection conn
     if (auto added = service.add_rank(key, instance, std::move(*shared)); !added)
       world_.note("state of replica {}: {}", key.replica, added.error().message);
   });
-  world_.introduces(*this);
+  world_.introduces(*this, node);
   to_trainer(rank, 20us, [connection](Trainer& to) { to.on_welcome(connection); });
   proto::FromNode message;
   *message.mutable_rank_up() = up;
@@ -139,13 +139,13 @@ void Daemon::to_trainer(const LocalRank& rank, Duration most, std::function<void
 // ---- the coordinator
 
 void Daemon::on_coordinator_up() {
-  world_.introduces(*this);
+  world_.introduces(*this, node);
   carry_out(machine_.on_coordinator_up(local_now()));
 }
 
 void Daemon::on_coordinator_message(const proto::ToNode& message) {
   if (message.has_inquiry()) look_after(message.inquiry());
-  if (message.has_introduce()) world_.introduces(*this);
+  if (message.has_introduce()) world_.introduces(*this, node);
   carry_out(machine_.on_coordinator_message(message, local_now()));
   if (message.has_plan() || message.has_peers()) follow_plan(message.has_peers());
 }

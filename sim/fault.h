@@ -60,7 +60,7 @@ enum class FaultKind : std::uint8_t {
   forget,          // what lies between forgets the data connections of a rank, or of a node: neither side learns of it
   forget_control,  // … a node's connection to a coordinator, for a while or for ever; new ones pass
   second_process,  // another one comes up in a rank's place while the first lives, or is stopped and goes on later
-  stop_introduction,  // SIGSTOP of a daemon, between two messages of what it says of itself and its ranks
+  stop_introduction,  // SIGSTOP of a daemon or relay, between two messages of what it says of itself and its ranks
   other_job,          // at a coordinator's address there is another job's for a while
   older_log,  // the log is put back to an older copy, and members go on; later the operator does one thing or another
   // Where there are relays:

@@ -124,6 +124,15 @@ MUTANTS = [
     ("chunks are coded for who takes none", "ftar/coded_ring.cc",
      "if (peer == nullptr || !peer->coded_room || bucket.coding == nullptr) return false;",
      "if (peer == nullptr || bucket.coding == nullptr) return false;"),
+    ("who waits for a place is answered once behind a relay", "membership/coordinator_claims.cc",
+     "(claim.asked == holder.node && claim.asked_of == holder.instance)", "claim.asked == holder.node"),
+    ("a daemon says that its ranks have heard all that it has", "membership/node.cc",
+     "*up.mutable_rank_up() = rank.up;",
+     "*up.mutable_rank_up() = rank.up; up.mutable_rank_up()->set_heard_epoch(plan_.epoch());"),
+    ("who is of a larger job is refused", "membership/coordinator_registration.cc",
+     "if (screen_log(node, up) == Screened::handled) return Screened::handled;  // also",
+     "if (up.replica() < config_.replicas && up.rank() < config_.ranks &&\n"
+     "      screen_log(node, up) == Screened::handled)\n    return Screened::handled;  // also"),
     ("a mean over one too many", "ftar/communicator.cc", ": contributors_;", ": contributors_ + 1;"),
 ]
 

@@ -15,10 +15,15 @@ Relay::Relay(World& world, std::uint32_t of, std::uint32_t at)
       world_(world),
       machine_(fmt::format("relay {}", of), world.job.silence),
       uplink_(world, *this, world.caller_of_relay(of), world.coordinator_stations(), fmt::format("relay {}", of),
-              {.up = [this] { carry_out(machine_.on_coordinator_up(local_now())); },
+              {.up =
+                   [this] {
+                     world_.introduces(*this, world_.caller_of_relay(number));
+                     carry_out(machine_.on_coordinator_up(local_now()));
+                   },
                .down = [this] { carry_out(machine_.on_coordinator_down(local_now())); },
                .message =
                    [this](const proto::ToNode& message) {
+                     if (message.has_introduce()) world_.introduces(*this, world_.caller_of_relay(number));
                      carry_out(machine_.on_coordinator_message(message, local_now()));
                    },
                .hosts = [this](proto::LeaderView& view) { machine_.write_hosts(view); },

@@ -221,7 +221,8 @@ void Trainer::run() {
   driver_->notice(now);
   const bool deaf = world_.planted(Plant::deaf_rank) && rank == 0 && world_.now().time_since_epoch() > 2s;
   for (const auto& message : std::exchange(inbox_, {})) {
-    if (message.has_registered() && incarnation() == Incarnation{}) job_ = message.registered().job();
+    if (message.has_registered() && incarnation() == Incarnation{})
+      job_ = message.registered().job(), registered_in_ = world_.history();
     if (!deaf || !message.has_plan()) driver_->on_control_message(message, now);
     if (const auto& plan = message.plan(); message.has_plan() && plan.epoch() == driver_->machine().epoch().value &&
                                            plan.committed() == driver_->machine().committed().value)

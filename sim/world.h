@@ -46,8 +46,8 @@ class World {
   bool stands_for_memory(Process& process);
   // Something that it sends: when it goes on, where it is stopped by now.
   void send(Process& process, std::function<void()> message);
-  // It begins to introduce itself, or one of its own: a fault may stop it within.
-  void introduces(Daemon& daemon);
+  // A daemon or relay begins to introduce itself, or one of its own: a fault may stop it within.
+  void introduces(Process& process, std::uint32_t caller);
   // Until a message arrives that takes this long, but no sooner than the one before it, which arrived at `last`.
   Duration in_order(TimePoint& last, Duration delay) {
     last = std::max(last + Duration(1), now() + delay);
@@ -152,7 +152,7 @@ class World {
   std::uint64_t id_of_the_job() const;  // as its log has it; 0: none has
   bool is_of_the_job(const Trainer& trainer) const { return trainer.job() == 0 || trainer.job() == id_of_the_job(); }
   Checker& checker_of(const Trainer& trainer) {
-    return is_of_the_job(trainer) ? checkers_[trainer.history()] : of_others_;
+    return is_of_the_job(trainer) && !trainer.left_behind() ? checkers_[trainer.history()] : of_others_;
   }
   void check_that_it_sends_nobody_away(const proto::ToNode& message);
 
@@ -354,7 +354,7 @@ class World {
   std::vector<bool> damage_at_rest_;                                                       // by replica: due
   std::vector<std::map<std::uint64_t, std::map<std::uint32_t, Checkpoint>>> checkpoints_;  // by replica, version, rank
   std::vector<SlowLink> slow_links_;                                                       // by caller
-  std::map<std::uint32_t, Interruption> interruptions_;                                    // by node: due
+  std::map<std::uint32_t, Interruption> interruptions_;                                    // by caller: due
   std::vector<TimePoint> up_blocked_, down_blocked_;                                       // by caller: until then
   std::map<std::pair<std::uint32_t, std::uint32_t>, TimePoint> slow_until_;
   struct Memory {  // how it is registered by the process that is that rank next

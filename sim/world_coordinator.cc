@@ -122,6 +122,11 @@ void World::on_record(const proto::LogRecord& record) {
     if (to.value < record.rolled_back().from() && !allowed)
       checker().violate("state-survives", fmt::format("the job goes back to step {} without an operator's word", to));
     if (to.value < record.rolled_back().from()) last_roll_back_ = to;
+    // Who was stopped, and has lost its place to another, goes on with what it has heard before.
+    for (const auto& ranks : trainers_)
+      for (const auto& trainer : ranks)
+        if (trainer && has_rival(trainer->replica, trainer->rank) && trainer->has_heard_more_than(0, 0))
+          trainer->leave_behind();
     std::erase_if(outcome_.committed, [&](const auto& committed) { return committed.step > to.value; });
     // Later ones are of what was given up. The operator removes them.
     for (auto& of_replica : checkpoints_) of_replica.erase(of_replica.upper_bound(to.value), of_replica.end());

@@ -224,12 +224,15 @@ void World::black_hole(const Fault& fault, TimePoint until) {
 // The next one, which may be soon: its connection is reset, or it is started again.
 void World::stop_introduction(const Fault& fault) {
   Random random(fault.detail);
-  const std::uint32_t node = node_of(fault.replica, fault.rank);
-  interruptions_[node] = {1 + random.pick(3 + 2 * shape.ranks), fault.lasting};
-  if (!daemons_[node]) return;
+  const std::uint32_t of = draw_caller(node_of(fault.replica, fault.rank), random);
+  interruptions_[of] = {1 + random.pick(3 + 2 * shape.ranks), fault.lasting};
+  const Calling its = caller(of);
+  if (its.process == nullptr) return;
   const auto how = random.pick(3);
-  if (how == 0) reset_link(daemons_[node]->uplink().any_link(random));
-  if (how == 1) kill_daemon(node);
+  if (how == 0) reset_link(its.uplink->any_link(random));
+  if (how != 1) return;
+  if (of < nodes()) kill_daemon(of);
+  else kill_relay(of - nodes(), random.between(1ms, 100ms));
 }
 
 // On all rails, or on one.

@@ -45,6 +45,12 @@ void World::end_older_log(bool whole) {
   if (whole && std::none_of(since, log_.end(), decides)) {
     kill_coordinators("its whole log is put back");
     count("the whole log put back");
+    // The older log may have given them incarnations that others have.
+    std::vector<Trainer*> meanwhile;
+    for (const auto& [instance, process] : processes_)
+      if (auto* one = dynamic_cast<Trainer*>(process); one != nullptr && one->registered_in() == history_)
+        meanwhile.push_back(one);
+    for (Trainer* one : meanwhile) end_trainer(*one, "it has come while the log was an older copy");
     put_back(before.records);
     history_ = before.history;
     return;
@@ -113,7 +119,8 @@ void World::check_that_nobody_is_sent_away(const proto::Evicted& evicted) {
     const auto* one = dynamic_cast<const Trainer*>(process);
     if (one == nullptr || one->history() == history_ || one->replica != evicted.replica() || !is_of_the_job(*one))
       continue;
-    if (one->incarnation().value == evicted.incarnation() && one->has_heard_more_than(epoch_written_, step_written_))
+    if (one->incarnation().value == evicted.incarnation() && one->has_trained() &&
+        one->has_heard_more_than(epoch_written_, step_written_))
       checker().violate("state-survives",
                         fmt::format("replica {} rank {}, which has heard more than the older log has, is sent away: {}",
                                     one->replica, one->rank, evicted.reason()));

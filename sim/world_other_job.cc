@@ -49,11 +49,12 @@ void World::end_strangers() {
   }
 }
 
-// Who has heard a plan of this job may have the only copy of its state.
+// Who has trained in this job may have the only copy of its state. (Of a replica one of whose ranks has heard no plan
+// yet none has trained, and all are sent away with that one.)
 void World::check_that_it_sends_nobody_away(const proto::ToNode& message) {
   for (const auto& [instance, process] : processes_) {
     const auto* one = dynamic_cast<const Trainer*>(process);
-    if (one == nullptr || one->job() == 0 || one->job() != id_of_the_job() || !one->heard_a_plan()) continue;
+    if (one == nullptr || one->job() == 0 || one->job() != id_of_the_job() || !one->has_trained()) continue;
     const auto& evicted = message.evicted();
     const auto& refused = message.refused();
     if (message.has_evicted() && evicted.job() == one->job() && evicted.replica() == one->replica &&

@@ -89,11 +89,11 @@ void World::send(Process& process, std::function<void()> message) {
   stop(process, process.stops_for);
 }
 
-void World::introduces(Daemon& daemon) {
-  const auto due = interruptions_.extract(daemon.node);
+void World::introduces(Process& process, std::uint32_t caller) {
+  const auto due = interruptions_.extract(caller);
   if (due.empty()) return;
-  daemon.stops_after = due.mapped().messages;
-  daemon.stops_for = due.mapped().lasting;
+  process.stops_after = due.mapped().messages;
+  process.stops_for = due.mapped().lasting;
 }
 
 void World::set_timer(Process& process, Duration delay) {
