@@ -340,6 +340,7 @@ Result<Recordings> read_recordings(const std::vector<std::string>& paths, std::u
     else if (one->events.size() > copy->events.size()) *copy = std::move(*one);
   }
   Recordings joined = join(std::move(all), job);
+  joined.files = std::move(files);
   joined.others = std::move(others);
   joined.notes.insert(joined.notes.end(), unread.begin(), unread.end());
   return joined;

@@ -52,7 +52,8 @@ struct Recordings {
   std::int64_t clock_error = 0;                                       // at most, between two processes; ns
   std::size_t clocks = 0;                                             // different ones, which were compared
   std::vector<std::string> notes;                                     // what is not whole or not known, a sentence each
-  std::vector<std::string> others;           // files that are no recordings, for whoever knows what they are
+  std::vector<std::string> files{};          // that were given, or are in directories that were
+  std::vector<std::string> others;           // … of these that are no recordings, for whoever knows what they are
   std::int64_t wall(std::int64_t at) const;  // ns since 1970, of a time of an event
 };
 

@@ -22,13 +22,18 @@ namespace {
 
 double us_of(std::int64_t ns) { return static_cast<double>(ns) * 1e-3; }
 
-// The file as it grows: a trace of a large job need not be in memory.
+// The file as it grows: a trace of a large job need not be in memory. Until there is an event to write, what is at its
+// path stays as it is.
 class TraceFile {
  public:
-  explicit TraceFile(const std::string& path) : out_(path) { out_ << "{\"displayTimeUnit\":\"ms\",\"traceEvents\":["; }
+  explicit TraceFile(const std::string& path) : path_(path) {}
   void add(const nlohmann::json& event) {
-    out_ << (std::exchange(first_, false) ? "\n" : ",\n")
-         << event.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+    const bool first = !std::exchange(begun_, true);
+    if (first) {
+      out_.open(path_);
+      out_ << "{\"displayTimeUnit\":\"ms\",\"traceEvents\":[";
+    }
+    out_ << (first ? "\n" : ",\n") << event.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
   }
   bool close(const nlohmann::json& about) {
     out_ << "\n],\"otherData\":" << about.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace) << "}\n";
@@ -55,11 +60,14 @@ class TraceFile {
   }
 
  private:
+  const std::string& path_;
   std::ofstream out_;
-  bool first_ = true;
+  bool begun_ = false;
 };
 
 // ---- event files
+
+constexpr std::string_view kEventFile = ".jsonl";
 
 bool is_event(const nlohmann::json& line) {
   return line.is_object() && line.contains("t") && line.at("t").is_number() && line.contains("kind") &&
@@ -281,11 +289,24 @@ nlohmann::json about(const Recordings& recordings) {
   return all;
 }
 
+// Files that are read, which a trace in their place would end.
+Result<> check_output(const std::string& output, const Recordings& recordings) {
+  for (const auto& path : recordings.files) {
+    std::error_code ignored;
+    const bool read = path.ends_with(flight::kSuffix) || path.ends_with(kEventFile);
+    if (read && std::filesystem::equivalent(path, output, ignored))
+      return fail(ErrorCode::invalid_argument, "the trace would overwrite {}, which is read for it: give another -o",
+                  output);
+  }
+  return {};
+}
+
 }  // namespace
 
 Result<MergedTrace> merge_trace(const std::vector<std::string>& paths, const std::string& output, std::uint64_t job) {
   auto recordings = read_recordings(paths, job);
   if (!recordings) return tl::unexpected(recordings.error());
+  if (auto checked = check_output(output, *recordings); !checked) return tl::unexpected(checked.error());
   std::erase(recordings->others, output);
   MergedTrace merged{.processes = 0, .notes = recordings->notes};
   std::vector<std::string> unread;
@@ -293,15 +314,13 @@ Result<MergedTrace> merge_trace(const std::vector<std::string>& paths, const std
     TraceFile trace(output);
     for (const auto& one : recordings->all) ProcessTrace(one, ++merged.processes, trace).add_all();
     for (const auto& path : recordings->others) {
-      const bool event_file = path.ends_with(".jsonl") && add_event_file(path, merged.processes + 1, trace);
+      const bool event_file = path.ends_with(kEventFile) && add_event_file(path, merged.processes + 1, trace);
       if (event_file) ++merged.processes;
       else unread.push_back(path);
     }
-    if (!trace.close(about(*recordings))) return fail(ErrorCode::io, "can't write {}", output);
+    if (merged.processes > 0 && !trace.close(about(*recordings))) return fail(ErrorCode::io, "can't write {}", output);
   }
   if (merged.processes > 0) return merged;
-  std::error_code ignored;
-  std::filesystem::remove(output, ignored);
   return fail(ErrorCode::not_found,
               "no events in {}{}; give the --flight-dir of daemons and trainers, or the directory that they were "
               "started with --events for",

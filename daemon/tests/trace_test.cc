@@ -18,6 +18,10 @@ struct Trace : testing::Test {
   Trace() { std::filesystem::create_directory(directory); }
   ~Trace() override { std::filesystem::remove_all(directory); }
   void file(const std::string& name, const std::string& text) const { std::ofstream(directory / name) << text; }
+  std::string text(const std::string& name) const {
+    std::ifstream in(directory / name);
+    return {std::istreambuf_iterator<char>(in), {}};
+  }
   Result<MergedTrace> merge() const { return merge_trace({directory}, directory / "trace.json"); }
   nlohmann::json events() const {
     std::ifstream in(directory / "trace.json");
@@ -75,6 +79,35 @@ TEST_F(Trace, WithoutEventsThereIsAnErrorThatNamesTheDirectory) {
             std::string::npos)
       << garbage.error().message;
   EXPECT_FALSE(merge_trace({directory / "nowhere"}, directory / "trace.json"));
+}
+
+TEST_F(Trace, WithoutEventsWhatIsAtItsPathStays) {
+  file("trace.json", "of the incident");
+  ASSERT_FALSE(merge());
+  EXPECT_EQ(text("trace.json"), "of the incident");
+  ASSERT_EQ(::mkfifo((directory / "pipe").c_str(), 0600), 0);  // to open it would wait for a reader
+  ASSERT_FALSE(merge_trace({directory}, directory / "pipe"));
+  EXPECT_TRUE(std::filesystem::is_fifo(directory / "pipe"));
+  ASSERT_FALSE(merge_trace({directory}, directory / "new.json"));
+  EXPECT_FALSE(std::filesystem::exists(directory / "new.json"));
+}
+
+TEST_F(Trace, AFileThatIsReadIsNotOverwritten) {
+  const std::string event = R"({"t":1000,"who":"r0.0","kind":"entered","epoch":1})"
+                            "\n";
+  file("a.jsonl", event);
+  file("b.flight", "garbage");
+  std::filesystem::create_symlink(directory / "a.jsonl", directory / "link");
+  for (const char* name : {"a.jsonl", "b.flight", "link"}) {
+    const auto refused = merge_trace({directory}, directory / name);
+    ASSERT_FALSE(refused) << name;
+    EXPECT_EQ(refused.error().code, ErrorCode::invalid_argument) << name;
+    EXPECT_NE(refused.error().message.find((directory / name).string()), std::string::npos) << refused.error().message;
+  }
+  EXPECT_EQ(text("a.jsonl"), event);
+  EXPECT_EQ(text("b.flight"), "garbage");
+  ASSERT_TRUE(merge());
+  ASSERT_TRUE(merge()) << "the last one's trace is replaced";
 }
 
 // Nobody writes into it: to open it would be to wait for that.
