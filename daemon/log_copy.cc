@@ -6,33 +6,50 @@
 
 namespace rejoin::daemon {
 
-LogCopy::LogCopy(membership::Log log) : log_(std::move(log)) {}
+namespace {
+constexpr const char* kMendDisk =
+    "Make room, or see to the disk, and start this coordinator again: the copy goes on from where it ends";
+constexpr const char* kBeginAnew =
+    "All that was decided is in the store: move what is there away, or give another --log-directory, and start this "
+    "coordinator again, which begins a new copy";
+}  // namespace
 
 Result<std::unique_ptr<LogCopy>> LogCopy::open(const std::string& directory, membership::Disk disk) {
-  auto log = membership::Log::open(directory, std::move(disk));
-  if (!log) return tl::unexpected(log.error());
-  if (log->bytes_cut() > 0)
-    spdlog::warn("copy of the decisions: a torn tail of {} bytes was cut off", log->bytes_cut());
-  std::unique_ptr<LogCopy> copy(new LogCopy(std::move(*log)));
-  const auto& records = copy->log_.records();
-  if (!records.empty()) {
-    const auto& first = records.front();
-    if (first.has_snapshot() && first.snapshot().position() == 0)
-      return fail(ErrorCode::mismatch,
-                  "{}/decisions.log was compacted by a coordinator that kept its decisions in a file alone, so that it "
-                  "can't be the copy of those in a store. To take that job into the store, give it this log with "
-                  "'rejoin log import', and start with another --log-directory",
-                  directory);
-    copy->position_ = membership::records_of_job(records);
-    copy->job_ = membership::job_of(first).id();
-    copy->empty_ = false;
-    copy->records_ = records;
-    copy->log_.forget_records();
+  std::unique_ptr<LogCopy> copy(new LogCopy(directory));
+  if (auto log = membership::Log::open(directory, std::move(disk))) {
+    if (log->bytes_cut() > 0)
+      spdlog::warn("copy of the decisions: a torn tail of {} bytes was cut off", log->bytes_cut());
+    if (auto taken = copy->take(log->records()); !taken) return tl::unexpected(taken.error());
+    log->forget_records();
+    copy->size_ = log->size();
+    copy->log_ = std::move(*log);
+  } else if (log.error().code == ErrorCode::refused) {
+    return tl::unexpected(log.error());
+  } else {
+    const auto legible = membership::legible_records(directory);
+    if (!legible) copy->position_ = 1;
+    else if (auto taken = copy->take(*legible); !taken) return tl::unexpected(taken.error());
+    copy->give_up(log.error(), true);
   }
-  copy->size_ = copy->log_.size();
   if (auto started = start_thread(copy->thread_, [one = copy.get()] { one->write(); }); !started)
     return tl::unexpected(started.error());
   return copy;
+}
+
+Result<> LogCopy::take(const std::vector<proto::LogRecord>& records) {
+  if (records.empty()) return {};
+  const auto& first = records.front();
+  if (first.has_snapshot() && first.snapshot().position() == 0)
+    return fail(ErrorCode::mismatch,
+                "{}/decisions.log was compacted by a coordinator that kept its decisions in a file alone, so that it "
+                "can't be the copy of those in a store. To take that job into the store, give it this log with "
+                "'rejoin log import', and start with another --log-directory",
+                directory_);
+  position_ = membership::records_of_job(records);
+  job_ = membership::job_of(first).id();
+  empty_ = false;
+  records_ = records;
+  return {};
 }
 
 LogCopy::~LogCopy() {
@@ -66,19 +83,31 @@ void LogCopy::put(std::vector<proto::LogRecord> records, How how) {
     behind_ += bytes;
     if (behind_ > kMostBehind)
       return give_up(
-          fmt::format("its disk is {} behind, over the limit of {}", human_bytes(behind_), human_bytes(kMostBehind)));
+          fmt::format("its disk is {} behind, over the limit of {}", human_bytes(behind_), human_bytes(kMostBehind)),
+          kMendDisk);
     waiting_.push_back({std::move(records), how, bytes});
   }
   wake_.notify_one();
 }
 
-void LogCopy::give_up(const std::string& why) {
-  given_up_ = why;
+// The log's own words for what has become of its file are for a coordinator that has nothing else.
+void LogCopy::give_up(const Error& error, bool at_start) {
+  const auto file = directory_ + "/decisions.log";
+  if (error.code == ErrorCode::corrupt && at_start)
+    return give_up(fmt::format("{} is damaged, or none of this version ('rejoin audit {}' says where)", file, file),
+                   kBeginAnew);
+  if (error.code == ErrorCode::corrupt)
+    return give_up(fmt::format("{} was cut, and nothing but its coordinator may write to it", file), kBeginAnew);
+  if (error.code == ErrorCode::not_found && at_start)
+    return give_up(fmt::format("{} is gone, and archives of it are there", file), kBeginAnew);
+  if (error.code == ErrorCode::not_found) return give_up(fmt::format("{} was removed or moved away", file), kBeginAnew);
+  give_up(error.message, kMendDisk);
+}
+
+void LogCopy::give_up(const std::string& why, const char* remedy) {
+  given_up_ = fmt::format("{}. {}", why, remedy);
   waiting_.clear();
-  spdlog::warn(
-      "the copy of the decisions is given up, and the job goes on without it: {}. Make room, or see to the disk, and "
-      "start this coordinator again: the copy goes on from where it ends",
-      why);
+  spdlog::warn("the copy of the decisions is given up, and the job goes on without it: {}", given_up_);
 }
 
 // What has come meanwhile goes to the disk together.
@@ -99,19 +128,19 @@ void LogCopy::write() {
     const auto written = write(next.records, next.how);
     lock.lock();
     behind_ -= next.bytes;
-    if (!written && given_up_.empty()) give_up(written.error().message);
+    if (!written && given_up_.empty()) give_up(written.error(), false);
   }
 }
 
 // A log without a record has nothing that could stay beside it.
 Result<> LogCopy::write(const std::vector<proto::LogRecord>& records, How how) {
   const bool empty = std::exchange(empty_, false);
-  auto written = how != How::append && !empty ? log_.compact(records.front()) : log_.append(records);
-  if (!written && how == How::compact && !log_.failed()) {
+  auto written = how != How::append && !empty ? log_->compact(records.front()) : log_->append(records);
+  if (!written && how == How::compact && !log_->failed()) {
     spdlog::warn("the copy of the decisions is not compacted, and goes on growing: {}", written.error().message);
     written = {};
   }
-  size_ = log_.size();
+  size_ = log_->size();
   return written;
 }
 

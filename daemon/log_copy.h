@@ -1,7 +1,8 @@
 // The copy that one of several coordinators keeps, on its own disk, of the decisions in their store: for `rejoin
 // audit`, and for `rejoin log import` where the store's data is lost. It is a decision log like that of a single
 // coordinator (membership/log.h), and nobody's decisions wait for it: a thread of its own writes it, and where that
-// fails, or falls too far behind, the copy is given up, and goes on when the coordinator is started again.
+// fails, or falls too far behind, or where it can't be opened, the copy is given up, and goes on when the coordinator
+// is started again. What can be read of it counts all the same: the store can't have less.
 #pragma once
 
 #include <atomic>
@@ -9,6 +10,7 @@
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <utility>
@@ -21,11 +23,13 @@ namespace rejoin::daemon {
 class LogCopy {
  public:
   static constexpr std::uint64_t kMostBehind = 64 * MiB;
-  // Errors: those of Log::open(), and a log that does not say how many records of its job it stands for (`mismatch`).
+  // Errors: another process has it open (`refused`), or it does not say how many records of its job it stands for
+  // (`mismatch`).
   static Result<std::unique_ptr<LogCopy>> open(const std::string& directory,
                                                membership::Disk disk = membership::Disk::real());
   ~LogCopy();  // when everything is written, or given up
   // What was in it when it was opened: records, counted from the beginning of the job, and the job's id; 0: nothing.
+  // Where none can be read of those that are there, it is one, of an unknown job.
   std::uint64_t position() const { return position_; }
   std::uint64_t job() const { return job_; }
   std::vector<proto::LogRecord> take_records() { return std::exchange(records_, {}); }
@@ -35,24 +39,27 @@ class LogCopy {
   void compact(const proto::LogRecord& snapshot);
   void add(const std::vector<proto::LogRecord>& records);
   std::uint64_t size() const { return size_; }  // bytes of the file that is written to
-  // Why it is given up; empty: it is not. The same is logged, once.
+  // Why it is given up, and what to do; empty: it is not. The same is logged, once.
   std::string given_up() const;
 
  private:
-  explicit LogCopy(membership::Log log);
+  explicit LogCopy(std::string directory) : directory_(std::move(directory)) {}
+  Result<> take(const std::vector<proto::LogRecord>& records);
   enum class How : std::uint8_t { append, begin, compact };
   void put(std::vector<proto::LogRecord> records, How how);
   void write();
   Result<> write(const std::vector<proto::LogRecord>& records, How how);
-  void give_up(const std::string& why);  // mutex_ is held
+  void give_up(const Error& error, bool at_start);  // mutex_ is held
+  void give_up(const std::string& why, const char* remedy);
 
   struct Item {
     std::vector<proto::LogRecord> records;
     How how = How::append;  // otherwise it is one snapshot
     std::uint64_t bytes = 0;
   };
-  membership::Log log_;  // the thread's
-  bool empty_ = true;    // … likewise
+  const std::string directory_;
+  std::optional<membership::Log> log_;  // the thread's
+  bool empty_ = true;                   // … likewise
   std::uint64_t position_ = 0, job_ = 0;
   std::vector<proto::LogRecord> records_;  // that were in it, until they are taken
   std::atomic<std::uint64_t> size_ = 0;

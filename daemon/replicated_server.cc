@@ -145,9 +145,7 @@ nlohmann::json ReplicatedServer::status() const {
   const std::string given_up = copy_->given_up();
   if (!given_up.empty())
     json["alarms"].push_back(
-        fmt::format("the copy of the decisions in {} is given up: {}; start this coordinator "
-                    "again when that is mended",
-                    options_.log_directory, given_up));
+        fmt::format("the copy of the decisions in {} is given up: {}", options_.log_directory, given_up));
   if (const auto& why = machine_->snapshot_failed(); !why.empty())
     json["alarms"].push_back(fmt::format("the store takes no snapshot, so that its log grows: {}", why));
   if (auto line = machine_->of_another_job(); !line.empty()) json["alarms"].push_back(std::move(line));

@@ -93,6 +93,46 @@ Result<Bytes> read_all(const Fd& file, const std::string& path) {
   return bytes;
 }
 
+// What is before the damage, where there is any.
+ParsedLog parse_until_damage(BytesView bytes, const std::string& path, Result<>& sound) {
+  ParsedLog parsed;
+  const bool zeros = bytes.size() <= kMagic.size() + sizeof(RecordHeader) &&
+                     std::all_of(bytes.begin(), bytes.end(), [](std::byte byte) { return byte == std::byte{}; });
+  const bool begun = bytes.size() < kMagic.size() && kMagic.starts_with(as_text(bytes));
+  if (begun || zeros) {  // power was lost when the file was made
+    parsed.torn = bytes.size();
+    return parsed;
+  }
+  const auto magic = as_text(bytes.first(std::min(bytes.size(), kMagic.size())));
+  if (magic != kMagic && magic != kOldMagic) {
+    sound = fail(ErrorCode::corrupt, "{} is not a Rejoin decision log of this version", path);
+    return parsed;
+  }
+  parsed.old = magic == kOldMagic;
+  parsed.intact = kMagic.size();
+  for (std::uint64_t at = parsed.intact; at < bytes.size();) {
+    const auto header = frame_at(bytes, at);
+    proto::LogRecord record;
+    const bool intact = header && (header->length == kMark || record.ParseFromArray(bytes.data() + at + sizeof *header,
+                                                                                    static_cast<int>(header->length)));
+    if (!intact) {
+      const auto end = end_of_written(bytes, at);
+      sound = check_torn(bytes, at, end, parsed.old, path);
+      parsed.torn = end - at;
+      break;
+    }
+    at += sizeof *header;
+    if (header->length == kMark) {
+      parsed.marked = at;
+      continue;
+    }
+    at += header->length;
+    parsed.intact = at;
+    parsed.records.push_back(std::move(record));
+  }
+  return parsed;
+}
+
 }  // namespace
 
 Bytes log_bytes(const std::vector<proto::LogRecord>& records, std::uint64_t at) {
@@ -118,40 +158,9 @@ Bytes log_bytes(const std::vector<proto::LogRecord>& records, std::uint64_t at) 
 }
 
 Result<ParsedLog> parse_log(BytesView bytes, const std::string& path) {
-  ParsedLog parsed;
-  const bool zeros = bytes.size() <= kMagic.size() + sizeof(RecordHeader) &&
-                     std::all_of(bytes.begin(), bytes.end(), [](std::byte byte) { return byte == std::byte{}; });
-  const bool begun = bytes.size() < kMagic.size() && kMagic.starts_with(as_text(bytes));
-  if (begun || zeros) {  // power was lost when the file was made
-    parsed.torn = bytes.size();
-    return parsed;
-  }
-  const auto magic = as_text(bytes.first(std::min(bytes.size(), kMagic.size())));
-  if (magic != kMagic && magic != kOldMagic)
-    return fail(ErrorCode::corrupt, "{} is not a Rejoin decision log of this version", path);
-  parsed.old = magic == kOldMagic;
-  parsed.intact = kMagic.size();
-  for (std::uint64_t at = parsed.intact; at < bytes.size();) {
-    const auto header = frame_at(bytes, at);
-    proto::LogRecord record;
-    const bool sound = header && (header->length == kMark || record.ParseFromArray(bytes.data() + at + sizeof *header,
-                                                                                   static_cast<int>(header->length)));
-    if (!sound) {
-      const auto end = end_of_written(bytes, at);
-      if (auto torn = check_torn(bytes, at, end, parsed.old, path); !torn) return tl::unexpected(torn.error());
-      parsed.torn = end - at;
-      break;
-    }
-    at += sizeof *header;
-    if (header->length == kMark) {
-      parsed.marked = at;
-      continue;
-    }
-    at += header->length;
-    parsed.intact = at;
-    parsed.records.push_back(std::move(record));
-  }
-  return parsed;
+  Result<> sound;
+  auto parsed = parse_until_damage(bytes, path, sound);
+  return sound.map([&] { return std::move(parsed); });
 }
 
 // Its coordinator may be at work: what is appended while its bytes are read, some before and some after it, looks like
@@ -170,6 +179,18 @@ Result<ParsedLog> parse_one_file(const std::string& path) {
   const Fd file(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
   if (!file) return fail_errno(path);
   return parse_file(file, path);
+}
+
+Result<std::vector<proto::LogRecord>> records_before_damage(const std::string& path) {
+  const Fd file(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
+  if (!file && (errno == ENOENT || errno == ENOTDIR)) return std::vector<proto::LogRecord>{};
+  if (!file) return fail_errno(path);
+  const auto bytes = read_all(file, path);
+  if (!bytes) return tl::unexpected(bytes.error());
+  Result<> sound;
+  auto parsed = parse_until_damage(*bytes, path, sound);
+  if (!sound && parsed.records.empty()) return tl::unexpected(sound.error());
+  return std::move(parsed.records);
 }
 
 std::optional<proto::LogRecord> first_record(const Fd& file) {
@@ -214,7 +235,7 @@ Result<Log> Log::open(const std::string& directory, Disk disk) {
     if (!log.file_) return fail_errno(log.path_);
     if (::flock(log.file_.get(), LOCK_EX | LOCK_NB) != 0) {
       if (errno != EWOULDBLOCK) return fail_errno(fmt::format("locking {}", log.path_));
-      return fail(ErrorCode::exhausted, "{} is in use by another coordinator", log.path_);
+      return fail(ErrorCode::refused, "{} is in use by another coordinator", log.path_);
     }
   } while (!log.in_its_place());
   (void)::unlink(log.next_path().c_str());  // of a compaction that a crash has cut short

@@ -48,6 +48,10 @@ struct ParsedLog {
 Result<ParsedLog> parse_log(BytesView bytes, const std::string& name);
 Result<ParsedLog> parse_file(const Fd& file, const std::string& name);
 Result<ParsedLog> parse_one_file(const std::string& path);
+// Returns what can be read of a file before any damage; nothing where there is no file. Errors: that there is nothing.
+Result<std::vector<proto::LogRecord>> records_before_damage(const std::string& path);
+// … of the log in a directory, or of its newest archive where it holds nothing: its job has decided that much at least.
+Result<std::vector<proto::LogRecord>> legible_records(const std::string& directory);
 // Returns the first record of a file, if it is intact.
 std::optional<proto::LogRecord> first_record(const Fd& file);
 
@@ -72,7 +76,7 @@ struct Disk {
 
 class Log {
  public:
-  // Opens or creates DIRECTORY/decisions.log and reads what is in it. Errors: `exhausted` where another process has it
+  // Opens or creates DIRECTORY/decisions.log and reads what is in it. Errors: `refused` where another process has it
   // open; `not_found` where it holds nothing and archives are beside it, since it is lost then.
   static Result<Log> open(const std::string& directory, Disk disk = Disk::real());
   const std::vector<proto::LogRecord>& records() const { return records_; }  // those that it had when it was opened

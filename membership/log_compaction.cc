@@ -106,7 +106,7 @@ Result<> Log::finish_compaction() const {
   const Fd next(::open(next_path().c_str(), O_RDWR | O_CLOEXEC));
   if (!next) return {};
   if (::flock(next.get(), LOCK_EX | LOCK_NB) != 0)
-    return fail(ErrorCode::exhausted, "{} is in use by another coordinator", path_);
+    return fail(ErrorCode::refused, "{} is in use by another coordinator", path_);
   if (::rename(next_path().c_str(), path_.c_str()) != 0) return fail_errno(next_path());
   return {};
 }
@@ -140,6 +140,16 @@ Result<> Log::check_new() const {
               "{} holds no decision, and {} says that a job was under way here: put the log back, or a copy of it. To "
               "start a new job, use another log directory, or move the archives away",
               path_, archive_of(path_, *archives->rbegin()));
+}
+
+Result<std::vector<proto::LogRecord>> legible_records(const std::string& directory) {
+  const std::string path = directory + "/decisions.log";
+  auto records = records_before_damage(path);
+  std::error_code ignored;
+  if (!records || !records->empty() || !std::filesystem::exists(directory, ignored)) return records;
+  const auto archives = archives_beside(path);
+  if (!archives) return tl::unexpected(archives.error());
+  return archives->empty() ? records : records_before_damage(archive_of(path, *archives->rbegin()));
 }
 
 const proto::LogRecord::Job& job_of(const proto::LogRecord& first) {

@@ -24,7 +24,7 @@ TEST_F(CompactedLog, BeginsWithTheSnapshotAndTheAuditReadsWhatWasBefore) {
     commit(log, 504, 505);
     const auto second = Log::open(directory);
     ASSERT_FALSE(second) << "the new file is locked as the old one was";
-    EXPECT_EQ(second.error().code, ErrorCode::exhausted);
+    EXPECT_EQ(second.error().code, ErrorCode::refused);
   }
   const auto log = Log::open(directory).value();
   ASSERT_EQ(log.records().size(), 3u);
@@ -132,7 +132,7 @@ TEST_F(CompactedLog, TakesNoMoreOnceItsNewNameCouldNotBeSynced) {
     ASSERT_FALSE(log.compact(snapshot_after(3)));
     EXPECT_TRUE(log.failed());
     EXPECT_FALSE(log.append({commit(4)}));
-    EXPECT_EQ(Log::open(directory).error().code, ErrorCode::exhausted) << "it still holds the file at its path";
+    EXPECT_EQ(Log::open(directory).error().code, ErrorCode::refused) << "it still holds the file at its path";
   }
   EXPECT_EQ(steps(), up_to(3));
   EXPECT_TRUE(Log::open(directory));

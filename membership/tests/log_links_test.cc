@@ -77,7 +77,7 @@ TEST_F(CompactedLog, WithoutHardLinksGetsItsNameBackWhereTheNewFileDoesNotTakeIt
   EXPECT_FALSE(log.compact(snapshot_after(3)));
   EXPECT_FALSE(log.failed());
   EXPECT_FALSE(std::filesystem::exists(archive(1)));
-  EXPECT_EQ(Log::open(directory).error().code, ErrorCode::exhausted) << "it holds the file at its path";
+  EXPECT_EQ(Log::open(directory).error().code, ErrorCode::refused) << "it holds the file at its path";
   commit(log, 4, 5);
   ASSERT_TRUE(log.compact(snapshot_after(5)));
   commit(log, 6, 6);
@@ -91,7 +91,7 @@ TEST_F(CompactedLog, WithoutHardLinksIsTakenByNobodyElseMeanwhile) {
   disk.link = [](const char*, const char*) { return errno = EPERM, -1; };
   int renames = 0;
   disk.rename = [&](const char* from, const char* to) {
-    if (++renames == 2) EXPECT_EQ(Log::open(directory).error().code, ErrorCode::exhausted);
+    if (++renames == 2) EXPECT_EQ(Log::open(directory).error().code, ErrorCode::refused);
     return ::rename(from, to);
   };
   auto log = Log::open(directory, disk).value();

@@ -1,0 +1,139 @@
+// A copy of the decisions that can't be opened, or is taken away: the coordinators have a store, and go on without it.
+#include <cerrno>
+#include <fstream>
+#include <nlohmann/json.hpp>
+
+#include "daemon/tests/cluster.h"
+
+namespace rejoin::daemon {
+namespace {
+
+struct LostCopy : Cluster {
+  // Leaves a copy of `steps` steps at least, with an archive where it is to be compacted, and a store that has more.
+  void leave_a_copy(std::uint64_t steps = 20) {
+    ASSERT_TRUE(start(0));
+    ASSERT_TRUE(start(1));
+    start_nodes();
+    ASSERT_TRUE(commit_more(steps));
+    if (log_compact < 64 * MiB)
+      ASSERT_TRUE(until([&] { return std::filesystem::exists(log_directory(0) + "/decisions.1.log"); }));
+    end(0);
+    ASSERT_TRUE(commit_more(3));
+  }
+  std::string file() const { return log_directory(0) + "/decisions.log"; }
+  void damage(std::streamoff at) const {
+    std::fstream log(file(), std::ios::in | std::ios::out | std::ios::binary);
+    log.seekg(at);
+    const char byte = static_cast<char>(log.get() ^ 1);
+    log.seekp(at).put(byte);
+    ASSERT_TRUE(log.flush());
+  }
+  std::string alarm(std::size_t i) const {
+    const auto alarms = servers[i]->status().at("alarms");
+    return alarms.size() == 1 ? alarms.at(0).get<std::string>() : alarms.dump();
+  }
+  // It can lead: the other one ends.
+  void expect_that_it_starts_and_leads(const std::vector<std::string>& says, membership::Disk disk) {
+    const auto started = start(0, std::move(disk));
+    ASSERT_TRUE(started) << started.error().message;
+    for (const auto& part : says) EXPECT_NE(alarm(0).find(part), std::string::npos) << part << ": " << alarm(0);
+    EXPECT_EQ(alarm(0).find("new job"), std::string::npos) << alarm(0);
+    EXPECT_NE(servers[0]->status().at("store").at("copy"), "");
+    end(1);
+    ASSERT_TRUE(commit_more(5));
+    EXPECT_EQ(leader(), 0u);
+    EXPECT_TRUE(why_failed[0].empty()) << why_failed[0];
+  }
+  void expect_that_it_starts_and_leads(const std::vector<std::string>& says) {
+    expect_that_it_starts_and_leads(says, membership::Disk::real());
+  }
+};
+
+TEST_F(LostCopy, ADamagedOneKeepsNobodyFromStarting) {
+  leave_a_copy();
+  damage(150);
+  expect_that_it_starts_and_leads({"the copy of the decisions in " + log_directory(0) + " is given up: ", "is damaged",
+                                   "'rejoin audit", "All that was decided is in the store"});
+}
+
+TEST_F(LostCopy, OneThatIsGoneKeepsNobodyFromStarting) {
+  log_compact = 2 * KiB;
+  leave_a_copy(60);
+  std::filesystem::remove(file());
+  expect_that_it_starts_and_leads({"is gone, and archives of it are there", "All that was decided is in the store"});
+}
+
+TEST_F(LostCopy, AFullDiskKeepsNobodyFromStarting) {
+  leave_a_copy();
+  auto full = membership::Disk::real();
+  full.write = [](int, const void*, std::size_t, off_t) -> ssize_t { return errno = ENOSPC, -1; };
+  expect_that_it_starts_and_leads({"No space left on device", "Make room"}, full);
+  end(0);
+  ASSERT_TRUE(start(0));  // with room it goes on from where it ends
+  ASSERT_TRUE(commit_more(3));
+  nodes.clear();
+  ASSERT_TRUE(until([&] { return servers[0]->machine().position() == store.end(); }));
+  end(0);
+  EXPECT_EQ(copy_of(0).size(), store.end());
+}
+
+TEST_F(LostCopy, ADirectoryThatCantBeMadeKeepsNobodyFromStarting) {
+  leave_a_copy();
+  std::filesystem::remove_all(log_directory(0));
+  std::ofstream(log_directory(0)) << "a file\n";
+  expect_that_it_starts_and_leads({log_directory(0), "see to the disk"});
+}
+
+// What can be read of it has been decided, wherever the damage is: a store without that has lost it.
+TEST_F(LostCopy, WhatCanBeReadOfItIsNotForgottenWhereTheStoreIs) {
+  for (const std::streamoff damaged : {150, 30}) {
+    leave_a_copy();
+    nodes.clear();
+    end(1);
+    const auto before = copy_of(0).size();
+    damage(damaged);
+    store = {};
+    ASSERT_TRUE(start(0));
+    ASSERT_TRUE(until([&] { return !why_failed[0].empty(); }));
+    EXPECT_NE(why_failed[0].find("the store holds nothing of this job"), std::string::npos) << why_failed[0];
+    const auto legible = membership::legible_records(log_directory(0));
+    EXPECT_EQ(legible.has_value(), damaged > 100) << "the first record is longer than that";
+    if (legible) EXPECT_LT(legible->size(), before);
+    end(0);
+    why_failed.assign(2, "");
+    store = {};
+    for (std::size_t i = 0; i < 2; ++i) std::filesystem::remove_all(log_directory(i));
+  }
+}
+
+TEST_F(LostCopy, WhereItIsCutOrTakenAwayInUseTheJobGoesOnAndTheWordsSaySo) {
+  ASSERT_TRUE(start(0));
+  start_nodes();
+  ASSERT_TRUE(commit_more(5));
+  std::filesystem::remove(file());
+  ASSERT_TRUE(until([&] { return servers[0]->status().at("store").at("copy") != ""; }));
+  for (const char* part : {"was removed or moved away", "All that was decided is in the store"})
+    EXPECT_NE(alarm(0).find(part), std::string::npos) << alarm(0);
+  EXPECT_EQ(alarm(0).find("checkpoint"), std::string::npos) << alarm(0);
+  ASSERT_TRUE(commit_more(5));
+  end(0);
+  ASSERT_TRUE(start(0));
+  ASSERT_TRUE(commit_more(5));
+  std::filesystem::resize_file(file(), 50);
+  ASSERT_TRUE(until([&] { return servers[0]->status().at("store").at("copy") != ""; }));
+  EXPECT_NE(alarm(0).find("was cut"), std::string::npos) << alarm(0);
+  EXPECT_EQ(alarm(0).find("checkpoint"), std::string::npos) << alarm(0);
+  ASSERT_TRUE(commit_more(5));
+}
+
+TEST_F(LostCopy, OneThatAnotherProcessHasOpenIsAnError) {
+  const auto other = membership::Log::open(log_directory(0));
+  ASSERT_TRUE(other);
+  const auto refused = start(0);
+  ASSERT_FALSE(refused);
+  EXPECT_NE(refused.error().message.find("in use by another coordinator"), std::string::npos)
+      << refused.error().message;
+}
+
+}  // namespace
+}  // namespace rejoin::daemon
