@@ -77,10 +77,10 @@ void Framed::start(Handlers handlers, std::chrono::milliseconds deadline) {
   timer_.expires_after(deadline);
   timer_.async_wait([self = shared_from_this()](asio::error_code error) {
     if (error || self->open_) return;
-    // A coordinator may be stopped for a while, or have too much to do: that is no refusal.
-    const std::string why = "it did not prove the job key in time";
-    if (self->server_) self->refuse(refusals::Why::no_proof, why);
-    else self->end(why);
+    // A coordinator may be stopped for a while, or have too much to do: that is no refusal, and says nothing of its
+    // key.
+    if (self->server_) self->refuse(refusals::Why::no_proof, "it did not prove the job key in time");
+    else self->end("it takes the call and does not answer (it is stopped, or too busy)");
   });
   using asio::ssl::stream_base;
   tls_->stream.async_handshake(server_ ? stream_base::server : stream_base::client,
