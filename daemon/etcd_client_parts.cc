@@ -30,7 +30,8 @@ constexpr Remedy kRemedies[] = {
     {"received message larger than max", "raise etcd's --max-request-bytes"},
     {"too many operations", "raise etcd's --max-txn-ops to 128, its default"},
     {"permission denied",
-     "let the user read and write the keys: 'etcdctl role grant-permission ROLE --prefix=true readwrite PREFIX'"},
+     "let the user read and write the job's keys: 'etcdctl role grant-permission ROLE --prefix=true readwrite "
+     "/rejoin/JOB/'"},
     {"invalid user ID or password", "check the user's name and its password"},
     {"user name is empty", "etcd asks for a user: give one, with its password"},
 };

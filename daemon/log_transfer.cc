@@ -189,7 +189,7 @@ Result<Transferred> export_log(const std::string& log, const std::string& out) {
 }
 
 Result<Transferred> import_log(asio::io_context& io, membership::Store& store, const std::string& log, bool replace,
-                               const std::string& where) {
+                               const std::string& where, const std::string& prefix) {
   Replayed state(log);
   auto whole = read_whole(log, [&](const auto& record) { return state.take(record); });
   if (!whole) return tl::unexpected(whole.error());
@@ -209,8 +209,9 @@ Result<Transferred> import_log(asio::io_context& io, membership::Store& store, c
     return fail(
         ErrorCode::refused,
         "{} has {} decisions, and {} stands for {}: they would be mixed, and nothing is changed. Where those in "
-        "the store are worth nothing, delete them first (etcdctl del --prefix), or choose another --job",
-        where, present->end, log, position);
+        "the store are worth nothing, end all coordinators of this job and delete its keys (etcdctl del --prefix {}), "
+        "or choose another --job",
+        where, present->end, log, position, prefix);
   proto::Leader nobody;
   nobody.set_term(std::max(present->leader.term(), whole->term) + kTermsAhead);
   const auto since_1970 = std::chrono::system_clock::now().time_since_epoch();

@@ -105,7 +105,7 @@ TEST(EtcdStoreSecurity, AUserShowsThePassword) {
   EXPECT_EQ(ask("coordinator", "secret").entries.size(), 2u);
   EXPECT_THAT(ask("coordinator", "wrong").error, HasSubstr("check the user's name and its password"));
   EXPECT_THAT(ask("", "").error, HasSubstr("give one, with its password"));
-  EXPECT_THAT(ask("other", "secret").error, HasSubstr("etcdctl role grant-permission"));
+  EXPECT_THAT(ask("other", "secret").error, HasSubstr("readwrite /rejoin/JOB/"));
 
   // A member that starts anew knows none of the tokens that it gave out.
   etcd.restart(0);
