@@ -111,6 +111,8 @@ std::string store_lines(const nlohmann::json& store) {
   if (store.at("leads").get<bool>())
     lines = fmt::format("  leads in term {}{}, with its decisions in {}{}\n", term, for_so_long, kind, times);
   else if (term == 0) lines = "  STANDBY: none has led yet\n";
+  else if (leader.at("address").get<std::string>().empty())
+    lines = "  STANDBY: nobody leads since decisions were imported into the store; it is about to take the lead\n";
   else
     lines = fmt::format("  STANDBY: {} at {} leads in term {}{}; {} decisions are known here\n",
                         leader.at("name").get<std::string>(), leader.at("address").get<std::string>(), term,

@@ -28,7 +28,7 @@ void ReplicatedCoordinator::learn_of_leader(std::uint64_t revision, const std::s
                     "docs/operations.md; if it is another job, start with a --job of its own",
                     leader_.name(), leader_.address()));
   leader_since_ = sign_at_ = now;
-  if (leader_.term() != 0 && leader_.instance() != options_.instance)
+  if (leader_.instance() != 0 && leader_.instance() != options_.instance)
     note(false, "{} at {} leads in term {}", leader_.name(), leader_.address(), leader_.term());
   tell_who_leads(all_nodes());
 }
@@ -78,7 +78,8 @@ void ReplicatedCoordinator::on_read(const StoreRequest& request, const StoreAnsw
 }
 
 std::string ReplicatedCoordinator::unheeded_word() const {
-  const bool other_leads = role_ == Role::following && leader_.term() != 0 && leader_.instance() != options_.instance;
+  const bool other_leads =
+      role_ == Role::following && leader_.instance() != 0 && leader_.instance() != options_.instance;
   const std::string word = other_leads && has_read_ ? machine_->unused_word() : std::string();
   if (word.empty()) return {};
   return fmt::format(
@@ -231,6 +232,7 @@ ReplicatedCoordinator::Lost ReplicatedCoordinator::who_lost_the_leader(TimePoint
 std::optional<std::string> ReplicatedCoordinator::reason_to_claim(TimePoint now) const {
   if (role_ != Role::following || !has_read_ || under_way_ || again_ || pause_detector_.settling(now)) return {};
   if (leader_.term() == 0) return "nobody has led yet";
+  if (leader_.instance() == 0) return "nobody leads since decisions were imported";
   if (predecessor_.value_or(0) != 0 && leader_.instance() == *predecessor_)
     return fmt::format("who led before had this one's name and address, {} at {}", leader_.name(), leader_.address());
   if (gave_up_ && leader_.instance() == options_.instance) return "it has given up the lead, and nobody has taken it";

@@ -19,6 +19,30 @@ TEST(ReplicatedCoordinator, AStandbysWordToRollBackEndsWhenTheJobGoesOn) {
   EXPECT_EQ(job.one->unheeded_word(), "");
 }
 
+// Decisions that were imported have a term, and no leader: nobody would be disturbed, and there is nobody to name.
+TEST(ReplicatedCoordinator, AfterAnImportNobodyLeadsAndWhoComesDoesAtOnce) {
+  Alone job;
+  job.options.job.roll_back_to = Step(0);
+  job.let_other_lead();
+  job.write(2, [](proto::LogEntry& entry) { entry.add_records()->mutable_committed()->set_step(1); });
+  proto::Leader nobody;
+  nobody.set_term(1007);
+  nobody.set_since_ms(5);
+  job.leader = nobody.SerializeAsString();
+  job.answers_not = Asked::claim;
+  job.start();
+  job.pass(kQuiet / 2);
+  EXPECT_FALSE(job.leads());
+  EXPECT_EQ(job.one->unheeded_word(), "");
+  job.answers_not.reset();
+  job.pass(kQuiet / 2);
+  EXPECT_TRUE(job.leads()) << "no node has come";
+  EXPECT_EQ(job.one->leader().term(), 1008u);
+  EXPECT_NE(std::ranges::find(job.told, "claims the lead, in term 1008: nobody leads since decisions were imported"),
+            job.told.end());
+  for (const auto& line : job.told) EXPECT_EQ(line.find(" at  "), std::string::npos) << line;
+}
+
 // The store went on from an older copy, and has come as far as this one's copy since.
 TEST(ReplicatedCoordinator, ACopyOfOtherDecisionsIsNotGoneOnWith) {
   for (const bool others : {false, true}) {
