@@ -144,8 +144,7 @@ void Coordinator::on_rank_down(NodeId node, const proto::RankDown& down) {
   note("replica {} rank {}: {}", down.replica(), down.rank(), why);
   rank->connected_node = false;
   rank->lost_at = ask_the_other_nodes(node, {}, {}) ? now_ : now_ - config_.silence;
-  rank->lost_why = why;
-  if (!finished() && !recovering_until_ && !pause_detector_.just_paused(now_)) settle_absent();
+  rank->lost_why = why;  // the next tick settles what follows, for all that are lost with it
 }
 
 void Coordinator::on_reduced(NodeId node, const proto::Reduced& reduced) {

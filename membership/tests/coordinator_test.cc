@@ -256,6 +256,26 @@ TEST(Coordinator, WhatAPeerSaysIsTheReasonIsCutBeforeItGoesIntoTheLog) {
   EXPECT_NE(bench.log.back().epoch().reason().find("without replica 1: rank 0: xää"), std::string::npos);
 }
 
+// A relay says of each rank that its daemon is silent; the ring of an epoch with one of them in it could not work.
+TEST(Coordinator, ReplicasThatAreSilentTogetherAreOutInOneEpoch) {
+  Bench bench;
+  bench.start();
+  const auto before = bench.coordinator.epoch().value;
+  for (std::uint32_t replica : {0u, 1u})
+    for (std::uint32_t rank : {0u, 1u}) {
+      proto::FromNode silent;
+      auto& down = *silent.mutable_rank_down();
+      down.set_replica(replica);
+      down.set_rank(rank);
+      down.set_instance(100 + rank);
+      down.set_reason("its daemon did not come back in time");
+      bench.send(replica, silent);
+    }
+  bench.keep(bench.coordinator.on_tick(bench.now += bench.config.silence / 16));
+  EXPECT_EQ(bench.coordinator.epoch().value, before + 1);
+  bench.expect_alone(2);
+}
+
 TEST(Coordinator, ADaemonHasItsSilenceToComeBackBeforeItsReplicaIsOut) {
   Bench bench;
   bench.start();
