@@ -51,6 +51,7 @@
 #include "membership/job_config.h"
 #include "membership/ledger.h"
 #include "membership/members.h"
+#include "membership/never_members.h"
 #include "membership/paces.h"
 #include "membership/pause_detector.h"
 #include "membership/process.h"
@@ -318,7 +319,7 @@ class Coordinator {
   std::map<std::uint64_t, Samples> brought_;  // by checkpoints, of ranks that are registered: by a digest of them
   // Incarnations that no epoch has ever named, without those that are older than the last epoch and a commit since: who
   // has one of them still has the state that it came with.
-  std::set<std::uint64_t> never_members_;
+  NeverMembers never_members_;
   std::uint64_t incarnations_before_epoch_ = 0;  // given out before the last epoch was begun
   std::uint64_t steps_rolled_back_ = 0;
   Members members_{config_.ranks};

@@ -74,11 +74,10 @@ std::string Coordinator::unused_word() const {
 
 // With each record that says something of it, when it is decided or replayed.
 void Coordinator::note_never_members(const proto::LogRecord& record) {
-  if (record.has_incarnated()) never_members_.insert(record.incarnated().incarnation());
+  if (record.has_incarnated()) never_members_.take(record.incarnated());
   for (const auto& m : record.epoch().members()) never_members_.erase(m.incarnation());
   if (record.has_epoch()) incarnations_before_epoch_ = last_incarnation_;
-  if (record.has_committed())
-    never_members_.erase(never_members_.begin(), never_members_.upper_bound(incarnations_before_epoch_));
+  if (record.has_committed()) never_members_.erase_up_to(incarnations_before_epoch_);
 }
 
 Result<> Coordinator::take_up(const proto::LogRecord::Job& job) {

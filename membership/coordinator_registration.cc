@@ -94,7 +94,10 @@ void Coordinator::refuse(NodeId node, const proto::RankUp& up, refusals::Why why
 // Who comes to a finished job has no part in it: it is registered by name only, so that it can hear the last plan.
 void Coordinator::send_finished(NodeId node, const proto::RankUp& up) {
   auto& record = actions_.append.emplace_back();
-  record.mutable_incarnated()->set_incarnation(++last_incarnation_);
+  auto& given_out = *record.mutable_incarnated();
+  given_out.set_incarnation(++last_incarnation_);
+  given_out.set_replica(up.replica());
+  given_out.set_rank(up.rank());
   note_never_members(record);
   nodes_[node].hosts.add(up.rank(), std::uint64_t{up.rank()} + 1);
   welcome(node, up, Incarnation(last_incarnation_));
@@ -163,6 +166,7 @@ void Coordinator::register_new(NodeId node, const proto::RankUp& up) {
     const Incarnation incarnation(++last_incarnation_);
     proto::LogRecord record;
     record.mutable_incarnated()->set_incarnation(last_incarnation_);
+    record.mutable_incarnated()->set_replica(id.value);
     note_never_members(record);
     actions_.append.push_back(std::move(record));
     found = replicas_.emplace(id, ReplicaState{.incarnation = incarnation, .begun_here = true}).first;

@@ -47,7 +47,7 @@ proto::LogRecord Coordinator::snapshot() const {
     put(out, *to.add_suspended());
     if (out.ended) to.add_ended(out.replica.value);
   }
-  for (auto incarnation : never_members_) to.add_never_members(incarnation);
+  never_members_.to(to);
   to.set_incarnations_before_epoch(incarnations_before_epoch_);
   if (last_roll_back_) to.set_last_roll_back(last_roll_back_->value);
   to.set_steps_rolled_back(steps_rolled_back_);
@@ -118,7 +118,7 @@ Result<> Coordinator::take_up(const proto::LogRecord::Snapshot& from) {
                           .incarnation = Incarnation(out.incarnation()),
                           .reason = "it was silent",
                           .ended = ended.contains(out.replica())});
-  never_members_ = {from.never_members().begin(), from.never_members().end()};
+  never_members_ = NeverMembers::from(from);
   incarnations_before_epoch_ = from.incarnations_before_epoch();
   if (from.has_last_roll_back()) last_roll_back_ = Step(from.last_roll_back());
   steps_rolled_back_ = from.steps_rolled_back();

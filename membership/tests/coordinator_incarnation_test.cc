@@ -73,6 +73,75 @@ TEST(Coordinator, AnIncarnationThatWasDroppedAndIsBackIsNobodysWhoComesNew) {
   EXPECT_TRUE(job.evicted(kOfRank1, job.before));
 }
 
+// Nobody else of its place is alive that could come back, whatever has become of it.
+TEST(Coordinator, ProcessesThatEndBeforeTheyAreMembersLeaveOneIncarnationBehind) {
+  Bench job;
+  job.start();
+  job.down(2);
+  for (std::uint64_t i = 2; i < 500; ++i) {
+    job.up(2, i);
+    job.down(2, i);
+    for (std::uint32_t replica : {0u, 1u}) job.reduced(replica);
+  }
+  job.up(2, 500);
+  const auto last = job.incarnations.at(2);
+  EXPECT_GE(last, 500u) << "each has its own";
+  const auto snapshot = job.coordinator.snapshot();
+  EXPECT_EQ(snapshot.snapshot().never_members_size(), 1);
+  for (const bool whole_log : {false, true}) {
+    Bench again(whole_log ? job.log : std::vector{snapshot});
+    EXPECT_TRUE(again.coordinator.has_recovered_like(Bench(job.log).coordinator));
+    again.incarnations = {{2, last - 1}};
+    again.back_with(2, 0, 11, 499);
+    EXPECT_TRUE(again.evicted_anybody()) << "its place is another one's";
+    again.inbox.clear();
+    again.incarnations[2] = last;
+    again.back(2, 12, 500);
+    EXPECT_FALSE(again.evicted_anybody());
+    again.up(2, 501);
+    EXPECT_GT(again.incarnations.at(2), last) << "no number is given out twice";
+  }
+}
+
+// They have no part in it, and end when they have heard so.
+TEST(Coordinator, ProcessesThatComeToAFinishedJobLeaveOneIncarnationForEachRankBehind) {
+  const BenchOptions two_steps{.steps = 2};
+  Bench job({}, two_steps);
+  job.start();
+  job.steps(2);
+  ASSERT_TRUE(job.coordinator.finished());
+  std::map<std::uint32_t, std::uint64_t> last;  // of replica 2's ranks
+  for (std::uint64_t i = 2; i < 100; ++i)
+    for (std::uint32_t rank : {0u, 1u}) {
+      job.send(2, Bench::introduction(2, rank, i));
+      last[rank] = job.incarnations.at(2);
+    }
+  const auto snapshot = job.coordinator.snapshot();
+  EXPECT_EQ(snapshot.snapshot().never_members_size(), 2);
+  Bench again({snapshot}, two_steps);
+  for (const auto& [rank, incarnation] : last) {
+    again.incarnations[2] = incarnation;
+    again.back_with(2, rank, 11, 99);
+  }
+  EXPECT_FALSE(again.evicted_anybody());
+  EXPECT_TRUE(std::ranges::any_of(again.inbox[11], [](const auto& sent) { return sent.plan().finished(); }));
+}
+
+// Nothing says where those belong that an older release has given out: they stay until the job goes on without them.
+TEST(Coordinator, IncarnationsOfOlderLogsAreKeptUntilAnEpochAndACommit) {
+  Bench job;
+  auto older = job.log;
+  for (std::uint64_t incarnation : {1u, 2u, 3u})
+    older.emplace_back().mutable_incarnated()->set_incarnation(incarnation);
+  Bench later(older);
+  EXPECT_EQ(later.coordinator.snapshot().snapshot().never_members_size(), 3);
+  EXPECT_TRUE(Bench({later.coordinator.snapshot()}).coordinator.has_recovered_like(later.coordinator));
+  later.nobody_comes_back();
+  later.start();
+  later.steps(1);
+  EXPECT_EQ(later.coordinator.snapshot().snapshot().never_members_size(), 0);
+}
+
 // By a log that was put back an incarnation may be given out again.
 TEST(Coordinator, WhoComesBackWithTheIncarnationOfWhoHasItsPlaceIsRefused) {
   Waiting job = Waiting::restarted();
