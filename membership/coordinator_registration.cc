@@ -56,8 +56,11 @@ void Coordinator::register_again(NodeId node, const proto::RankUp& up) {
   const SuspendedReplica* out = out_for_now(id);
   const bool from_log = (out != nullptr && out->incarnation.value == up.incarnation() && !out->ended) ||
                         (m != nullptr && m->incarnation.value == up.incarnation());
-  // An earlier instance of this coordinator has given it out.
-  const bool only_registered = never_members_.contains(up.incarnation()) &&
+  // An earlier instance of this coordinator has given it out; to which replica the log does not say, and one that was
+  // put back may have given it to two.
+  const bool is_anothers = std::ranges::any_of(
+      replicas_, [&](const auto& one) { return one.first != id && one.second.incarnation.value == up.incarnation(); });
+  const bool only_registered = never_members_.contains(up.incarnation()) && !is_anothers &&
                                (found == replicas_.end() || found->second.incarnation.value < up.incarnation());
   if (!known && !from_log && !only_registered) {
     const auto reason = reason_for_being_out(id);

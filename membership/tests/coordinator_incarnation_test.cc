@@ -153,5 +153,20 @@ TEST(Coordinator, WhoComesBackWithTheIncarnationOfWhoHasItsPlaceIsRefused) {
   EXPECT_EQ(job.coordinator.replicas().at(ReplicaId(0)).ranks[1].instance, 101u);
 }
 
+// Connections are told by incarnations alone.
+TEST(Coordinator, WhatALogThatWasPutBackGivesToAnotherReplicaIsNobodyElses) {
+  Bench bench;
+  bench.up(1);
+  const auto older = bench.log;
+  bench.up(0);
+  Bench again(older);
+  again.up(2);
+  ASSERT_EQ(again.incarnations.at(2), bench.incarnations.at(0));
+  again.incarnations[0] = bench.incarnations.at(0);
+  again.back(0, 0);
+  EXPECT_FALSE(again.registered(0));
+  EXPECT_TRUE(again.evicted_anybody()) << "nothing has gone on with it: it starts again";
+}
+
 }  // namespace
 }  // namespace rejoin::membership
