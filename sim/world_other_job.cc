@@ -13,6 +13,7 @@ void World::begin_other_job(const Fault& fault, TimePoint until) {
   Random random(fault.detail);
   const std::uint32_t number = draw_coordinator(random);
   if (coordinators_[number] && !coordinators_[number]->of_the_job()) return;
+  if (suspended_until_[nodes() + number] > now()) return;
   if (other_jobs_ == 0 || random.one_in(2)) {  // otherwise the one of before goes on
     other_.config = job;
     other_.config.id = (++other_jobs_ << 56) + job.id;

@@ -219,6 +219,9 @@ void World::kill_relay(std::uint32_t number, Duration lasting) {
 void World::start_coordinator(std::uint32_t number) {
   auto& place = coordinators_[number];
   if (place) return;
+  // On a machine whose clock stands meanwhile, and would go back.
+  if (const TimePoint until = suspended_until_[nodes() + number]; until > now())
+    return after(until - now(), [this, number] { start_coordinator(number); });
   if (shared()) {
     note("coordinator {} starts", number);
     start(place, std::unique_ptr<CoordinatorProcess>(
