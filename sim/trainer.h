@@ -54,6 +54,7 @@ class Trainer final : public Process {
   void drift() { drifts_ = true; }
   bool drifts() const { return drifts_; }
   void flip_a_bit() { driver_->flip_a_bit(); }
+  std::uint64_t next_step() const { return driver_->machine().step().value + 1; }
   bool flip_state();  // false where it can't be now
 
  private:

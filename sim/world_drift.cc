@@ -13,7 +13,12 @@ void World::damage_bits(const Fault& fault) {
   Trainer* trainer = trainers_[fault.replica][fault.rank].get();
   if (trainer == nullptr) return;
   bits_damaged_ = true;
-  if (fault.kind == FaultKind::flip_reduced) return trainer->flip_a_bit();
+  if (fault.kind == FaultKind::flip_reduced) {
+    // Where all replicas have the same bit flipped in one step, as while it stands still, nobody can tell.
+    auto& last = last_flipped_[fault.rank];
+    if (const auto step = trainer->next_step(); std::exchange(last, step) != step) trainer->flip_a_bit();
+    return;
+  }
   // Only while all others are right and nothing else is going on, so that there is somebody to say who is wrong.
   if (shape.replicas < 2 || !settled() || now() < disturbed_until_ || somebody_is_wrong() || deciding()->stopped())
     return;
