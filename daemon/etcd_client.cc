@@ -28,7 +28,7 @@ constexpr const char* kStatus = "/etcdserverpb.Maintenance/Status";
 constexpr const char* kAuthenticate = "/etcdserverpb.Auth/Authenticate";
 
 // A member that is down is tried again all the time, so that it is found soon when it is back; meanwhile a try fails at
-// once. A connection that does not come about is given up after kConnect: its packets may have met a cut link, after
+// once. A connection that does not come about is given up after kConnectMs: its packets may have met a cut link, after
 // which the system would repeat them ever more seldom.
 constexpr int kFirstPauseMs = 50, kMostPauseMs = 100, kConnectMs = 1000, kResolveAgainMs = 1000;
 // All of gRPC's timers wait for an hour when the system's clock is set back by one. So a timer of our own ends each
@@ -40,7 +40,7 @@ constexpr std::chrono::milliseconds kOnItsOwn{2 * (kConnectMs + kMostPauseMs)};
 constexpr int kMostPatience = 4;
 constexpr std::chrono::milliseconds kAuthenticateWithin{2000};
 // etcd closes connections that ping more often than every 5 s, or without a call. gRPC also gives up a connection whose
-// bytes nobody has acknowledged for kUnheard, which is what finds a cut link here.
+// bytes nobody has acknowledged for kUnheardMs, which is what finds a cut link here.
 constexpr int kPingMs = 10000, kUnheardMs = 2000;
 // An answer has 64 entries at most, and each of them came in one request: etcd takes 1.5 MiB.
 constexpr int kMostAnswer = 128 << 20;
@@ -114,8 +114,6 @@ class GrpcClient final : public EtcdClient {
     work_.emplace(io_.get_executor());
     try_endpoint();
   }
-
-  const std::string& answered_last() const override { return answered_last_; }
 
   void status(std::function<void(Result<etcd::StatusResponse>)> done) override {
     REJOIN_CHECK(!request_, "not during a transaction");
@@ -337,7 +335,6 @@ class GrpcClient final : public EtcdClient {
     request_->tried = request_->late = 0;
     const auto took = std::chrono::duration_cast<std::chrono::milliseconds>(SteadyClock().now() - asked_at_);
     deadline_ = std::clamp(2 * took, options_.deadline, kMostPatience * options_.deadline);
-    answered_last_ = options_.endpoints[first_];
   }
   void finish(Result<etcd::TxnResponse> answer) {
     const Done done = std::move(request_->done);
@@ -351,7 +348,7 @@ class GrpcClient final : public EtcdClient {
   const std::shared_ptr<grpc::ChannelCredentials> credentials_;
   std::vector<Link> links_;  // of each endpoint
   std::size_t first_ = 0;    // the endpoint to be tried first
-  std::string answered_last_, token_;
+  std::string token_;
   std::chrono::milliseconds deadline_ = options_.deadline;  // of the next try
   TimePoint asked_at_{};                                    // the last one
   bool open_ = false;                                       // etcd asks nobody for a token

@@ -45,9 +45,8 @@ class EtcdClient {
   //   not_found    it reads as of a revision that etcd has no more
   using Done = std::function<void(Result<etcd::TxnResponse>)>;
   virtual void transact(const etcd::TxnRequest& transaction, Done done) = 0;
-  virtual const std::string& answered_last() const = 0;  // that endpoint; empty: none yet
-  // How much that member, or else the first endpoint's, holds; not while a transaction is under way. Errors:
-  // `unavailable`.
+  // How much the member that answered last, or else the first endpoint's, holds; not while a transaction is under way.
+  // Errors: `unavailable`.
   virtual void status(std::function<void(Result<etcd::StatusResponse>)> done) = 0;
 };
 

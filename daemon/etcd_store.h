@@ -23,28 +23,17 @@ namespace rejoin::daemon {
 
 class EtcdRequest;
 
-struct EtcdStatus {
-  std::vector<std::string> endpoints;
-  std::string answered_last;  // the endpoint that is tried first; empty: none has answered yet
-  std::string last_error;     // of the last request whose outcome was unknown; empty: there was none
-  // Of the appends that were done: how many, and how long they took from submit() to `done`.
-  std::uint64_t appends = 0, last_us = 0, mean_us = 0, worst_us = 0;
-};
-
 class EtcdStore final : public membership::Store {
  public:
   // Connects to nobody yet. Errors: as EtcdClient::create().
   static Result<std::unique_ptr<EtcdStore>> create(asio::io_context& io, EtcdOptions options);
   ~EtcdStore() override;
   void submit(const membership::StoreRequest& request, std::function<void(membership::StoreAnswer)> done) override;
-  EtcdStatus status() const;
 
  private:
-  EtcdStore(std::unique_ptr<EtcdClient> client, EtcdOptions options);
+  EtcdStore(std::unique_ptr<EtcdClient> client, std::string prefix);
 
-  const EtcdOptions options_;
-  std::string last_error_;
-  std::uint64_t appends_ = 0, last_us_ = 0, total_us_ = 0, worst_us_ = 0;
+  const std::string prefix_;
   std::unique_ptr<EtcdRequest> under_way_;
   const std::unique_ptr<EtcdClient> client_;  // goes first: its callbacks are the request's
 };

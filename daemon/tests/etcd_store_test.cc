@@ -108,9 +108,6 @@ TEST_F(EtcdStoreRequests, AppendIsForTheLeaderAndForAPlaceThatIsFree) {
   EXPECT_EQ(fenced.leader, "b");
   EXPECT_EQ(b.append(newer, 4, "of b").outcome, Outcome::done);
   EXPECT_EQ(b.read().entries, (Entries{{0, "first"}, {3, "second"}, {4, "of b"}}));
-  EXPECT_EQ(a.store->status().appends, 2u);
-  EXPECT_GE(a.store->status().worst_us, a.store->status().mean_us);
-  EXPECT_EQ(a.store->status().answered_last, etcd->endpoint(0));
 }
 
 TEST_F(EtcdStoreRequests, RenewWritesASignOfLifeOfTheLeaderOnly) {
@@ -250,7 +247,6 @@ struct Meddled : EtcdClient {
     seen.push_back(transaction);
     real.transact(transaction, std::move(done));
   }
-  const std::string& answered_last() const override { return real.answered_last(); }
   void status(std::function<void(Result<etcd::StatusResponse>)> done) override { real.status(std::move(done)); }
   EtcdClient& real;
   int at = 0, count = 0;
@@ -357,7 +353,6 @@ TEST_F(EtcdStoreRequests, WhatIsTooLargeIsSaidSo) {
     const auto answer = a.append(token, 0, megabytes(size, 'x'));
     EXPECT_EQ(answer.outcome, Outcome::unknown);
     EXPECT_THAT(answer.error, HasSubstr("--max-request-bytes"));
-    EXPECT_EQ(a.store->status().last_error, answer.error);
   }
   EXPECT_THAT(a.compact(token, 1, megabytes(61, 'x')).error, HasSubstr("at most 60 MiB"));
   EXPECT_EQ(a.append(token, 0, "x").outcome, Outcome::done);
