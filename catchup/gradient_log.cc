@@ -74,7 +74,6 @@ Result<std::vector<Update>> GradientLog::begin(Step step, bool contributes, std:
     const auto& tensors = owner_.manifest().tensors();
     for (std::uint32_t t = 0; t < tensors.size(); ++t)
       updates.push_back({t, 0, tensors[t].count, step, contributors, gradient_of(t, 0, tensors[t].count)});
-    owner_.page().gradient_log_bytes.store(bytes(), std::memory_order_relaxed);
     return updates;
   }
   for (std::uint32_t i = 0; i < slices.size(); ++i) {
@@ -122,7 +121,6 @@ Result<std::vector<Update>> GradientLog::begin(Step step, bool contributes, std:
         break;
     }
   }
-  owner_.page().gradient_log_bytes.store(bytes(), std::memory_order_relaxed);
   if (auto kept = copies_->synchronize(); !kept) return tl::unexpected(kept.error());
   return updates;
 }

@@ -217,7 +217,6 @@ Result<> Owner::begin_update() {
       const auto from = column(part, c);
       done = stream_->copy(to + manifest_.packed_offset(part, c), from.data(), from.size());
     }
-    p.shadow_copied_bytes.fetch_add(manifest_.bytes_of(part), std::memory_order_relaxed);
   }
   // All copies of a GPU run at once; nothing is waited for where nothing is pinned.
   if (done && !copied.empty()) done = stream_->synchronize();

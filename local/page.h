@@ -2,8 +2,9 @@
 // docs/design-notes.md for why the orders of access below are enough.
 //
 // Who writes what: the trainer's library writes clock, phase, pins' steps to copying and copied, slices' steps to
-// current and abandoned. The daemon writes pins' fields and their steps to pending and free, slices' steps to requested
-// and arrived. Either side checks what it reads: a wrong index or range is an error, never an access.
+// current and abandoned, and daemon_waits back to 0. The daemon writes pins' fields and their steps to pending and
+// free, slices' steps to requested, to arrived and back to absent, daemon_waits to 1, and complete. Either side checks
+// what it reads: a wrong index or range is an error, never an access.
 #pragma once
 
 #include <atomic>
@@ -62,9 +63,7 @@ struct Page {
   std::uint32_t slices;                                 // entries that follow the struct
   alignas(64) std::atomic<std::uint64_t> clock;         // Clock::packed
   std::atomic<std::uint32_t> phase;                     // Phase; for pacing only
-  std::uint64_t unused;                                 // keeps the layout: signs of life are messages
-  std::atomic<std::uint64_t> shadow_copied_bytes;       // bytes, ever
-  std::atomic<std::uint64_t> gradient_log_bytes;        // now
+  std::uint64_t unused[3];                              // keeps the layout
   alignas(64) std::atomic<std::uint32_t> daemon_waits;  // ring the doorbell at the next change of clock or pin
   std::atomic<std::uint32_t> complete;  // 1: a daemon has had all of the state verified; its slices are kept current
   alignas(64) Pin pins[kMaxPins];

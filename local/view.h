@@ -22,7 +22,6 @@ class View {
   static Result<View> of(const Owner& owner);
 
   const Manifest& manifest() const { return manifest_; }
-  const Layout& layout() const { return layout_; }
   ColumnLocation location(const Part& part, std::uint32_t column) const {
     return layout_.location(manifest_, part, column);
   }
@@ -57,7 +56,6 @@ class View {
 
   Clock clock() const { return Clock::unpack(page().clock.load()); }
   Phase phase() const { return static_cast<Phase>(page().phase.load(std::memory_order_relaxed)); }
-  std::uint64_t shadow_copied_bytes() const { return page().shadow_copied_bytes.load(std::memory_order_relaxed); }
 
   SliceStatus slice(std::uint32_t i) const { return SliceStatus::unpack(statuses()[i].load()); }
   // Makes one of the daemon's transitions. Returns false where the trainer's library has changed the slice meanwhile.
