@@ -17,7 +17,6 @@ class EventQueue {
     events_.push_back(std::move(event));
   }
   bool empty() const { return events_.empty(); }
-  std::size_t size() const { return events_.size(); }
   std::size_t bytes() const { return events_.size() * sizeof(Event) + bytes_.size(); }
 
   // Valid until the next call.

@@ -174,6 +174,7 @@ class IbverbsEngine final : public Engine {
     Fd dma_buf;  // our own, where it is one: to register it again with the next device
     std::uint64_t dma_buf_offset = 0;
   };
+  // engine.cc
   Result<RegionId> keep(std::span<std::byte> memory, Access access, Registered what);
   Result<> register_with_device(std::span<std::byte> memory, Access access, Registered& what) const;
   std::unordered_map<std::uint64_t, Registered> registered_;          // by our region

@@ -74,7 +74,7 @@ class ShmEngine final : public Engine {
   };
   struct PeerFile {
     std::uint64_t inode = 0;
-    Mapping bytes;  // none: it can't be mapped, and is not tried again
+    Mapping bytes;
   };
   struct Endpoint {
     EndpointId id;

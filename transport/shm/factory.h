@@ -1,7 +1,8 @@
 // The shared-memory backend, for ranks of one node. Its own rather than UCX's, because UCX 1.13 has no error handling
 // on shared memory (its posix transport lacks "peer failure"): an endpoint to a dead or stopped process can neither be
 // closed by force nor fenced. Here messages go through rings in a memfd, bulk is pulled by the receiver out of the
-// sender's memory (process_vm_readv), and a unix socket tells at once when the peer's process ends.
+// sender's memory (its memfd, mapped; else process_vm_readv), and a unix socket tells at once when the peer's process
+// ends.
 #pragma once
 
 #include <memory>
@@ -10,7 +11,7 @@
 
 namespace rejoin::transport::shm {
 
-// Errors: `unavailable` where this process may not use process_vm_readv.
+// Errors: `unavailable` where /proc is not mounted; those of the system's calls.
 Result<std::unique_ptr<Engine>> make_engine();
 
 }  // namespace rejoin::transport::shm

@@ -43,16 +43,6 @@ bool Fabric::step() {
 
 TimePoint Fabric::next_event() const { return agenda_.empty() ? TimePoint::max() : agenda_.begin()->first.first; }
 
-void Fabric::drop(const Engine& engine, EndpointId id) {
-  auto& mine = made_here(engine);
-  auto found = mine.endpoints_.find(id.value);
-  if (found == mine.endpoints_.end()) return;
-  const auto peer_engine = found->second.peer_engine;
-  const auto peer = found->second.peer;
-  mine.fail_endpoint(id, "connection lost");
-  if (auto* other = this->engine(peer_engine)) other->fail_endpoint(peer, "connection lost");
-}
-
 void Fabric::cut(const Engine& engine) {
   auto& mine = made_here(engine);
   for (auto& [id, endpoint] : mine.endpoints_) break_there(mine, EndpointId(id), options_.detection, "connection lost");

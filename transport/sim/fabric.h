@@ -46,8 +46,6 @@ class Fabric {
   bool step();
   TimePoint next_event() const;  // TimePoint::max() where nothing is under way
 
-  // The connection breaks: what is under way on it is lost, both sides see `closed`.
-  void drop(const Engine& engine, EndpointId endpoint);
   // All connections of this engine break, as when its cable is pulled: it sees `closed` now, its peers after
   // `detection`.
   void cut(const Engine& engine);

@@ -196,6 +196,10 @@ class StripedEngine final : public Engine {
   Result<RegionId> register_on_rails(std::span<std::byte> memory, Access access,
                                      const std::function<Result<RegionId>(Engine&)>& on_rail);
   Endpoint& make_endpoint(Stage stage);
+  Duration looks_every() const;
+  TimePoint next_timer() const;
+
+  // links.cc
   Result<> connect_rail(Endpoint& endpoint, std::uint32_t rail);
   void on_accepted(std::uint32_t rail, const Event& event);
   void on_link_open(Endpoint& endpoint, Link& link);
@@ -207,7 +211,6 @@ class StripedEngine final : public Engine {
   bool rails_expected(const Endpoint& endpoint) const;
   void shut(Endpoint& endpoint, Stage stage, const Error& error);
   void fail_endpoint(Endpoint& endpoint, ErrorCode code, const std::string& why);
-  Duration looks_every() const;
   bool drained(Endpoint& endpoint);  // removes ended links that nothing is expected of
   void sweep();
   void check_rails(Endpoint& endpoint);
@@ -216,21 +219,12 @@ class StripedEngine final : public Engine {
   void note_other_number(std::size_t theirs);
   void note_missing(Endpoint& endpoint);
   void probe(Endpoint& endpoint);
-  TimePoint next_timer() const;
   Link* add_link(Endpoint& endpoint, std::uint32_t rail, std::uint32_t generation, EndpointId at);
 
   // datapath.cc
   void on_rail_event(std::uint32_t rail, const Event& event);
-  void on_rail_message(Endpoint& endpoint, Link& link, BytesView bytes);
-  void on_numbered(Endpoint& endpoint, const wire::Header& header, BytesView rest);
-  void on_message(Endpoint& endpoint, const wire::Header& header, BytesView part);
-  void deliver(Endpoint& endpoint, BytesView part, bool more);
-  void deliver_kept(Endpoint& endpoint, std::uint64_t all_in_below);
-  void on_rail_down(Endpoint& endpoint, const wire::Header& header, BytesView landed);
   void post_again(Endpoint& endpoint, const Link& link, const Piece& piece);
   void on_piece_landed(Endpoint& endpoint, Link& link, std::uint64_t tag);
-  void on_landed(Endpoint& endpoint, const wire::Header& header, BytesView tags);
-  void on_all_in(Endpoint& endpoint, std::uint64_t below);
   void count_in(Endpoint& endpoint, std::uint64_t tag);
   void settle_incoming(Endpoint& endpoint, std::uint64_t number);
   void mark_in(Endpoint& endpoint, std::uint64_t number);
@@ -239,10 +233,6 @@ class StripedEngine final : public Engine {
   void finish_piece(Endpoint& endpoint, std::uint64_t operation, const std::optional<Error>& error);
   void complete(Endpoint& endpoint, std::uint64_t operation);
   void send_control(Endpoint& endpoint, wire::Header header, BytesView rest = {});
-  void check_unsent(Endpoint& endpoint);
-  void repeat_messages(Endpoint& endpoint);
-  void report_received(Endpoint& endpoint);
-  void malformed(Endpoint& endpoint, std::string_view what);
   void post(Endpoint& endpoint, Operation operation);
   void queue_pieces(Endpoint& endpoint, std::uint64_t operation);
   void answer_keys(Endpoint& endpoint, const wire::Header& header, BytesView rest);
@@ -257,6 +247,20 @@ class StripedEngine final : public Engine {
   bool is_for_bulk(std::uint32_t rail) const { return rail >= options_.first_bulk_rail; }
   void touch(Endpoint& endpoint);
   static std::uint64_t length_of(const Operation& operation, std::uint32_t piece);
+
+  // messages.cc
+  void on_rail_message(Endpoint& endpoint, Link& link, BytesView bytes);
+  void on_numbered(Endpoint& endpoint, const wire::Header& header, BytesView rest);
+  void on_message(Endpoint& endpoint, const wire::Header& header, BytesView part);
+  void deliver(Endpoint& endpoint, BytesView part, bool more);
+  void deliver_kept(Endpoint& endpoint, std::uint64_t all_in_below);
+  void on_rail_down(Endpoint& endpoint, const wire::Header& header, BytesView landed);
+  void on_landed(Endpoint& endpoint, const wire::Header& header, BytesView tags);
+  void on_all_in(Endpoint& endpoint, std::uint64_t below);
+  void check_unsent(Endpoint& endpoint);
+  void repeat_messages(Endpoint& endpoint);
+  void report_received(Endpoint& endpoint);
+  void malformed(Endpoint& endpoint, std::string_view what);
 
   struct Batch {  // what pump() posts on a rail; kept for its memory
     Link* link = nullptr;

@@ -21,7 +21,8 @@ struct Options {
   // The rails from this one on are slow to begin, though not to go on: while others are up they carry only pieces of
   // operations of at least so many bytes, and no messages.
   std::size_t first_bulk_rail = kMaxRails, least_bulk = 512 * KiB;
-  // A rail whose oldest piece is older than this, while another rail of the endpoint answers, is dead.
+  // A rail on which a piece is under way, or a message not acknowledged, and nothing has moved for so long, while
+  // another rail of the endpoint answers, is dead.
   Duration stall = deadlines::kRailStall.of(deadlines::kSilence);
   Duration first_retry = deadlines::kFirstRailRetry.of(deadlines::kSilence);      // of a dead rail; doubles …
   Duration longest_retry = deadlines::kLongestRailRetry.of(deadlines::kSilence);  // … up to this

@@ -31,7 +31,7 @@ std::span<const Event> TcpEngine::poll() {
   std::array<epoll_event, 64> ready;
   const int count = ::epoll_wait(epoll_.get(), ready.data(), static_cast<int>(ready.size()), 0);
   for (int i = 0; i < count; ++i) {
-    if (ready[i].data.u64 == 0) {
+    if (ready[i].data.u64 == kListener) {
       accept_all();
       continue;
     }

@@ -1,7 +1,8 @@
 // The TCP engine: non-blocking sockets under one epoll. Bytes of a write go from the poster's memory to the kernel and
 // from the kernel to their place, nowhere else.
 //
-// engine.cc: set-up, regions, connecting, closing. greeting.cc: who comes in. datapath.cc: frames out and in.
+// engine.cc: set-up, regions, connecting, closing. greeting.cc: who comes in. datapath.cc: bytes out and
+// in. frames.cc: what came in.
 #pragma once
 
 #include <unistd.h>
@@ -189,13 +190,15 @@ class TcpEngine final : public Engine {
   ssize_t send_some(Endpoint& endpoint, const msghdr& message);
   void receive(Endpoint& endpoint);
   void await_more(Endpoint& endpoint);
+  void acknowledge(Endpoint& endpoint, std::uint64_t operation, Regions::Refusal refusal);
+
+  // frames.cc
   bool parse(Endpoint& endpoint);
   bool begin_frame(Endpoint& endpoint);
   bool begin_body(Endpoint& endpoint);
   void finish_frame(Endpoint& endpoint);
   void on_acknowledge(Endpoint& endpoint);
   void on_read_request(Endpoint& endpoint);
-  void acknowledge(Endpoint& endpoint, std::uint64_t operation, Regions::Refusal refusal);
   bool malformed(Endpoint& endpoint, std::string_view what);
 
   const Options options_;

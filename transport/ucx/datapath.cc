@@ -211,10 +211,7 @@ void UcxEngine::on_sent(void* request, ucs_status_t, void* user_data) {
 
 ucs_status_t UcxEngine::on_write(const wire::Write& header, void* data, std::size_t size, bool rendezvous) {
   Endpoint* endpoint = find(header.to);
-  if (endpoint == nullptr || endpoint->stage != Stage::open) {
-    ++stale_dropped_;
-    return UCS_OK;  // fenced: UCX drops the bytes
-  }
+  if (endpoint == nullptr || endpoint->stage != Stage::open) return drop();  // fenced
   auto refusal = regions_.check(header.key, header.offset, header.length, Access::remote_write);
   if (refusal == Regions::Refusal::none && size != header.length) regions_.count(refusal = Regions::Refusal::bad_range);
   if (refusal != Regions::Refusal::none) {

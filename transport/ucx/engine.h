@@ -122,10 +122,11 @@ class UcxEngine final : public Engine {
   UcxEngine() = default;
   Result<> start(const Options& options);
 
+  static ucs_status_t drop() { return UCS_OK; }  // UCX lets go of the bytes
+
   // endpoint.cc
   Endpoint* find(std::uint64_t id) { return find_endpoint(endpoints_, EndpointId(id)); }
   Result<Endpoint*> open_endpoint(EndpointId id) { return find_open_endpoint(endpoints_, id); }
-  Result<Endpoint*> adopt(BytesView address, Stage stage);
   void finish_handle(ucp_ep_h handle);
   void drain(const std::function<bool()>& done);
   void report_failures();
@@ -134,12 +135,13 @@ class UcxEngine final : public Engine {
   void say_goodbye(Endpoint& endpoint);
   void cut_off(RegionId region);
   ucs_status_t on_goodbye(const wire::Goodbye& goodbye);
+  static void on_error(void* arg, ucp_ep_h handle, ucs_status_t status);
 
   // greeting.cc
+  Result<Endpoint*> adopt(BytesView address, Stage stage);
   void take_call(const wire::Call& call, BytesView address);
   void look_after_strangers();
   void refuse(EndpointId stranger, ErrorCode code, const std::string& why);
-  ucs_status_t drop();
   ucs_status_t on_call(const wire::Call& call, BytesView body);
   ucs_status_t on_challenge(const wire::Challenge& challenge);
   ucs_status_t on_hello(const wire::Hello& hello, BytesView body);
@@ -167,7 +169,6 @@ class UcxEngine final : public Engine {
   template <wire::Kind kind, typename Header>
   static ucs_status_t receive(void* arg, const void* header, std::size_t header_size, void* data, std::size_t size,
                               const ucp_am_recv_param_t* param);
-  static void on_error(void* arg, ucp_ep_h handle, ucs_status_t status);
   static void on_sent(void* request, ucs_status_t status, void* operation);
   static void on_outgoing_sent(void* request, ucs_status_t status, void* outgoing);
   static void on_landed(void* request, ucs_status_t status, std::size_t length, void* receive);
@@ -201,8 +202,6 @@ class UcxEngine final : public Engine {
   std::vector<std::uint32_t> free_operations_;
   std::deque<Outgoing> outgoing_;
   std::vector<Outgoing*> free_outgoing_;
-
-  std::uint64_t stale_dropped_ = 0;
 };
 
 }  // namespace rejoin::transport::ucx

@@ -50,11 +50,6 @@ Result<EndpointId> UcxEngine::connect(const Address& peer, BytesView hello) {
   return endpoint.id;
 }
 
-ucs_status_t UcxEngine::drop() {
-  ++stale_dropped_;
-  return UCS_OK;
-}
-
 ucs_status_t UcxEngine::on_call(const wire::Call& call, BytesView body) {
   const bool sound = call.magic == wire::kMagic && call.from != 0 && !body.empty() && body.size() <= kLargestAddress;
   if (!sound || !listening_) return drop();
@@ -64,10 +59,7 @@ ucs_status_t UcxEngine::on_call(const wire::Call& call, BytesView body) {
 
 void UcxEngine::take_call(const wire::Call& call, BytesView address) {
   auto adopted = adopt(address, Stage::accepting);
-  if (!adopted) {  // the peer is gone already
-    ++stale_dropped_;
-    return;
-  }
+  if (!adopted) return;  // the peer is gone already
   Endpoint& endpoint = **adopted;
   endpoint.peer = call.from;
   endpoint.greeting->theirs = call.nonce;

@@ -1,4 +1,5 @@
-// What goes over a UCX active message. Both ends are of one byte order (checked by the hello's magic).
+// What goes over a UCX active message. Both ends are of one byte order (checked by the magic of Call and
+// Challenge).
 #pragma once
 
 #include <cstdint>
@@ -23,7 +24,7 @@ enum Kind : unsigned {
   read_data
 };
 
-// `to` is the receiver's id of this endpoint, learned in call and challenge; an unknown one is dropped and counted.
+// `to` is the receiver's id of this endpoint, learned in call and challenge; what is for an unknown one is dropped.
 
 // The caller's first message (see transport/handshake.h). Its body is the caller's UCX address.
 struct Call {
