@@ -86,6 +86,7 @@ class Pairs {
   void look_at(std::size_t peer);
   bool over(const Peer& peer) const;
   void hear_verdict(Peer& peer, Line line, const doctor::DoctorVerdict& verdict);
+  std::int64_t clock_us() const;
 
   // doctor_paths.cc
   void queue_paths(std::size_t peer);
@@ -104,7 +105,6 @@ class Pairs {
   Result<> write_bulk(Line line, const transport::RemoteRegion& target);
   void send(Line line, const doctor::DoctorMessage& message);
   std::uint32_t mtu(const Rail& rail, const std::string& towards) const;
-  std::int64_t clock_us() const;
 
   const PairsOptions& options_;
   SteadyClock clock_;

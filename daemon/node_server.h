@@ -126,6 +126,8 @@ class NodeServer {
   // Thread: any.
   Result<std::unique_ptr<DeviceStream>> open_remote(membership::RankConnection of, Offering& offering);
   void on_opened(membership::RankConnection from, Offering offering, Result<std::unique_ptr<DeviceStream>> opened);
+  DeviceStream* stream_of(std::optional<membership::RankConnection> of);  // null: it has gone
+  void on_report(std::optional<membership::RankConnection> of, StreamThread::Report report);
   // node_addresses.cc. Where peers find a trainer's engine, and its stream; before a coordinator has been connected
   // with, where these listen. Errors: `unavailable`, where peers can be told of no address.
   struct Place {
@@ -140,8 +142,6 @@ class NodeServer {
   bool place_trainers();
   void look_for_own_hosts();
   void say_where_it_is();
-  DeviceStream* stream_of(std::optional<membership::RankConnection> of);  // null: it has gone
-  void on_report(std::optional<membership::RankConnection> of, StreamThread::Report report);
   TimePoint now() const { return SteadyClock().now(); }
 
   asio::io_context& io_;

@@ -247,6 +247,7 @@ class RingOperation final : public ChunkedOperation {
     static GivenWork decoded(std::uint32_t chunk) { return {.of = Of::decoded, .chunk = chunk}; }
     static GivenWork nothing_more() { return {.of = Of::nothing_more}; }
   };
+  // ring.cc
   void give(const Result<std::uint64_t>& number, GivenWork work);
   void on_done(const GivenWork& work);
   Peer* scatter_from_ = nullptr;  // the contributor before this one
