@@ -198,10 +198,12 @@ class Coordinator {
   void lose_silent_nodes();
   void settle_absent();
   void settle_recovery();
+  // coordinator_accusations.cc
   bool mend();
   void hold_back(ReplicaId id, const std::string& why);
   enum class Begun : bool { maybe, fresh };  // whether somebody may have begun the step before an epoch
   void judge();
+  // coordinator_absence.cc
   void suspend(ReplicaId replica, const std::string& reason);
   bool take_back(Whom whom);
   bool promote_caught_up(Whom whom);
@@ -211,22 +213,25 @@ class Coordinator {
   void lose_everybody();
   void next_epoch(const std::string& reason, Begun step = Begun::maybe);
   void drop_registration(ReplicaId replica, const std::string& reason);
+  // coordinator_recovery.cc
   void note_never_members(const proto::LogRecord& record);
+  // coordinator_outages.cc
   void note_outages(const proto::LogRecord::EpochBegun& begun, std::optional<TimePoint> since);
   std::string why_silent(const ReplicaState& replica) const;
   std::string reason_for_being_out(ReplicaId replica) const;
   std::string strange_stream(ReplicaId id, std::uint32_t number) const;
   void tell_who_differs(const std::vector<ReplicaId>& replicas, const std::vector<ReplicaId>& chosen);
+  // coordinator_absence.cc
   void evict(NodeId node, ReplicaId replica, Incarnation incarnation, const std::string& reason, std::uint64_t of_job);
   bool is_back(const MemberState& member) const;
   bool present(ReplicaId replica, Incarnation incarnation) const;
-  bool could_say(const MemberState& m) const;
+  bool could_say(const MemberState& m) const;  // coordinator_accusations.cc
   bool overdue(const ReplicaState& replica) const;
   bool may_come_back(const RankState& rank) const;
   void on_return();
   bool others_contribute(ReplicaId replica) const;
   bool contributes_here(const MemberState& member) const;
-  bool runs() const;  // somebody does
+  bool runs() const;  // somebody does (coordinator_waits.cc)
   bool has_contributors() const;
   std::optional<ReplicaId> first_contributor() const;  // of the lowest number
   void warn_once(std::string line);
@@ -254,23 +259,28 @@ class Coordinator {
   std::vector<std::string> unfit(const std::vector<ReplicaId>& replicas) const;
   std::vector<bool> fit_to_start(const std::vector<ReplicaId>& replicas, Step from) const;
   void start_with(const std::vector<ReplicaId>& replicas, Step from);
+  // coordinator.cc
   void try_commit();
   // coordinator_audit.cc
   bool differences_settled();
   Result<> drop_as_configured();
   void take_back_while_stopped(ReplicaId replica);
+  // coordinator.cc
   bool change_members_at_boundary();
   void begin_epoch(const std::string& reason, Begun step = Begun::maybe);
   void plan_step();
   void broadcast_plan();
+  // coordinator_registration.cc
   void send_plan(NodeId node);
   void end_recovery_if_all_are_back();
   void announce_all();
   void announce_replica(const ReplicaState& replica, ReplicaId id);
   void flush_announcements();
+  // coordinator.cc
   proto::Plan plan() const;
   bool fully_registered(const ReplicaState& replica) const;
-  bool linked(const ReplicaState& replica, const Incarnations& incarnations) const;  // coordinator_links.cc
+  // coordinator_links.cc
+  bool linked(const ReplicaState& replica, const Incarnations& incarnations) const;
   Ring ring_in_plan() const;
   Ring ring_of_members(When when) const;
   Ring in_ring_order(Ring ring, Moving moving = Moving::yes) const;
@@ -281,8 +291,10 @@ class Coordinator {
   std::optional<ReplicaId> not_linked(const std::vector<ReplicaId>& to_start);
   void tell_prospect_of_start(const std::vector<ReplicaId>& to_start);
   void tell_prospect();
+  // coordinator_registration.cc
   RankState& keep(ReplicaState& replica, NodeId node, const proto::RankUp& up);
   bool ask_the_other_nodes(NodeId lost, const ConnectedNode& was, const std::vector<ProcessId>& dropped);
+  // coordinator.cc
   SuspendedReplica* out_for_now(ReplicaId replica);
   const ReplicaState* registration(ReplicaId replica, Incarnation incarnation) const;
   RankState* rank_of(const ProcessId& process);  // nothing: it is not registered
@@ -298,6 +310,7 @@ class Coordinator {
   void warn(fmt::format_string<Args...> format, Args&&... args) {
     actions_.notes.push_back({fmt::format(format, std::forward<Args>(args)...), true});
   }
+  // coordinator_recovery.cc, coordinator_snapshot.cc
   Result<> take_up(const proto::LogRecord& record);
   Result<> take_up(const proto::LogRecord::Job& job);
   Result<> take_up(const proto::LogRecord::Snapshot& snapshot);

@@ -6,12 +6,14 @@
 //
 // Its messages, in order (control.proto):
 //   1. It connects to the coordinator with a NodeHello, as a daemon does, and answers each daemon's own with
-//   NodeWelcome.
-//   2. It passes each rank's RankUp up, and the coordinator's answer (Registered, Refused, Declare, Evicted) down.
+//      NodeWelcome.
+//   2. It passes each rank's RankUp up, and what the coordinator says of it (Registered, Refused, Declare, Inquiry,
+//      Evicted) down.
 //   3. For each replica it sends one ReplicaStatus for all of its ranks, again whenever that changes.
-//   4. It passes Peers, Prospect and Plan down, to each daemon what concerns its ranks.
+//   4. It passes Peers, Prospect, Plan and Waits down, to each daemon what concerns its ranks.
 //   5. When all ranks of a replica behind it have reduced a step it sends one Reduced.
-//   6. It passes the Accusations on that are new in the epoch, and RankDown when a rank or its daemon is lost.
+//   6. It passes the Accusations on that are new in the epoch, RankDown when a rank or its daemon is lost, and Details,
+//      Drift, Declaration, Alive and Report as they come.
 // Heartbeats go both ways on each of its connections.
 //
 // It decides nothing, and what it knows is worth nothing without the coordinator that it has told. When it has lost
