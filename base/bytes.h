@@ -1,4 +1,4 @@
-// Views of bytes, a mapping that unmaps itself, and little-endian reading with bounds.
+// Views of bytes, and reading of values out of them with bounds, in the machine's byte order.
 #pragma once
 
 #include <cstddef>

@@ -14,7 +14,8 @@ inline constexpr DataType kDataTypes[] = {DataType::float32, DataType::float64, 
                                           DataType::float16, DataType::int32,   DataType::int64};
 
 // Sum: 16-bit types are added in float32 and rounded (to nearest even) once a hop. Mean: the sum, multiplied by the
-// float reciprocal of the number of contributors before the last rounding; for integers, divided towards zero.
+// reciprocal of the number of contributors (a double for float64, else a float) before the last rounding; for integers,
+// divided towards zero.
 enum class ReduceOp : std::uint8_t { sum, mean };
 
 // What a process group's members do together (rejoin/process_group.h), or two of them.

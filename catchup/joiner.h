@@ -16,9 +16,9 @@
 // fellow is a source of bytes, never of proof: what it has sent is compared with contributors' digests like everything.
 //   1. The joiner connects with the same Hello, and sends Follow.
 //   2. The fellow sends Offers, with the slices that it has proven, and again when there are more.
-//   3. Fetch and Sent follow as with a contributor. A fellow of which nothing comes for half a silence is given up, and
-//      so is one that has sent anything wrong: the caller closes its connection, the fence, and others are asked for
-//      its slices.
+//   3. Fetch and Sent follow as with a contributor. A fellow of which nothing comes for half a silence, or longer over
+//      a slow link, is given up, and so is one that has sent anything wrong: the caller closes its connection, the
+//      fence, and others are asked for its slices.
 //
 // joiner.cc: what comes from whom. joiner_requests.cc: who is asked for what. joiner_proofs.cc: whether what comes is
 // right. joiner_fellows.cc: other joiners.

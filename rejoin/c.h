@@ -1,9 +1,9 @@
 /* The session (session.h) for other languages: plain C, nothing but pointers and numbers, in the same library.
  *
  * What each call means, when it is due, and which memory it hands out for how long is described there, at the function
- * of the same name. One thread calls all of it but rejoin_interrupt() and rejoin_intact(). Every call that can fail
- * returns REJOIN_OK or another code, and then rejoin_error() has the sentence; what it would have put out is left as it
- * was.
+ * of the same name. One thread calls all of a session's but rejoin_interrupt() and rejoin_intact(). Every call
+ * that can fail returns REJOIN_OK or another code, and then rejoin_error() has the sentence; what it would have put out
+ * is left as it was.
  */
 #ifndef REJOIN_C_H
 #define REJOIN_C_H

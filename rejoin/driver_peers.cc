@@ -11,7 +11,7 @@ namespace rejoin {
 
 namespace {
 
-// Of a wait: named in the log from then on, and in the coordinator's status after a quarter of the silence already.
+// Of a wait.
 constexpr Duration kStallWorthTelling = std::chrono::seconds(1);
 
 }  // namespace
@@ -259,8 +259,8 @@ proto::Accusation& Driver::excuse(std::string why, bool excused, TimePoint since
   return excuse;
 }
 
-// Nothing waits in silence: after a second the log and the status say for whom; what lasts too long is for the
-// coordinator to judge.
+// Nothing waits in silence: after a second the log says for whom, and the coordinator's status then or after a quarter
+// of the silence, whichever is sooner; what lasts too long is for the coordinator to judge.
 void Driver::look_for_stalls(TimePoint now) {
   if (now - stall_checked_ < silence_ / 16) return;
   stall_checked_ = now;

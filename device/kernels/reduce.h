@@ -1,4 +1,4 @@
-// The body of the reduce kernel, for whatever runs it: a GPU (kernels.cu), or threads of a CPU (tests/fake_cuda.cc).
+// The body of the reduce kernel, for whatever runs it: a GPU (kernels.cu), or threads of a CPU (tests/fake_kernels.cc).
 // The Machine says which lane of a warp this is and what warps there are, how memory is reached that the CPU, a NIC
 // or other warps write meanwhile, and whether passes are among the works (kCodes). A CPU's warps have one lane.
 // The CPU-driven ring with the GPU as its arithmetic follows FT-HSDP's FTAR (arXiv 2602.00277) and NCCLX's (arXiv
