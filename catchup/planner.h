@@ -70,7 +70,6 @@ class Planner {
   std::size_t under_way(ReplicaId source) const;
   // How often a slice that had arrived was fetched again. One that a lost source had not sent yet is not counted.
   std::uint32_t refetched() const { return refetched_; }
-  std::size_t sources() const { return sources_.size(); }
   // Halves the window, because the gradient log of the slices under way ran over its budget. Each time a window of
   // slices has arrived since then, the window grows by one.
   void narrow();

@@ -51,13 +51,12 @@ class JobKeys {
   // Returns the marks by which coordinators that share a store know that they are of one job (proto::Leader), the own
   // key's first.
   std::vector<std::uint64_t> store_marks() const;
-  const std::vector<JobKey>& all() const { return *all_; }  // the own one first
   struct ControlTls;
   const ControlTls& control() const { return *control_; }  // for Framed
 
  private:
   static Result<JobKeys> read_keys(const std::string& path, const std::string& other_path);
-  std::shared_ptr<const std::vector<JobKey>> all_;
+  std::shared_ptr<const std::vector<JobKey>> all_;  // the own one first
   std::shared_ptr<const ControlTls> control_;
 };
 

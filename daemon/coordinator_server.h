@@ -24,7 +24,6 @@ class CoordinatorServer {
   nlohmann::json status() const;
   const JobHistory& history() const { return history_; }
   void set_page(std::string address) { page_ = std::move(address); }  // where this process's page is, before any node
-  const membership::Coordinator& machine() const { return machine_; }
 
  private:
   CoordinatorServer(asio::io_context& io, const membership::JobConfig& job, const JobKeys& keys, membership::Log log,

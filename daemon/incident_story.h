@@ -48,7 +48,6 @@ class IncidentStory {
   const EpochDecision* decision() const;
   std::string clock(std::int64_t at) const;
   std::string after(std::int64_t at, std::int64_t since) const;
-  std::string victim(std::uint32_t replica) const;
   std::string what_happened() const;
   std::string what_is_unknown() const;
   std::string what_became_of_culprit() const;

@@ -21,7 +21,7 @@ using EventHandle = struct EventTag*;
 using Module = struct ModuleTag*;
 using Function = struct FunctionTag*;
 
-constexpr Status kSuccess = 0, kNotReady = 600, kNotSupported = 801;
+constexpr Status kSuccess = 0, kNotReady = 600;
 constexpr unsigned kStreamNonBlocking = 1, kEventNoTiming = 2, kHostAllocPortable = 1, kHostRegisterPortable = 1;
 constexpr unsigned kWaitGreaterOrEqual = 0;
 constexpr int kAttributeRemoteWriteOrdering = 118;  // CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING

@@ -68,7 +68,6 @@ class Job {
   void end_stopped(std::uint32_t replica);
 
   bool finished() const { return finished_.size() == std::size_t{settings_.replicas} * settings_.ranks; }
-  bool running(RankName rank) const { return trainers_.contains(rank); }
   std::vector<std::string> output_tail(const std::string& name = "") const;  // of this process, or of all
 
  private:

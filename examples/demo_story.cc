@@ -73,13 +73,7 @@ void Story::take(const Event& event) {
   if (event.kind == "catch_up") {
     auto& state = replicas_[static_cast<std::uint32_t>(event.number("replica"))]
                       .catch_up[static_cast<std::uint32_t>(event.number("rank"))];
-    state = {event.number("bytes"),
-             event.number("total"),
-             event.fields.value("rate", 0.0),
-             event.fields.value("seconds", 0.0),
-             event.number("sources"),
-             event.number("refetched"),
-             event.fields.value("done", false)};
+    state = {event.number("bytes"), event.number("total"), event.fields.value("rate", 0.0), event.number("sources")};
   }
   const auto rank = rank_of(event.who);
   if (!rank) return;

@@ -25,9 +25,8 @@ struct Event {
 
 struct CatchUpState {
   std::uint64_t bytes = 0, total = 0;
-  double rate = 0, seconds = 0;
-  std::uint64_t sources = 0, refetched = 0;
-  bool done = false;
+  double rate = 0;
+  std::uint64_t sources = 0;
 };
 
 struct ReplicaState {

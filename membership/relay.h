@@ -57,7 +57,6 @@ class Relay {
   bool coordinator_up() const { return coordinator_up_; }
   TimePoint coordinator_heard() const { return coordinator_heard_; }
   bool finished() const { return finished_; }  // the job, by the last plan heard
-  std::size_t nodes() const { return nodes_.size(); }
   std::size_t ranks() const { return ranks_.size(); }
   void write_hosts(proto::LeaderView& view);  // the ranks behind it, and their job (leader_tracker.h)
 

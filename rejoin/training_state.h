@@ -43,7 +43,6 @@ class TrainingState {
   // The gradients that this object has allocated itself, not those in the trainer's memory, as one range: the input of
   // the all-reduces.
   BytesView gradients() const { return input_.bytes; }
-  BytesView reduced() const { return output_.bytes; }  // … and as they come out
 
   // The state is initialised, as of step `version`. Errors: of the device.
   Result<> start(std::uint64_t version);
