@@ -109,13 +109,13 @@ void Source::mind_standing_joiner(TimePoint now) {
   if (writes_under_way_ > 0 && now - moved_at_ > deadlines::kUnacknowledged.of(silence_)) failed_ = true;
 }
 
-bool Source::work(TimePoint now) {
+void Source::work(TimePoint now) {
   mind_standing_joiner(now);
-  if (failed_) return false;
+  if (failed_) return;
   for (auto it = questions_.begin(); it != questions_.end();) it = advance(*it) ? questions_.erase(it) : std::next(it);
   std::vector<SliceJob*> jobs;
   for (auto& [number, job] : jobs_) {
-    if (!still_proven(job)) return false;
+    if (!still_proven(job)) return;
     jobs.push_back(&job);
   }
   write_parts(jobs);
@@ -143,7 +143,6 @@ bool Source::work(TimePoint now) {
   }
   if (followed_) offer();
   start_slices(now);
-  return !requests_.empty() || !jobs_.empty() || !questions_.empty();
 }
 
 TimePoint Source::due() const {

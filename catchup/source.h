@@ -65,8 +65,8 @@ class Source {
   Result<> on_verify(const proto::Verify& verify);
   void on_follow() { followed_ = true; }
   void on_write_completed(std::uint64_t context, bool success, TimePoint now);
-  // Starts and finishes whatever can be at this moment. Returns true while something is left to do.
-  bool work(TimePoint now);
+  // Starts and finishes whatever can be at this moment.
+  void work(TimePoint now);
   // When the next slice may begin that waits for an exchange of gradients; of the past: none waits for that.
   TimePoint due() const;
   // Tells that a message or write could not be sent. The caller then closes the connection, and the joiner asks another
