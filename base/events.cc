@@ -46,6 +46,7 @@ Result<> open(const std::string& directory, const std::string& who) {
   if (directory.empty()) return {};
   std::error_code error;
   std::filesystem::create_directories(directory, error);
+  if (error) return fail(ErrorCode::io, "event directory {}: {}", directory, error.message());
   const std::string path = fmt::format("{}/{}.{}.jsonl", directory, who, ::getpid());
   Fd opened(::open(path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0600));
   if (!opened) return fail_errno(fmt::format("event file {}", path));

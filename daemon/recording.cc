@@ -298,13 +298,17 @@ Result<Recordings> read_recordings(const std::vector<std::string>& paths, std::u
   }
   for (const auto& path : given) {
     std::error_code error;
-    if (!std::filesystem::is_directory(path, error)) {
-      if (!std::filesystem::exists(path, error))
-        return fail(ErrorCode::not_found, "{}: there is no such file or directory", path);
+    const auto status = std::filesystem::status(path, error);
+    if (status.type() == std::filesystem::file_type::not_found)
+      return fail(ErrorCode::not_found, "{}: there is no such file or directory", path);
+    if (status.type() == std::filesystem::file_type::none) return fail(ErrorCode::io, "{}: {}", path, error.message());
+    if (!std::filesystem::is_directory(status)) {
       files.push_back(path);
       continue;
     }
-    for (const auto& entry : std::filesystem::directory_iterator(path, error)) files.push_back(entry.path().string());
+    std::filesystem::directory_iterator entry(path, error);
+    for (; !error && entry != std::filesystem::directory_iterator(); entry.increment(error))
+      files.push_back(entry->path().string());
     if (error) return fail(ErrorCode::not_found, "directory {}: {}", path, error.message());
   }
   std::ranges::sort(files);

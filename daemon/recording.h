@@ -58,8 +58,8 @@ struct Recordings {
 };
 
 // Files, and all files in directories; the default directory where there are none. Of several jobs the one with the
-// last event, or `job`. Errors: `not_found` where a path is not there, or no recording; `exhausted` where the
-// events of all would take more bytes than `memory` (0: half of this machine's).
+// last event, or `job`. Errors: `not_found` where a path is not there, or no recording; `io` where the system
+// does not say; `exhausted` where the events of all would take more bytes than `memory` (0: half of this machine's).
 Result<Recordings> read_recordings(const std::vector<std::string>& paths, std::uint64_t job = 0,
                                    std::uint64_t memory = 0);
 // Puts them on one clock, that of who decides.

@@ -172,9 +172,11 @@ TEST(Explain, WithoutRecordingsOrAnIncidentItSaysSo) {
   const Scratch scratch;
   std::filesystem::create_directory(scratch.path + "/empty");
   scratch.write("broken.flight", "RJFLIGHT, but no more");
+  std::filesystem::create_symlink("loop", scratch.path + "/loop");
   const std::string rejoin = binaries() + "/rejoin";
   for (const auto& [arguments, text] : std::vector<std::pair<std::vector<std::string>, std::string>>{
            {{"explain", scratch.path + "/nowhere"}, "there is no such file or directory"},
+           {{"explain", scratch.path + "/loop/x"}, "/loop/x: Too many levels of symbolic links"},
            {{"explain", scratch.path + "/empty"}, "no flight recordings in"},
            {{"explain", scratch.path}, "broken.flight is no flight recording: it is too short"},
            {{"trace", scratch.path + "/empty", "-o", scratch.path + "/t"}, "give the --flight-dir of daemons"}}) {
