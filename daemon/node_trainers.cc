@@ -197,7 +197,7 @@ tl::unexpected<NodeServer::Refusal> NodeServer::refused_as(Why why, std::string 
 }
 
 NodeServer::Taken NodeServer::admit(Trainer& trainer, Offering offering, DeviceStream& stream) {
-  if (trainer.key) return fail(ErrorCode::invalid_argument, "it registered twice on one connection");
+  REJOIN_CHECK(!trainer.key, "on_hello() takes one registration of a connection");
   const proto::LocalHello& hello = offering.hello;
   auto view = local::View::make(std::move(offering.fds), stream.device);
   if (!view) return tl::unexpected(view.error());
