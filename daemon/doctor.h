@@ -17,6 +17,7 @@
 #include "daemon/certificates.h"
 #include "daemon/store_settings.h"
 #include "transport/advertise.h"
+#include "transport/ibverbs/port_health.h"
 
 namespace rejoin::daemon {
 
@@ -86,14 +87,7 @@ struct LimitFacts {
   std::uint64_t memlock = 0, descriptors = 0, descriptors_at_most = 0;
 };
 
-struct PortFacts {
-  std::string name;          // DEVICE:PORT
-  std::string why;           // it can't be used; the rest is known where it is empty
-  std::string unregistered;  // why 64 MiB can't be registered
-  std::string gid;
-  std::uint32_t gid_index = 0, mtu = 0, most_mtu = 0;
-  bool ethernet = false, link_local = false;
-};
+using PortFacts = transport::ibverbs::PortHealth;
 
 // An RDMA device or GPU on its bus, as the kernel tells of it in /sys.
 struct BusFacts {

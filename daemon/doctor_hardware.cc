@@ -57,20 +57,7 @@ Result<> try_reach(const std::string& transport, const std::string& library, Gpu
 }  // namespace
 
 Result<std::vector<PortFacts>> probe_ports(const std::string& transport) {
-  const auto ports = transport::ibverbs::examine_ports(named_rails(transport), kLocked);
-  if (!ports) return tl::unexpected(ports.error());
-  std::vector<PortFacts> all;
-  for (const auto& port : *ports)
-    all.push_back({.name = port.name,
-                   .why = port.why,
-                   .unregistered = port.unregistered,
-                   .gid = port.gid,
-                   .gid_index = port.gid_index,
-                   .mtu = port.mtu,
-                   .most_mtu = port.most_mtu,
-                   .ethernet = port.ethernet,
-                   .link_local = port.link_local});
-  return all;
+  return transport::ibverbs::examine_ports(named_rails(transport), kLocked);
 }
 
 Result<GpuFacts> probe_gpus(const std::string& transport, const std::string& library) {

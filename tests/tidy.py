@@ -65,7 +65,7 @@ heavy = {
 }
 # Who may know a backend of transport/, or a part of one: those who make engines, and those who ask a machine about it.
 # The simulated network is everybody's who tests.
-knows_backends = r"transport/.*|bench/perf/link\.cc|daemon/doctor_\w+\.cc|fuzz/\w+\.cc|nccl/(connecting|devices)\.cc|rejoin/secret_address\.cc|sim/world\.h|.*/tests/.*"
+knows_backends = r"transport/.*|bench/perf/link\.cc|daemon/doctor(\.h|_\w+\.cc)|fuzz/\w+\.cc|nccl/(connecting|devices)\.cc|rejoin/secret_address\.cc|sim/world\.h|.*/tests/.*"
 MAX_LINES, MAX_COLUMNS = 400, 120
 problems = []
 
