@@ -110,8 +110,8 @@ std::vector<CoordinatorFacts> probe_coordinators(const std::string& addresses, c
       const auto over = [&] {
         if (--under_way == 0) io.stop();
       };
-      calls.emplace_back(all.size(), std::make_unique<Call>(io, with_port(host, parts->port), parts->host, keys,
-                                                            patience, facts, over));
+      calls.emplace_back(all.size(), std::make_unique<Call>(io, transport::with_port(host, parts->port), parts->host,
+                                                            keys, patience, facts, over));
     }
     all.push_back(std::move(facts));
   }

@@ -89,7 +89,7 @@ Result<> Pairs::find_own() {
       own_port_ = parts->port;
       continue;
     }
-    if (addresses) peer.rails = {with_port(peer.host, parts->port)};
+    if (addresses) peer.rails = {transport::with_port(peer.host, parts->port)};
     else peer.facts.paths.push_back({.why = addresses.error().message});
     peers_.push_back(std::move(peer));
   }

@@ -70,7 +70,7 @@ std::uint32_t Pairs::mtu(const Rail& rail, const std::string& towards) const {
   const std::string name = rail.name.substr(0, rail.name.find(';'));
   const auto local = name.find(':');
   if (local != std::string::npos) return interface_mtu(name.substr(local + 1));
-  const auto host = transport::own_host_towards(with_port(towards, own_port_));
+  const auto host = transport::own_host_towards(transport::with_port(towards, own_port_));
   return interface_mtu(host.value_or(towards));  // of a way that does not leave the machine, its own end is the peer's
 }
 

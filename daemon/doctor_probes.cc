@@ -161,11 +161,7 @@ Result<std::string> resolved(const std::string& address, std::chrono::millisecon
   if (!parts) return tl::unexpected(parts.error());
   const auto all = addresses_of(parts->host, patience);
   if (!all) return tl::unexpected(all.error());
-  return with_port(all->front(), parts->port);
-}
-
-std::string with_port(const std::string& host, std::uint16_t port) {
-  return host.find(':') == std::string::npos ? fmt::format("{}:{}", host, port) : fmt::format("[{}]:{}", host, port);
+  return transport::with_port(all->front(), parts->port);
 }
 
 HostFacts probe_host(const std::string& host, std::chrono::milliseconds patience) {
@@ -179,7 +175,7 @@ HostFacts probe_host(const std::string& host, std::chrono::milliseconds patience
   asio::error_code error;
   facts.loopback = asio::ip::make_address(first, error).is_loopback();
   facts.own = transport::SocketAddress::check_own({first, 0}).has_value();
-  facts.link_local = transport::is_link_local({with_port(first, 0)});
+  facts.link_local = transport::is_link_local({transport::with_port(first, 0)});
   const auto of_v6 = [](const std::string& one) { return one.find(':') != std::string::npos; };
   facts.v6 = std::ranges::any_of(*addresses, of_v6);
   facts.v4 = !std::ranges::all_of(*addresses, of_v6);

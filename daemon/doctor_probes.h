@@ -16,7 +16,6 @@ SocketFacts probe_socket(const std::string& socket, std::chrono::milliseconds pa
 Result<std::vector<std::string>> addresses_of(const std::string& host, std::chrono::milliseconds patience);
 // "host:port" with the first of them. Errors: likewise, and `invalid_argument`.
 Result<std::string> resolved(const std::string& address, std::chrono::milliseconds patience);
-std::string with_port(const std::string& host, std::uint16_t port);
 HostFacts probe_host(const std::string& host, std::chrono::milliseconds patience);
 LimitFacts probe_limits();
 Result<> probe_locking(std::uint64_t bytes);

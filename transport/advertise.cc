@@ -26,10 +26,6 @@ std::string without_brackets(const std::string& host) {
   return bracketed ? host.substr(1, host.size() - 2) : host;
 }
 
-std::string with_port(const std::string& host, std::uint16_t port) {
-  return host.find(':') == std::string::npos ? fmt::format("{}:{}", host, port) : fmt::format("[{}]:{}", host, port);
-}
-
 // Of each rail's address that has a host, the host is replaced where `host_of` gives one.
 Address replaced(const Address& listening,
                  const std::function<std::optional<std::string>(std::size_t rail, const HostPort&)>& host_of) {

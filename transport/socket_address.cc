@@ -22,6 +22,10 @@ bool is_of_server(int error) {
 
 }  // namespace
 
+std::string with_port(const std::string& host, std::uint16_t port) {
+  return host.find(':') == std::string::npos ? fmt::format("{}:{}", host, port) : fmt::format("[{}]:{}", host, port);
+}
+
 Result<HostPort> SocketAddress::split(const std::string& text) {
   const auto colon = text.rfind(':');
   if (colon == std::string::npos || colon == 0 || colon + 1 == text.size())
@@ -68,8 +72,7 @@ Result<std::deque<SocketAddress>> SocketAddress::find(const std::string& text, i
 }
 
 Result<> SocketAddress::check_own(const HostPort& parts) {
-  const bool v6 = parts.host.find(':') != std::string::npos;
-  const auto address = resolve(fmt::format("{}{}{}:0", v6 ? "[" : "", parts.host, v6 ? "]" : ""));
+  const auto address = resolve(with_port(parts.host, 0));
   if (!address) return tl::unexpected(address.error());
   const Fd socket(::socket(address->get()->sa_family, SOCK_STREAM | SOCK_CLOEXEC, 0));
   if (!socket) return fail_errno("socket");

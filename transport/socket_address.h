@@ -16,6 +16,9 @@ struct HostPort {
   std::uint16_t port = 0;
 };
 
+// "host:port"; an IPv6 address gets its brackets.
+std::string with_port(const std::string& host, std::uint16_t port);
+
 class SocketAddress {
  public:
   // The form alone. Errors: what is wrong with it, the text named.
