@@ -158,10 +158,6 @@ bool lost_together(const Recording& one, const Recording& other, const Recording
 
 }  // namespace
 
-std::int64_t last_event(const Recording& recording) {
-  return recording.events.empty() ? recording.opened_ns : recording.events.back().at;
-}
-
 bool said_that_it_ends(const Recording& recording) {
   bool said = false;
   for (const auto& event : recording.events) {

@@ -44,7 +44,6 @@ Incidents find_incidents(const Recordings& recordings);
 bool said_that_it_ends(const Recording& recording);
 // Whether a trainer was ever in the job, as far as its recording goes back.
 bool took_part(const Recording& recording);
-std::int64_t last_event(const Recording& recording);
 bool decides(const Recording& recording);  // a coordinator's
 std::optional<std::pair<std::uint32_t, std::uint32_t>> place_of(
     const Recording& recording);  // a trainer's: replica, rank

@@ -96,6 +96,10 @@ class RingReader {
 
 std::string Recording::name() const { return fmt::format("{}, process {} on {}", who, pid, host); }
 
+std::int64_t last_event(const Recording& recording) {
+  return recording.events.empty() ? recording.opened_ns : recording.events.back().at;
+}
+
 Result<Recording> parse_recording(BytesView bytes, const std::string& file) {
   flight::Header header{};
   if (bytes.size() < sizeof header) return fail(ErrorCode::corrupt, "{} is no flight recording: it is too short", file);
@@ -159,12 +163,9 @@ std::uint64_t memory_of_machine() {
   return pages > 0 && bytes > 0 ? static_cast<std::uint64_t>(pages) * static_cast<std::uint64_t>(bytes) : SIZE_MAX;
 }
 
-std::int64_t last_of(const Recording& recording) {
-  return recording.events.empty() ? recording.opened_ns : recording.events.back().at;
-}
 // Since 1970, by its own clocks.
 std::int64_t last_wall(const Recording& recording) {
-  return recording.opened_wall_ns + (last_of(recording) - recording.opened_ns);
+  return recording.opened_wall_ns + (last_event(recording) - recording.opened_ns);
 }
 
 // Whose clock the others are put on: that of who has decided most.

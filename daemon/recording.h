@@ -40,6 +40,9 @@ struct Recording {
   std::string name() const;                  // "r0.1, process 4711 on node7"
 };
 
+// When the last one was; of a recording without any, when it begins.
+std::int64_t last_event(const Recording& recording);
+
 // Errors: `corrupt` where it is no recording. Never more events than the bytes can hold.
 Result<Recording> parse_recording(BytesView bytes, const std::string& file);
 
