@@ -74,8 +74,7 @@ class Read final : public EtcdRequest {
     for (const auto& alive : answer.responses(1).response_range().kvs())
       answer_.alive_revision = static_cast<std::uint64_t>(alive.mod_revision());
     const auto& heads = answer.responses(2).response_range().kvs();
-    if (!heads.empty() && !head_.ParseFromString(heads[0].value()))
-      return unknown(fmt::format("what etcd has as {} is none of Rejoin's snapshots", keys_.head()));
+    if (!heads.empty() && !head_.ParseFromString(heads[0].value())) return strange_head();
     bool wants_snapshot = head_.position() > request_.position;
     const auto& entries = answer.responses(3).response_range();
     answer_.more = entries.more();
@@ -212,6 +211,10 @@ void EtcdRequest::unknown(std::string why) {
   answer_ = {};
   answer_.error = std::move(why);
   finish(Outcome::unknown);
+}
+
+void EtcdRequest::strange_head() {
+  unknown(fmt::format("what etcd has as {} is none of Rejoin's snapshots", keys_.head()));
 }
 
 }  // namespace rejoin::daemon

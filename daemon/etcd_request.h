@@ -48,6 +48,7 @@ class EtcdRequest {
   void take_leader(const etcd::ResponseOp& of);
   void finish(Outcome outcome);
   void unknown(std::string why);
+  void strange_head();  // likewise: what etcd has as the head of a snapshot is none
 
   const EtcdKeys keys_;
   const membership::StoreRequest request_;
