@@ -23,5 +23,8 @@ const Secret& named(const Secrets& secrets, std::uint64_t name);
 Mac prove_listener(const Secret& secret, const Nonce& of_caller, const Nonce& of_listener, bool encrypted = false);
 Mac prove_caller(const Secret& secret, const Nonce& of_caller, const Nonce& of_listener, BytesView hello,
                  bool encrypted = false);
+// What is said of a listener whose proof is not as it would be.
+inline constexpr const char* kUnproven =
+    "it has not proven that it knows this connection's secret; between replicas: that it has this job's key";
 
 }  // namespace rejoin::transport::handshake

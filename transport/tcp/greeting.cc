@@ -93,9 +93,7 @@ void TcpEngine::on_challenge(Endpoint& endpoint) {
   (void)(take(body, endpoint.theirs) && take(body, proof));
   if (!equal_in_constant_time(
           proof, handshake::prove_listener(endpoint.secret, endpoint.ours, endpoint.theirs, options_.encrypt)))
-    return fail_endpoint(endpoint, ErrorCode::refused,
-                         "it has not proven that it knows this connection's secret; between replicas: that it has this "
-                         "job's key");
+    return fail_endpoint(endpoint, ErrorCode::refused, handshake::kUnproven);
   endpoint.challenged = true;
   // Who changes this on the way gets keys that differ.
   endpoint.by_kernel = endpoint.by_kernel && endpoint.header.key == wire::kByKernel;

@@ -15,7 +15,7 @@ namespace rejoin::transport::tcp::kernel_tls {
 
 namespace {
 
-constexpr unsigned char kApplicationData = 23, kHandshake = 22;
+constexpr unsigned char kHandshake = 22;
 // As a handshake message of TLS: its type, which nobody has given out, and its length. Not TLS's own KeyUpdate: Linux
 // since 6.14 would wait for the next key behind that.
 constexpr std::array<unsigned char, 4> kHandover{255, 0, 0, 0};
@@ -111,7 +111,7 @@ ssize_t receive(const Fd& socket, msghdr message, bool& handed_over) {
     return got;
   }
   const cmsghdr* kind = CMSG_FIRSTHDR(&message);
-  if (kind == nullptr || *CMSG_DATA(kind) == kApplicationData) return got;
+  if (kind == nullptr || std::byte{*CMSG_DATA(kind)} == kApplicationData) return got;
   std::array<unsigned char, kHandover.size()> came{};
   std::size_t there = 0;
   for (std::size_t i = 0; i < message.msg_iovlen && there < came.size(); ++i) {

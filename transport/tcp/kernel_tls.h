@@ -5,12 +5,15 @@
 #include <sys/socket.h>
 
 #include <array>
+#include <cstddef>
 #include <cstdint>
 
 #include "base/fd.h"
 #include "base/result.h"
 
 namespace rejoin::transport::tcp::kernel_tls {
+
+constexpr std::byte kApplicationData{23};  // the kind of a TLS record
 
 struct Key {
   std::array<std::byte, 32> cipher{};

@@ -13,7 +13,6 @@ namespace rejoin::transport::tcp {
 namespace {
 
 constexpr std::size_t kHeader = 5, kTag = 16, kIv = 12;
-constexpr std::byte kApplicationData{23};
 constexpr std::size_t kRecordsPerCall = 8;
 constexpr std::size_t kReadAhead = 8 * (RecordCipher::kMostPlain + RecordCipher::kOverhead);
 
@@ -21,7 +20,7 @@ const unsigned char* in_of(BytesView bytes) { return reinterpret_cast<const unsi
 unsigned char* out_of(std::byte* bytes) { return reinterpret_cast<unsigned char*>(bytes); }
 
 std::array<std::byte, kHeader> header_of(std::size_t sealed) {
-  return {kApplicationData, std::byte{3}, std::byte{3}, static_cast<std::byte>(sealed >> 8),
+  return {kernel_tls::kApplicationData, std::byte{3}, std::byte{3}, static_cast<std::byte>(sealed >> 8),
           static_cast<std::byte>(sealed)};
 }
 
@@ -136,7 +135,7 @@ void RecordCipher::seal(std::span<const iovec> plain, Bytes& out) {
   };
   for (const auto& part : plain)
     if (part.iov_len > 0) append(part.iov_base, part.iov_len);
-  append(&kApplicationData, 1);
+  append(&kernel_tls::kApplicationData, 1);
   REJOIN_CHECK(done && ::EVP_CipherFinal_ex(state_->context, out_of(to), &length) == 1 &&
                ::EVP_CIPHER_CTX_ctrl(state_->context, EVP_CTRL_AEAD_GET_TAG, kTag, to) == 1);
 }
@@ -155,7 +154,7 @@ std::optional<std::size_t> RecordCipher::open(BytesView record, std::span<std::b
                                         static_cast<int>(size + 1)) == 1 &&
                      ::EVP_CIPHER_CTX_ctrl(state_->context, EVP_CTRL_AEAD_SET_TAG, kTag, tag.data()) == 1 &&
                      ::EVP_CipherFinal_ex(state_->context, out_of(plain.data() + size), &length) == 1;
-  if (!sound || plain[size] != kApplicationData) return std::nullopt;
+  if (!sound || plain[size] != kernel_tls::kApplicationData) return std::nullopt;
   return size;
 }
 

@@ -79,9 +79,7 @@ ucs_status_t UcxEngine::on_challenge(const wire::Challenge& challenge) {
   greeting.theirs = challenge.nonce;
   if (!equal_in_constant_time(challenge.proof,
                               handshake::prove_listener(greeting.secret, greeting.ours, greeting.theirs))) {
-    endings_.push_back({endpoint->id, ErrorCode::refused,
-                        "it has not proven that it knows this connection's secret; between replicas: that it has this "
-                        "job's key"});
+    endings_.push_back({endpoint->id, ErrorCode::refused, handshake::kUnproven});
     return UCS_OK;
   }
   endpoint->stage = Stage::answering;
