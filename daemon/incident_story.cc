@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "base/bytes.h"
+#include "base/lower_median.h"
 #include "daemon/incident_words.h"
 
 namespace rejoin::daemon {
@@ -281,8 +282,7 @@ std::optional<std::int64_t> IncidentStory::median_step(std::int64_t before) cons
     if (const auto took = time_of(commits_[i])) times.push_back(*took);
   if (times.size() > 16) times.erase(times.begin(), times.end() - 16);
   if (times.size() < 3) return std::nullopt;
-  std::ranges::nth_element(times, times.begin() + static_cast<std::ptrdiff_t>(times.size() / 2));
-  return times[times.size() / 2];
+  return lower_median(std::move(times));
 }
 
 std::string IncidentStory::which_step() const {

@@ -18,12 +18,9 @@ bool stands_still(Duration step, Duration usual) {
   return step > std::max<Duration>(10 * usual, std::chrono::seconds(1));
 }
 
-template <typename Values>
-std::optional<Duration> median_of(Values values) {
+std::optional<Duration> median_of(std::vector<Duration> values) {
   if (values.empty()) return {};
-  const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
-  std::nth_element(values.begin(), middle, values.end());
-  return *middle;
+  return lower_median(std::move(values));
 }
 
 }  // namespace
@@ -202,9 +199,7 @@ std::optional<double> JobHistory::steps_per_second() const {
   return static_cast<double>(count) / seconds(time);
 }
 
-std::optional<Duration> JobHistory::median_absence() const {
-  return median_of(std::vector<Duration>(absences_.begin(), absences_.end()));
-}
+std::optional<Duration> JobHistory::median_absence() const { return median_of({absences_.begin(), absences_.end()}); }
 
 JobHistory::Effective JobHistory::effective(TimePoint now, bool running) const {
   Effective all = effective_;
