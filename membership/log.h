@@ -58,9 +58,9 @@ std::optional<proto::LogRecord> first_record(const Fd& file);
 // Returns the job that a log is of, as its first record names it.
 const proto::LogRecord::Job& job_of(const proto::LogRecord& first);
 
-// A snapshot that has shares in it, which an older release would pass over, gets a `Needs` behind it when a log is
-// compacted. That is none of the job's records. Those stand directly before a commit, and while shares are in force no
-// commit is without one: so it is the one that is not before a commit.
+// A snapshot that has shares in it, or units of another kind, which an older release would misread, gets a `Needs`
+// behind it when a log is compacted. That is none of the job's records. Those stand directly before a commit, and while
+// shares are in force no commit is without one: so it is the one that is not before a commit.
 bool has_needs_of_its_own(const std::vector<proto::LogRecord>& records);
 // Returns how many records of the job these stand for, with those that a snapshot at their beginning says.
 std::uint64_t records_of_job(const std::vector<proto::LogRecord>& records);
