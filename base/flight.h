@@ -35,7 +35,7 @@ Result<> check_default_directory();
 void open(const std::string& directory, const std::string& who, const std::string& program);
 // The same, with the reason why there is none.
 Result<> try_open(const std::string& directory, const std::string& who, const std::string& program);
-bool is_open();
+bool is_open();  // for tests
 // A sign of life, with the time of the day.
 void beat();
 // The job that this process is of.

@@ -52,7 +52,7 @@ class LinkShare {
     last_[count_++ % last_.size()] = {bytes, static_cast<double>(delivered_ - begun.delivered) / seconds(counted)};
   }
 
-  std::uint64_t under_way() const { return under_way_; }
+  std::uint64_t under_way() const { return under_way_; }  // bytes; for tests
 
  private:
   static constexpr Duration kYield = std::chrono::milliseconds(20);

@@ -73,7 +73,7 @@ class Planner {
   // Halves the window, because the gradient log of the slices under way ran over its budget. Each time a window of
   // slices has arrived since then, the window grows by one.
   void narrow();
-  std::uint32_t window() const { return window_; }
+  std::uint32_t window() const { return window_; }  // for tests
 
  private:
   using Priority = std::int64_t;  // slices are asked for in ascending order

@@ -28,7 +28,6 @@ std::optional<Duration> median_of(std::vector<Duration> values) {
 void Histogram::add(double value) {
   ++counts_[static_cast<std::size_t>(std::ranges::lower_bound(bounds_, value) - bounds_.begin())];
   sum_ += value;
-  ++count_;
 }
 
 const char* JobHistory::name(Cause cause) {

@@ -25,13 +25,11 @@ class Histogram {
   const std::vector<double>& bounds() const { return bounds_; }
   const std::vector<std::uint64_t>& counts() const { return counts_; }  // one more than bounds: what is above the last
   double sum() const { return sum_; }
-  std::uint64_t count() const { return count_; }
 
  private:
   std::vector<double> bounds_;
   std::vector<std::uint64_t> counts_;
   double sum_ = 0;
-  std::uint64_t count_ = 0;
 };
 
 class JobHistory {
@@ -104,7 +102,7 @@ class JobHistory {
   void on_standby(TimePoint now, bool running);
   void on_append(Duration took) { appends_.add(seconds(took)); }
   void on_report(proto::Report report, TimePoint now);
-  const std::set<std::string>& twins() const { return twins_; }  // names that two daemons have
+  const std::set<std::string>& twins() const { return twins_; }  // names that two daemons have; for tests
 
   const std::string& states() const { return states_; }
   const std::deque<StepRow>& steps() const { return steps_; }

@@ -35,7 +35,7 @@ class StatusServer {
                                                      Duration patience = kPatience);
   ~StatusServer();
   std::string address() const { return address_; }
-  std::size_t callers() const { return open_; }  // now
+  std::size_t callers() const { return open_; }  // now; for tests
 
  private:
   struct Caller;

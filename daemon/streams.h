@@ -43,7 +43,7 @@ class Streams {
   Streams(std::string family, const Location& here) : family_(std::move(family)), here_(here) {}
   // `other_peers`: the node has heard of peers since the last call. The result is valid until the next one.
   const std::vector<std::shared_ptr<const LocalStream>>& of(const membership::Node& node, bool other_peers);
-  std::uint64_t made() const { return made_; }  // how often they were made anew
+  std::uint64_t made() const { return made_; }  // how often they were made anew; for tests
 
  private:
   // What the streams follow from besides peers: numbers of members and of ranks.

@@ -140,7 +140,7 @@ struct Stats {
   std::uint64_t stale_dropped = 0;  // notifications and messages of other epochs or operations
   std::uint64_t operations_done = 0;
   std::uint64_t bytes_reduced = 0;
-  std::uint64_t kernel_launches = 0;   // on this member's GPU
+  std::uint64_t kernel_launches = 0;   // on this member's GPU; for tests
   std::uint64_t chunk_bytes_sent = 0;  // as they travel
   std::uint64_t plain_bytes_sent = 0;  // the same chunks, as they would travel if none were coded: whole blocks
   std::uint64_t coded_chunks_sent = 0;

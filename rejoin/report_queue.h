@@ -19,7 +19,7 @@ class ReportQueue {
   // Sends as much as the socket takes. Errors: of the socket; that it takes no more now is none.
   Result<> send(const Fd& daemon);
   void clear();
-  std::size_t size() const { return waiting_.size(); }
+  std::size_t size() const { return waiting_.size(); }  // for tests
 
  private:
   // What it is about: of two with the same key the newer one says all that the older one did.

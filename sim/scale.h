@@ -37,8 +37,9 @@ struct ScaleResult {
 
 ScaleResult measure_scale(const ScaleOptions& options);
 
-// What all of it holds, in bytes as `held` counts those of this process, after options.steps and after ten times as
-// many, in which a replica is lost every tenth step and comes back; without what the ledger keeps of each step.
+// For tests. What all of it holds, in bytes as `held` counts those of this process, after options.steps and after ten
+// times as many, in which a replica is lost every tenth step and comes back; without what the ledger keeps of each
+// step.
 struct Kept {
   std::uint64_t after_some = 0, after_many = 0;
 };

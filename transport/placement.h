@@ -33,7 +33,7 @@ class RunNear {
   explicit RunNear(std::optional<int> numa_node, const std::filesystem::path& sys = "/sys");
   ~RunNear();
   RunNear(const RunNear&) = delete;
-  bool moved() const { return before_.has_value(); }
+  bool moved() const { return before_.has_value(); }  // for tests
 
  private:
   std::optional<cpu_set_t> before_;

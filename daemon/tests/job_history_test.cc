@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <nlohmann/json.hpp>
+#include <numeric>
 
 #include "base/recent_longest.h"
 #include "daemon/metrics.h"
@@ -20,6 +21,8 @@ using Cause = JobHistory::Cause;
 using nlohmann::json;
 using testing::HasSubstr, testing::Not;
 
+std::uint64_t count(const Histogram& of) { return std::accumulate(of.counts().begin(), of.counts().end(), 0ull); }
+
 TEST(JobHistory, TellsWhatALossCostAndHowLongTheReplicaWasAway) {
   TellsHistory job;
   job.begins(1, "ccc");
@@ -32,7 +35,7 @@ TEST(JobHistory, TellsWhatALossCostAndHowLongTheReplicaWasAway) {
   EXPECT_EQ(failure->cause, Cause::lost);
   EXPECT_EQ(*failure->recovery, Duration(800ms));
   EXPECT_EQ(*failure->cost, Duration(300ms));
-  EXPECT_EQ(job.history.recovery_seconds().count(), 1u);
+  EXPECT_EQ(count(job.history.recovery_seconds()), 1u);
   EXPECT_EQ(job.history.steps().back().broken, 1u);
   job.steps(5);
   job.begins(3, "cjc");
@@ -43,7 +46,7 @@ TEST(JobHistory, TellsWhatALossCostAndHowLongTheReplicaWasAway) {
   EXPECT_EQ(job.history.median_absence(), Duration(9800ms));
   EXPECT_EQ(job.history.epochs_by(Cause::joined), 1u);
   EXPECT_EQ(job.history.epochs_by(Cause::promoted), 1u);
-  EXPECT_EQ(job.history.step_seconds().count(), 31u);
+  EXPECT_EQ(count(job.history.step_seconds()), 31u);
   const auto effective = job.history.effective(job.now, true);
   EXPECT_EQ(effective.total, Duration(31300ms));
   EXPECT_EQ(effective.lost, Duration(300ms));
@@ -74,7 +77,7 @@ TEST(JobHistory, WhatWasDecidedBeforeHasNoTimesAndIsShownAllTheSame) {
   history.on_records({epoch(1, 1, "cc"), commit(1), commit(2), epoch(2, 3, "c.")}, {});
   EXPECT_EQ(history.steps().size(), 2u);
   EXPECT_EQ(history.states(), "c.");
-  EXPECT_EQ(history.step_seconds().count(), 0u);
+  EXPECT_EQ(count(history.step_seconds()), 0u);
   EXPECT_EQ(history.epochs_by(Cause::lost), 0u);  // by this coordinator
   history.on_lead(TimePoint(10s));
   history.on_records({commit(3)}, TimePoint(12s));

@@ -83,7 +83,7 @@ class Records {
   ssize_t receive(const Fd& socket, const msghdr& message);
   bool flush(const Fd& socket);  // false: an error, in errno; EAGAIN where there is no room
   bool holds_unsent() const { return sent_ < sealed_.size(); }
-  // Says whether the kernel alone encrypts what goes in that direction.
+  // Says whether the kernel alone encrypts what goes in that direction. For tests.
   bool by_kernel(kernel_tls::Direction direction) const {
     return (direction == kernel_tls::Direction::out ? kernel_out_ : kernel_in_).has_value();
   }
