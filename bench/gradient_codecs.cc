@@ -18,7 +18,6 @@
 #include "base/arithmetic.h"
 #include "base/bytes.h"
 #include "base/command_line.h"
-#include "base/digest.h"
 #include "base/fail.h"
 #include "ftar/coding.h"
 #include "ftar/reduce.h"

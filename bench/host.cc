@@ -4,7 +4,6 @@
 #include <fcntl.h>
 #include <ifaddrs.h>
 #include <net/if.h>
-#include <sched.h>
 #include <unistd.h>
 
 #include <cstring>

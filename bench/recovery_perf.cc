@@ -1,6 +1,5 @@
 // rejoin_recovery_perf: how soon the survivors of a member that is killed, or stopped, go on. The job is real: it
 // all-reduces and commits in a loop, and coordinator, daemons and trainers are processes of this machine.
-#include <fmt/format.h>
 #include <poll.h>
 #include <signal.h>
 

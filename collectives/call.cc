@@ -1,7 +1,5 @@
 #include "collectives/call.h"
 
-#include <algorithm>
-
 #include "base/fail.h"
 
 namespace rejoin::collectives {

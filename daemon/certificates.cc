@@ -7,7 +7,6 @@
 #include <openssl/x509v3.h>
 
 #include <algorithm>
-#include <cstring>
 #include <ctime>
 #include <memory>
 #include <vector>

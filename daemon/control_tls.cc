@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <asio/ssl/error.hpp>
-#include <cstring>
 
 #include "base/fail.h"
 #include "base/log.h"

@@ -2,7 +2,6 @@
 #include <poll.h>
 
 #include <algorithm>
-#include <array>
 
 #include "base/bytes.h"
 #include "base/fail.h"

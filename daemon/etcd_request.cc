@@ -1,7 +1,5 @@
 #include "daemon/etcd_request.h"
 
-#include <limits>
-
 #include "base/fail.h"
 #include "base/number.h"
 

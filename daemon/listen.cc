@@ -1,6 +1,5 @@
 #include "daemon/listen.h"
 
-#include <cerrno>
 #include <cstring>
 
 #include "base/fail.h"

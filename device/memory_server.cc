@@ -2,8 +2,6 @@
 #include <pthread.h>
 #include <sys/socket.h>
 
-#include <atomic>
-
 #include "base/fail.h"
 #include "base/log.h"
 #include "base/priority.h"

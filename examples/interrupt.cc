@@ -3,7 +3,6 @@
 #include <signal.h>
 
 #include <atomic>
-#include <cstring>
 
 #include "base/fail.h"
 #include "rejoin/session.h"

@@ -5,7 +5,6 @@
 
 #include "base/bytes.h"
 #include "base/fail.h"
-#include "base/result.h"
 
 namespace rejoin::ftar {
 

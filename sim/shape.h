@@ -6,7 +6,6 @@
 
 #include "base/clock.h"
 #include "base/ring_links.h"
-#include "ftar/coding.h"
 
 namespace rejoin::sim {
 

@@ -1,7 +1,5 @@
 #include "sim/store.h"
 
-#include <fmt/format.h>
-
 #include "base/fail.h"
 #include "sim/world.h"
 

@@ -11,6 +11,7 @@
 #include <tuple>
 
 #include "base/fail.h"
+#include "ftar/coding.h"
 #include "membership/log.h"
 #include "sim/checker.h"
 #include "sim/coordinator.h"

@@ -25,11 +25,11 @@ may_use = {
     "daemon": {"base", "device", "transport", "local", "membership", "catchup"},
     "rejoin": {"base", "device", "transport", "local", "membership", "catchup", "ftar", "collectives"},
     "fuzz": {"base", "transport", "local", "membership", "catchup", "daemon", "nccl"},
-    "sim": {"base", "transport", "local", "membership", "catchup", "ftar", "daemon", "rejoin"},
+    "sim": {"base", "transport", "membership", "ftar", "daemon", "rejoin"},
     "chaos": {"base", "rejoin"},
-    "bench": {"base", "device", "transport", "ftar", "local", "catchup", "daemon", "rejoin"},
+    "bench": {"base", "device", "transport", "ftar", "catchup", "daemon", "rejoin"},
     "examples": {"base", "device", "rejoin", "membership", "sim"},
-    "tests": {"base", "transport", "local", "membership", "catchup", "ftar", "daemon", "rejoin", "bench", "examples", "tests"},
+    "tests": {"base", "transport", "local", "membership", "daemon", "rejoin", "bench", "tests"},
 }
 banned = {
     r"\bgetenv\(": "configuration is read in one place (CLI11); nothing else reads the environment",

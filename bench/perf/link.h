@@ -5,7 +5,6 @@
 #include <functional>
 #include <memory>
 #include <optional>
-#include <vector>
 
 #include "base/clock.h"
 #include "base/fd.h"

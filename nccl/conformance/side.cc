@@ -5,8 +5,6 @@
 #include <poll.h>
 #include <unistd.h>
 
-#include <cstring>
-
 namespace rejoin::nccl::conformance {
 
 namespace {

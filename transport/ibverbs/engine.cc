@@ -5,10 +5,10 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cstring>
 
 #include "base/fail.h"
 #include "base/log.h"
+#include "transport/ibverbs/out_of_order.h"
 #include "transport/tcp/factory.h"
 
 namespace rejoin::transport::ibverbs {

@@ -7,6 +7,7 @@
 #include <random>
 
 #include "base/fail.h"
+#include "transport/ibverbs/out_of_order.h"
 
 namespace rejoin::transport::ibverbs {
 

@@ -5,7 +5,6 @@
 
 #include "transport/containers.h"
 #include "transport/ibverbs/device.h"
-#include "transport/ibverbs/out_of_order.h"
 #include "transport/ibverbs/wire.h"
 #include "transport/unsent.h"
 

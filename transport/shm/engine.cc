@@ -18,6 +18,7 @@
 #include "base/refusals.h"
 #include "base/unix_socket.h"
 #include "transport/epoll.h"
+#include "transport/shm/factory.h"
 
 namespace rejoin::transport::shm {
 

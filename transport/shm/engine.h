@@ -21,7 +21,6 @@
 #include "transport/endpoints.h"
 #include "transport/event_queue.h"
 #include "transport/regions.h"
-#include "transport/shm/factory.h"
 #include "transport/shm/peer_process.h"
 #include "transport/shm/ring.h"
 #include "transport/shm/wire.h"

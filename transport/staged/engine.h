@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "base/fd.h"
+#include "device/copier.h"
 #include "transport/containers.h"
 #include "transport/endpoints.h"
 #include "transport/event_queue.h"

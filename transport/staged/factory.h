@@ -4,7 +4,7 @@
 
 #include <memory>
 
-#include "device/copier.h"
+#include "device/reducer.h"
 #include "transport/transport.h"
 
 namespace rejoin::transport::staged {

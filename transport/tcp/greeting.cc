@@ -1,10 +1,6 @@
 // How two engines greet: strangers that come in, the handshake, and what a listener spends on them meanwhile.
-#include <fmt/format.h>
 #include <sys/epoll.h>
 #include <sys/socket.h>
-
-#include <cerrno>
-#include <cstring>
 
 #include "base/log.h"
 #include "transport/socket_address.h"

@@ -1,5 +1,6 @@
 // Failing and closing.
 #include <chrono>
+#include <set>
 
 #include "base/fail.h"
 #include "transport/ucx/engine.h"

@@ -10,11 +10,9 @@
 #include <functional>
 #include <map>
 #include <memory>
-#include <set>
 #include <unordered_map>
 #include <vector>
 
-#include "base/deadlines.h"
 #include "transport/endpoints.h"
 #include "transport/event_queue.h"
 #include "transport/handshake.h"
