@@ -14,6 +14,7 @@
 #include <new>
 
 #include "base/fail.h"
+#include "base/no_cancel.h"
 #include "base/no_signals.h"
 #include "base/populate.h"
 
@@ -36,7 +37,9 @@ Fd& Fd::operator=(Fd&& other) noexcept {
 }
 
 void Fd::reset() {
-  if (fd_ >= 0) ::close(fd_);
+  if (fd_ < 0) return;
+  const NoCancel no_cancel;
+  ::close(fd_);
   fd_ = -1;
 }
 
@@ -70,6 +73,7 @@ Result<Fd> make_pidfd(int pid) {
 
 void signal_eventfd(const Fd& fd) {
   const std::uint64_t one = 1;
+  const NoCancel no_cancel;
   // EAGAIN means the counter is full: the reader is signalled already.
   const auto written = ::write(fd.get(), &one, sizeof one);
   REJOIN_CHECK(written == sizeof one || errno == EAGAIN, "eventfd write: errno {}", errno);

@@ -1,3 +1,4 @@
+#include "base/no_cancel.h"
 #include "rejoin/c_support.h"
 #include "rejoin/checkpoint_transfer.h"
 
@@ -23,7 +24,10 @@ rejoin_code rejoin_checkpoint_serve(const char* transport, const char* listen, c
     return REJOIN_OK;
   });
 }
-void rejoin_checkpoint_server_close(rejoin_checkpoint_server* server) { delete server; }
+void rejoin_checkpoint_server_close(rejoin_checkpoint_server* server) {
+  const rejoin::NoCancel no_cancel;
+  delete server;
+}
 const char* rejoin_checkpoint_address(const rejoin_checkpoint_server* server) {
   return server->server->address().c_str();
 }
@@ -60,7 +64,10 @@ rejoin_code rejoin_checkpoint_fetch_open(const char* transport, const char* addr
     return REJOIN_OK;
   });
 }
-void rejoin_checkpoint_fetch_close(rejoin_checkpoint_fetch* fetch) { delete fetch; }
+void rejoin_checkpoint_fetch_close(rejoin_checkpoint_fetch* fetch) {
+  const rejoin::NoCancel no_cancel;
+  delete fetch;
+}
 rejoin_memory rejoin_checkpoint_description(const rejoin_checkpoint_fetch* fetch) {
   const auto& text = fetch->fetch->description();
   return {const_cast<char*>(text.data()), text.size()};

@@ -7,6 +7,7 @@
 #include <cerrno>
 
 #include "base/fd.h"
+#include "base/no_cancel.h"
 
 namespace rejoin {
 
@@ -19,6 +20,7 @@ class Interrupt {
   void raise() noexcept {
     raised_.store(true);
     if (::getpid() != process_) return;
+    const NoCancel no_cancel;
     const int before = errno;
     const std::uint64_t one = 1;
     // It can't fail but where the counter is full, and then the reader knows already.

@@ -12,6 +12,7 @@
 #include "base/fail.h"
 #include "base/fd.h"
 #include "base/longest_time.h"
+#include "base/no_cancel.h"
 #include "base/start_thread.h"
 #include "collectives/call.h"
 #include "rejoin/group_device.h"
@@ -231,9 +232,11 @@ class Threaded final : public ProcessGroup {
   // Not in a child of fork(), where a thread that is not there may hold each lock ("Children of fork()").
   bool here() const { return ::getpid() == process_; }
   void end() {
+    const NoCancel no_cancel;
     stop_ = true;
     signal_eventfd(wake_);
     if (thread_.joinable()) thread_.join();
+    group_.reset(), engine_.reset(), device_.reset();
     const std::lock_guard lock(ended_->mutex);
     ended_->closed = true;
     ended_->changed.notify_all();

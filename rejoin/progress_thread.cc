@@ -8,6 +8,7 @@
 #include "base/fail.h"
 #include "base/flight.h"
 #include "base/log.h"
+#include "base/no_cancel.h"
 #include "base/no_signals.h"
 #include "base/refusals.h"
 #include "base/start_thread.h"
@@ -32,6 +33,7 @@ ProgressThread::ProgressThread(const SessionConfig& config, TrainingState& state
       handed_over_(buckets_.size()) {}
 
 ProgressThread::~ProgressThread() {
+  const NoCancel no_cancel;
   {
     const std::lock_guard lock(mutex_);
     stop_ = true;

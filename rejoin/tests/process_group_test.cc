@@ -13,6 +13,7 @@
 
 #include "base/bytes.h"
 #include "base/proof.h"
+#include "base/tests/cancelled_thread.h"
 #include "rejoin/c.h"
 #include "rejoin/tests/process_groups.h"
 
@@ -111,6 +112,11 @@ TEST_P(ProcessGroups, TwoThreadsShutOneDownAtOnce) {
     for (auto& one : both) one.get();
     groups[1] = open();
   }
+}
+
+TEST_P(ProcessGroups, AThreadThatIsBeingCancelledDestroysThem) {
+  configured(1);
+  EXPECT_TRUE(in_cancelled_thread([&] { groups.clear(); }).came_back);
 }
 
 TEST_P(ProcessGroups, AChildThatDestroysSomeOfItsParentsChangesNothing) {
