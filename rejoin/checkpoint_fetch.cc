@@ -1,9 +1,11 @@
 #include <algorithm>
 #include <optional>
+#include <utility>
 
 #include "base/digest.h"
 #include "base/fail.h"
 #include "base/longest_time.h"
+#include "base/no_cancel.h"
 #include "checkpoint.pb.h"
 #include "rejoin/checkpoint_limits.h"
 #include "rejoin/checkpoint_transfer.h"
@@ -43,6 +45,11 @@ class Fetch final : public CheckpointFetch {
     return fetch;
   }
 
+  ~Fetch() override {
+    const NoCancel no_cancel;
+    engine_.reset();
+  }
+
   const std::string& description() const override { return contents_.description(); }
   const std::vector<std::uint64_t>& sizes() const override { return sizes_; }
 
@@ -55,11 +62,20 @@ class Fetch final : public CheckpointFetch {
       if (const auto& theirs = contents_.buffers(static_cast<int>(i)); buffers[i].size() != theirs.length())
         return fail(ErrorCode::invalid_argument, "buffer {} of the checkpoint has {} bytes, and room for {} was given",
                     i, theirs.length(), buffers[i].size());
-    auto read = read_into(buffers);
-    for (const auto region : ours_) engine_->deregister(region);
-    ours_.clear();
+    if (std::exchange(over_, true)) return fail(ErrorCode::unavailable, "this fetch is over: open another");
+    const auto forget = [this] {
+      for (const auto region : ours_) engine_->deregister(region);
+      ours_.clear();
+    };
+    Result<> read;
+    try {
+      read = read_into(buffers);
+    } catch (...) {  // out of `cancelled`
+      forget();
+      throw;
+    }
+    forget();
     if (read) say_goodbye();
-    over_ = true;
     return read;
   }
 
@@ -72,7 +88,6 @@ class Fetch final : public CheckpointFetch {
   };
 
   Result<> read_into(const std::vector<std::span<std::byte>>& buffers) {
-    if (over_) return fail(ErrorCode::unavailable, "this fetch is over: open another");
     std::vector<Slice> slices;
     for (std::size_t i = 0; i < buffers.size(); ++i) {
       const auto& theirs = contents_.buffers(static_cast<int>(i));
@@ -175,8 +190,13 @@ class Fetch final : public CheckpointFetch {
       else if (digest(slices[event.value].bytes) != slices[event.value].digest) error = bad(what).value();
       post();
     };
-    if (auto waited = wait([&] { return error || done == slices.size(); }, completed, what); !waited)
-      error = waited.error();
+    try {
+      if (auto waited = wait([&] { return error || done == slices.size(); }, completed, what); !waited)
+        error = waited.error();
+    } catch (...) {  // out of `cancelled`
+      engine_->close(endpoint_);
+      throw;
+    }
     if (!error) return {};
     engine_->close(endpoint_);  // the fence: nothing lands in the caller's memory any more
     return tl::unexpected(*error);
@@ -220,7 +240,7 @@ class Fetch final : public CheckpointFetch {
         what, step_, server_);
   }
 
-  const std::unique_ptr<Engine> engine_;
+  std::unique_ptr<Engine> engine_;
   const std::string server_;
   const std::uint64_t step_;
   const std::function<bool()> cancelled_;

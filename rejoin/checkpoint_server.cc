@@ -12,6 +12,7 @@
 #include "base/digest.h"
 #include "base/fail.h"
 #include "base/fd.h"
+#include "base/no_cancel.h"
 #include "base/start_thread.h"
 #include "checkpoint.pb.h"
 #include "rejoin/checkpoint_limits.h"
@@ -28,6 +29,9 @@ using transport::EndpointId, transport::Engine, transport::Event, transport::Eve
 
 constexpr std::uint64_t kSlice = 4 * MiB;  // read and digested at a time
 constexpr std::size_t kMostConnections = 1024;
+constexpr std::string_view kParentsServer =
+    "this checkpoint server is of the process that this one was forked from, whose thread serves: make another in this "
+    "process";
 
 std::span<std::byte> unconst(std::span<const std::byte> bytes) {  // nothing is written there
   return {const_cast<std::byte*>(bytes.data()), bytes.size()};
@@ -59,16 +63,23 @@ class Server final : public CheckpointServer {
   }
 
   ~Server() override {
-    if (::getpid() != process_) leave_to_parent(thread_);
+    if (!here()) {
+      leave_to_parent(thread_);
+      (void)engine_.release();  // it stands as it stood
+      return;
+    }
+    const NoCancel no_cancel;
     stop_ = true;
     signal_eventfd(wake_);
     if (thread_.joinable()) thread_.join();
+    engine_.reset();
   }
 
   const std::string& address() const override { return address_; }
 
   Result<> publish(std::uint64_t step, std::string description,
                    const std::vector<std::span<const std::byte>>& buffers) override {
+    if (!here()) return fail(ErrorCode::unavailable, "{}", kParentsServer);
     proto::CheckpointContents contents;
     contents.set_description(std::move(description));
     contents.set_slice_bytes(kSlice);
@@ -78,14 +89,14 @@ class Server final : public CheckpointServer {
       for (std::uint64_t at = 0; at < buffer.size(); at += kSlice)
         described.add_digests(digest(buffer.subspan(at, std::min<std::uint64_t>(kSlice, buffer.size() - at))));
     }
-    return in_thread([&] { return std::optional(publish_here(step, contents, buffers)); });
+    return in_thread([&](bool) { return std::optional(publish_here(step, contents, buffers)); });
   }
 
   std::size_t withdraw(Duration patience, const std::function<bool()>& cancelled) override {
+    if (!here()) return 0;
     const TimePoint deadline = clock_.now() + patience;
     std::size_t cut_off = 0;
-    std::atomic<bool> given_up = false;
-    const auto look = [&]() -> std::optional<Result<>> {
+    const auto look = [&](bool given_up) -> std::optional<Result<>> {
       if (!reading_.empty() && clock_.now() < deadline && !given_up) {
         look_again_ = std::min(look_again_, deadline);
         return std::nullopt;
@@ -94,12 +105,7 @@ class Server final : public CheckpointServer {
       withdraw_here();
       return Result<>();
     };
-    (void)in_thread(look, [&] {
-      if (!given_up && cancelled && cancelled()) {
-        given_up = true;
-        signal_eventfd(wake_);
-      }
-    });
+    (void)in_thread(look, cancelled);
     return cut_off;
   }
 
@@ -111,16 +117,25 @@ class Server final : public CheckpointServer {
         engine_(std::move(engine)),
         wake_(std::move(wake)) {}
 
-  // Runs it in the server's thread, which owns the engine, again after each event until it gives a result; waits for
-  // it, and calls `meanwhile` from time to time.
-  Result<> in_thread(const std::function<std::optional<Result<>>()>& call,
-                     const std::function<void()>& meanwhile = {}) {
+  // Not in a child of fork(), where the thread that it would wait for is not ("Children of fork()").
+  bool here() const { return ::getpid() == process_; }
+
+  // Runs it in the server's thread, which owns the engine, again after each event until it gives a result, which it is
+  // to do when it is given up; waits for that. `cancelled` is asked from time to time, and gives it up.
+  Result<> in_thread(const std::function<std::optional<Result<>>(bool given_up)>& call,
+                     const std::function<bool()>& cancelled = {}) {
     std::unique_lock lock(mutex_);
+    std::atomic<bool> given_up = false;
     std::optional<Result<>> result;
+    const auto over = [&] { return result.has_value(); };
+    const auto give_up = [&] {
+      given_up = true;
+      signal_eventfd(wake_);
+    };
     calls_.push_back([&] {
       std::optional<Result<>> outcome;
       try {
-        outcome = call();
+        outcome = call(given_up);
       } catch (const std::exception& error) {  // of memory
         outcome = abandon({ErrorCode::exhausted, error.what()});
       }
@@ -130,11 +145,18 @@ class Server final : public CheckpointServer {
       return result.has_value();
     });
     signal_eventfd(wake_);
-    while (!done_.wait_for(lock, kLookAround, [&] { return result.has_value(); })) {
-      if (!meanwhile) continue;
-      lock.unlock();
-      meanwhile();
-      lock.lock();
+    try {
+      while (!done_.wait_for(lock, kLookAround, over)) {
+        if (!cancelled || given_up) continue;
+        lock.unlock();
+        if (cancelled()) give_up();
+        lock.lock();
+      }
+    } catch (...) {  // out of `cancelled`, or the caller's thread is being cancelled: what the call uses goes with this
+      if (!lock) lock.lock();
+      give_up();
+      done_.wait(lock, over);
+      throw;
     }
     return *result;
   }
@@ -258,7 +280,7 @@ class Server final : public CheckpointServer {
   const pid_t process_ = ::getpid();
   const std::string address_;
   const CheckpointSecret secret_, hello_;
-  const std::unique_ptr<Engine> engine_;                       // of the server's thread, as all up to look_again_
+  std::unique_ptr<Engine> engine_;                             // of the server's thread, as all up to look_again_
   std::map<EndpointId, std::optional<std::uint64_t>> wanted_;  // the step, once it is known
   std::optional<Published> published_;
   std::set<EndpointId> reading_;  // whom it has been offered to, until they have it

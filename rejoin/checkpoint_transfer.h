@@ -28,7 +28,8 @@ namespace rejoin {
 
 using CheckpointServerConfig = ListenConfig;
 
-// Thread: any one at a time. The server has a thread of its own, which serves.
+// Thread: any one at a time. The server has a thread of its own, which serves. In a child of fork(), where that is not,
+// publish() is `unavailable`, withdraw() does nothing, and the parent's server goes on.
 class CheckpointServer {
  public:
   // Opens a server. Errors: those of the transport and its address.
@@ -47,7 +48,8 @@ class CheckpointServer {
 
   // Waits, at most `patience`, for the fetches that the state has been offered to. When it returns, nobody reads these
   // bytes any more, and fetches that are still under way fail. Returns how many those are. `cancelled` is asked about
-  // every 50 ms meanwhile, and ends the wait.
+  // every 50 ms meanwhile, and ends the wait. So does what it throws, which passes through when the bytes are
+  // withdrawn.
   virtual std::size_t withdraw(Duration patience = {}, const std::function<bool()>& cancelled = {}) = 0;
 };
 
@@ -55,9 +57,10 @@ class CheckpointServer {
 class CheckpointFetch {
  public:
   // Waits until `step` is published there, at most so long. `cancelled` is asked about every 50 ms while anything
-  // waits, and ends it. `transport` is this process's, of the server's family. Errors: `timeout`, with what was waited
-  // for; `refused`: a later step is published; `mismatch`: the server's transport is of another family; `unavailable`:
-  // the server is not there, or not any more; `corrupt`; `cancelled`; `invalid_argument`: that is no address.
+  // waits, and ends it; what it throws passes through, and the fetch is over. `transport` is this process's, of the
+  // server's family. Errors: `timeout`, with what was waited for; `refused`: a later step is published; `mismatch`: the
+  // server's transport is of another family; `unavailable`: the server is not there, or not any more; `corrupt`;
+  // `cancelled`; `invalid_argument`: that is no address.
   static Result<std::unique_ptr<CheckpointFetch>> open(const std::string& transport, const std::string& address,
                                                        std::uint64_t step, Duration limit,
                                                        std::function<bool()> cancelled = {});

@@ -1,11 +1,16 @@
 // A state as of one step goes from one process's memory into others', whole or not at all.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <future>
 #include <thread>
 
 #include "base/digest.h"
+#include "base/fd.h"
+#include "base/tests/cancelled_thread.h"
 #include "checkpoint.pb.h"
 #include "rejoin/checkpoint_limits.h"
 #include "rejoin/checkpoint_transfer.h"
@@ -107,6 +112,66 @@ TEST_P(CheckpointTransfer, WhoReadsIsWaitedForAndWhoDoesNotGoOnIsCutOff) {
   EXPECT_EQ(server->withdraw(kLong, [] { return true; }), 1u) << "an interrupt ends the wait";
 }
 
+// What has withdrawn, and goes, leaves nothing with the server's thread, which is woken when a fetch goes.
+TEST_P(CheckpointTransfer, WhatCancelledThrowsPassesThroughWhenTheStateIsWithdrawn) {
+  struct Signal {};
+  const auto throwing = []() -> bool { throw Signal(); };
+  std::vector<Bytes> all;
+  for (const auto& buffer : state) all.emplace_back(buffer.size());
+  for (const bool thread_goes : {false, true}) {
+    ASSERT_TRUE(server->publish(7, "what it is", views()));
+    auto reader = CheckpointFetch::open(GetParam(), server->address(), 7, kLong);
+    auto other = CheckpointFetch::open(GetParam(), server->address(), 7, kLong);
+    ASSERT_TRUE(reader && other);
+    if (thread_goes) {
+      const auto ended = in_cancelled_thread([&] { server->withdraw(kLong); });
+      EXPECT_TRUE(ended.cancelled && !ended.came_back);
+    } else {
+      EXPECT_THROW(server->withdraw(kLong, throwing), Signal);
+    }
+    const auto got = (*reader)->into({all.begin(), all.end()}, kLong);
+    ASSERT_FALSE(got) << "it is still published";
+    EXPECT_EQ(got.error().code, ErrorCode::unavailable) << got.error().message;
+    other->reset();
+    ASSERT_TRUE(server->publish(8, "what it is", views()));
+    EXPECT_EQ(fetch(8), state);
+    server->withdraw(kLong);
+  }
+}
+
+TEST(CheckpointServer, AChildIsToldThatItIsItsParentsAndWaitsForNothing) {
+  for (const std::string transport : {"tcp", "shm", "tcp;threads=2"}) {
+    auto server = CheckpointServer::open({.transport = transport}).value();
+    const Bytes bytes = some_bytes(3 * MiB, 1);
+    ASSERT_TRUE(server->publish(1, "", {bytes}));
+    const pid_t child = ::fork();
+    if (child == 0) {
+      ::alarm(20);
+      const auto told = server->publish(2, "", {bytes});
+      const bool right = !told && told.error().code == ErrorCode::unavailable &&
+                         told.error().message.find("make another in this process") != std::string::npos &&
+                         server->withdraw(kLong) == 0;
+      server.reset();
+      ::_exit(right ? 0 : 1);
+    }
+    int status = -1;
+    ASSERT_EQ(::waitpid(child, &status, 0), child);
+    EXPECT_EQ(status, 0) << transport;
+    auto fetch = CheckpointFetch::open(transport, server->address(), 1, kLong);
+    ASSERT_TRUE(fetch) << transport << ": " << fetch.error().message;
+    Bytes got(bytes.size());
+    ASSERT_TRUE((*fetch)->into({got}, kLong));
+    EXPECT_EQ(got, bytes);
+  }
+}
+
+TEST(CheckpointServer, AThreadThatIsBeingCancelledDestroysOneAndAFetch) {
+  auto server = CheckpointServer::open({.transport = "tcp"}).value();
+  ASSERT_TRUE(server->publish(1, "", {}));
+  auto fetch = CheckpointFetch::open("tcp", server->address(), 1, kLong).value();
+  EXPECT_TRUE(in_cancelled_thread([&] { fetch.reset(), server.reset(); }).came_back);
+}
+
 TEST(CheckpointServer, WithRailsIsReachedByAProcessWithOthersAndByNoOtherTransport) {
   const Bytes bytes = some_bytes(3 * MiB, 1);
   auto server = CheckpointServer::open(
@@ -141,6 +206,43 @@ TEST_P(CheckpointTransfer, ADeadlineAndAnInterruptEndTheWait) {
   const auto cancelled = CheckpointFetch::open(GetParam(), server->address(), 7, kLong, [] { return true; });
   ASSERT_FALSE(cancelled);
   EXPECT_EQ(cancelled.error().code, ErrorCode::cancelled);
+}
+
+// Of a server whose process stands still.
+TEST(CheckpointFetch, WhatCancelledThrowsPassesThroughAndTheFetchIsOver) {
+  struct Signal {};
+  int pipe[2] = {-1, -1};
+  ASSERT_EQ(::pipe(pipe), 0);
+  const Fd from(pipe[0]), to(pipe[1]);
+  const pid_t child = ::fork();
+  if (child == 0) {
+    ::alarm(60);
+    auto server = CheckpointServer::open({.transport = "tcp"}).value();
+    const Bytes bytes = some_bytes(MiB, 1);
+    if (!server->publish(7, "", {bytes})) ::_exit(1);
+    (void)!::write(to.get(), server->address().c_str(), server->address().size());
+    for (;;) ::pause();
+  }
+  std::string address(1000, '\0');
+  const auto size = ::read(from.get(), address.data(), address.size());
+  ASSERT_GT(size, 0);
+  address.resize(static_cast<std::size_t>(size));
+  bool throws = false;
+  auto fetch = CheckpointFetch::open("tcp", address, 7, kLong, [&]() -> bool {
+                 if (throws) throw Signal();
+                 return false;
+               }).value();
+  ::kill(child, SIGSTOP);
+  ASSERT_EQ(::waitpid(child, nullptr, WUNTRACED), child);
+  throws = true;
+  Bytes got(MiB);
+  EXPECT_THROW((void)fetch->into({got}, kLong), Signal);
+  const auto again = fetch->into({got}, kLong);
+  ASSERT_FALSE(again);
+  EXPECT_THAT(again.error().message, HasSubstr("this fetch is over"));
+  fetch.reset();
+  ::kill(child, SIGKILL);
+  EXPECT_EQ(::waitpid(child, nullptr, 0), child);
 }
 
 TEST_P(CheckpointTransfer, WhoDoesNotKnowTheAddressIsNotLetIn) {
