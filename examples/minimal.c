@@ -3,6 +3,8 @@
 #include <rejoin/c.h>
 #include <signal.h>
 #include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
 
 static rejoin_session* volatile running;
 static volatile sig_atomic_t came; /* SIGTERM, SIGINT */
@@ -72,6 +74,9 @@ static rejoin_code train(rejoin_session* session) {
 int main(int argc, char** argv) {
   (void)argv;
   if (argc > 1) return fprintf(stderr, "no arguments are taken: settings come from REJOIN_* variables\n"), 2;
+  const char* device = getenv("REJOIN_DEVICE");
+  if (device != NULL && *device != '\0' && strcmp(device, "host") != 0)
+    return fprintf(stderr, "this program computes on the CPU: REJOIN_DEVICE=host\n"), 2;
   rejoin_session* session = NULL;
   if (rejoin_open(NULL, 0, &session) != REJOIN_OK) return fprintf(stderr, "%s\n", rejoin_error()), 2;
   running = session;
@@ -85,7 +90,7 @@ int main(int argc, char** argv) {
   running = NULL;
   rejoin_close(session);
   if (came != 0) return fprintf(stderr, "interrupted; this replica has left\n"), 128 + came;
-  if (trained == REJOIN_CANCELLED) return 3; /* to be started again, to catch up */
+  if (trained == REJOIN_CANCELLED) return 3;        /* to be started again, to catch up */
   if (trained == REJOIN_INVALID_ARGUMENT) return 2; /* which would not help */
   return trained == REJOIN_OK && left == REJOIN_OK ? 0 : 1;
 }

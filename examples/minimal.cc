@@ -67,10 +67,10 @@ int main(int argc, char**) {
   if (argc > 1) return std::fprintf(stderr, "no arguments are taken: settings come from REJOIN_* variables\n"), 2;
   auto config = rejoin::SessionConfig::from_environment();
   if (!config) return std::fprintf(stderr, "%s\n", config.error().message.c_str()), 2;
-  auto opened = rejoin::Session::open(*config);
-  if (!opened) return std::fprintf(stderr, "%s\n", opened.error().message.c_str()), 2;
   if (config->device != "host")
     return std::fprintf(stderr, "this program computes on the CPU: REJOIN_DEVICE=host\n"), 2;
+  auto opened = rejoin::Session::open(*config);
+  if (!opened) return std::fprintf(stderr, "%s\n", opened.error().message.c_str()), 2;
   running = opened->get();
   std::signal(SIGTERM, on_signal);
   std::signal(SIGINT, on_signal);

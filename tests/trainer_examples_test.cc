@@ -80,6 +80,14 @@ TEST(MinimalExamples, RefuseArguments) {
   }
 }
 
+TEST(MinimalExamples, RefuseADevice) {
+  for (const char* program : {"/rejoin-minimal", "/rejoin-minimal-c"}) {
+    const auto refused = run({binaries() + program}, {"REJOIN_DEVICE=cuda:0", "REJOIN_SOCKET=/nowhere/socket"});
+    EXPECT_EQ(refused.status, 2) << program;
+    EXPECT_NE(refused.output.find("computes on the CPU"), std::string::npos) << refused.output;
+  }
+}
+
 // No supervisor is to start them again.
 TEST(DemoTrainer, AWrongSettingEndsItWithCodeTwo) {
   const std::vector<std::pair<std::string, std::string>> wrong{
