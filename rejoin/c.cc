@@ -77,9 +77,14 @@ rejoin_code rejoin_open(const char* const* settings, size_t count, rejoin_sessio
     for (std::size_t i = 0; i < count; ++i) {
       if (settings[i] == nullptr)
         return failed({ErrorCode::invalid_argument, fmt::format("setting {} of {} is null", i, count)});
-      if (*settings[i] == '\0' || std::string_view(settings[i]) == "help")
-        return failed({ErrorCode::invalid_argument,
-                       fmt::format("setting {} of {}, '{}', is none: give NAME=VALUE", i, count, settings[i])});
+      const std::string_view setting = settings[i], name = setting.substr(0, setting.find('='));
+      const auto wrong = [&](const char* what) {
+        return failed(
+            {ErrorCode::invalid_argument, fmt::format("setting {} of {}, '{}', {}", i, count, setting, what)});
+      };
+      if (name.empty() || name.size() == setting.size() || name == "help" || name == "version")
+        return wrong("is none: give NAME=VALUE");
+      if (name.size() + 1 == setting.size()) return wrong("has no value: leave it out for its default");
       arguments.push_back(std::string("--") + settings[i]);
     }
     auto opened = std::make_unique<rejoin_session>();

@@ -1,8 +1,12 @@
 // What a trainer may set, and name.
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
+
+#include <map>
 
 #include "base/bytes.h"
 #include "base/longest_time.h"
+#include "rejoin/c.h"
 #include "rejoin/session.h"
 #include "rejoin/training_state.h"
 
@@ -42,6 +46,26 @@ TEST(SessionConfig, AChunkWhoseBuffersWouldOverflowIsRefused) {
                                  "most 1073741824"),
             std::string::npos)
       << refusal(config);
+}
+
+// Neither is taken for a flag of a program's: nobody asks for its help, or its version.
+TEST(SettingsInC, WhatIsNoNameWithAValueIsNamed) {
+  const std::map<std::string, std::string> wrong{{"", "'', is none: give NAME=VALUE"},
+                                                 {"=1", "'=1', is none: give NAME=VALUE"},
+                                                 {"replica", "'replica', is none: give NAME=VALUE"},
+                                                 {"help", "'help', is none: give NAME=VALUE"},
+                                                 {"help=1", "'help=1', is none: give NAME=VALUE"},
+                                                 {"version", "'version', is none: give NAME=VALUE"},
+                                                 {"version=1", "'version=1', is none: give NAME=VALUE"},
+                                                 {"replica=", "'replica=', has no value: leave it out for its default"},
+                                                 {"replicas=1", "not expected: --replicas=1"}};
+  for (const auto& [setting, told] : wrong) {
+    const char* const settings[] = {"socket=@nobody", setting.c_str()};
+    rejoin_session* session = nullptr;
+    EXPECT_EQ(rejoin_open(settings, 2, &session), REJOIN_INVALID_ARGUMENT) << setting;
+    EXPECT_THAT(rejoin_error(), testing::HasSubstr(told));
+    EXPECT_EQ(session, nullptr);
+  }
 }
 
 TEST(TrainingState, ANameThatIsNotUtf8IsRefused) {
