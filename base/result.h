@@ -5,6 +5,9 @@
 #include <string_view>
 #include <tl/expected.hpp>
 
+#if __cplusplus <= 201703L
+#error "Rejoin's headers are C++20: compile with -std=c++20 or later. rejoin/c.h is C, and any C++"
+#endif
 #ifdef _GLIBCXX_DEBUG
 #error \
     "librejoin is compiled without _GLIBCXX_DEBUG, which changes the layout of containers: _GLIBCXX_ASSERTIONS does not"

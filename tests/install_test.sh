@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Installs into a scratch tree and builds the minimal trainer against it, by CMake package and by pkg-config.
+# Installs into a scratch tree and builds the minimal trainers against it, by CMake package and by pkg-config.
 set -euo pipefail
 build=$1 source=$2 boundary=$3
 scratch=$(mktemp -d /tmp/rejoin-install-XXXXXX)
 trap 'rm -rf "$scratch"' EXIT
 cmake --install "$build" --prefix "$scratch/tree" >/dev/null
 mkdir "$scratch/user"
-cp "$source/examples/minimal.cc" "$boundary" "$scratch/user/"
+cp "$source"/examples/minimal.{cc,c} "$boundary" "$scratch/user/"
 cat > "$scratch/user/CMakeLists.txt" <<'CMAKE'
 cmake_minimum_required(VERSION 3.25)
 project(user CXX)
@@ -23,9 +23,18 @@ output=$("$scratch/build/user" 2>&1 || true)
 grep -q "no daemon socket" <<<"$output" || { echo "unexpected: $output"; exit 1; }
 output=$("$scratch/build/boundary" 2>&1) || { echo "unexpected: $output"; exit 1; }
 libdir=$(dirname "$(find "$scratch/tree" -name rejoin.pc)")
-c++ "$scratch/user/minimal.cc" -o "$scratch/by_pkg_config" $(PKG_CONFIG_PATH="$libdir" pkg-config --cflags --libs rejoin)
-output=$(LD_LIBRARY_PATH="$(dirname "$libdir")" "$scratch/by_pkg_config" 2>&1 || true)
-grep -q "no daemon socket" <<<"$output" || { echo "unexpected: $output"; exit 1; }
+flags=$(PKG_CONFIG_PATH="$libdir" pkg-config --cflags --libs rejoin)
+by_pkg_config() {
+  "$@" -Wall -Wextra -Werror -o "$scratch/by_pkg_config" $flags || { echo "not compiled: $*"; exit 1; }
+  output=$(LD_LIBRARY_PATH="$(dirname "$libdir")" "$scratch/by_pkg_config" 2>&1 || true)
+  grep -q "no daemon socket" <<<"$output" || { echo "unexpected: $output"; exit 1; }
+}
+by_pkg_config c++ -std=c++20 "$scratch/user/minimal.cc"
+for compiler in gcc clang; do
+  if command -v "$compiler" >/dev/null; then by_pkg_config "$compiler" "$scratch/user/minimal.c"; fi
+done
+if output=$(c++ -std=c++17 -fsyntax-only "$scratch/user/minimal.cc" $flags 2>&1); then echo "C++17 is taken"; exit 1; fi
+grep -q "compile with -std=c++20" <<<"$output" || { echo "unexpected: $output"; exit 1; }
 output=$("$scratch/tree/bin/rejoin" --help)
 grep -q status <<<"$output"
 for page in "$source"/docs/man/*; do  # each beside the others of its section

@@ -59,7 +59,7 @@ find_package(rejoin 0.1 REQUIRED)
 add_executable(trainer minimal.cc)
 target_link_libraries(trainer PRIVATE rejoin::rejoin)
 CMAKE
-there sh -ec 'cd /trainer && cmake -G Ninja -S . -B build && cmake --build build && g++ minimal.cc -o by_pkg_config $(pkg-config --cflags --libs rejoin)' \
+there sh -ec 'cd /trainer && cmake -G Ninja -S . -B build && cmake --build build && g++ -std=c++20 minimal.cc -o by_pkg_config $(pkg-config --cflags --libs rejoin)' \
   >"$root/tmp/compile.log" 2>&1 || { cat "$root/tmp/compile.log"; exit 1; }
 there install -d -o rejoin -m 700 /run/rejoin
 there sh -c 'head -c 32 /dev/urandom >/run/rejoin/key && chmod 600 /run/rejoin/key && chown rejoin /run/rejoin/key'

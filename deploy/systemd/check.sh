@@ -13,7 +13,7 @@ if [[ ${4:-} != inside ]]; then
   # Its packages first, with the network; then systemd, without.
   unshare --mount --propagation private chroot "$scratch/root" /bin/sh -ec \
     'apt-get update -qq; DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends systemd dbus g++ pkg-config /opt/*.deb
-     g++ /opt/minimal.cc -o /opt/minimal $(pkg-config --cflags --libs rejoin)' >"$scratch/log" 2>&1 || { cat "$scratch/log"; exit 1; }
+     g++ -std=c++20 /opt/minimal.cc -o /opt/minimal $(pkg-config --cflags --libs rejoin)' >"$scratch/log" 2>&1 || { cat "$scratch/log"; exit 1; }
   (
     echo "$BASHPID" >"$group/cgroup.procs"
     timeout -k 5 180 unshare --mount --pid --net --uts --ipc --cgroup --fork --kill-child --propagation private "$0" "$1" "$2" "$3" inside "$scratch/root" \
