@@ -106,7 +106,8 @@ rejoin_code rejoin_set_log_level(int level);
 const char* rejoin_version(void);
 
 /* `settings` has `count` texts of the form "name=value", named as the flags of a trainer without their dashes
- * ("replica=1", "socket=/run/rejoin.sock"). Others come from REJOIN_* variables, and else from the defaults. */
+ * ("replica=1", "socket=/run/rejoin.sock"). Others come from REJOIN_* variables, and else from the defaults. A value
+ * that is empty is an error. */
 rejoin_code rejoin_open(const char* const* settings, size_t count, rejoin_session** session);
 /* Destroys the session, and waits for the library's threads. Null is allowed. */
 void rejoin_close(rejoin_session* session);
@@ -153,7 +154,7 @@ rejoin_code rejoin_end_update_on(rejoin_session* session, void* cuda_stream);
 /* See Session::scale_feedback(): by which factor, 0 or above, the update of `step` has multiplied the mean gradient; 0
  * where it was skipped. It is called after the update, before the next step's first rejoin_all_reduce(). */
 rejoin_code rejoin_scale_feedback(rejoin_session* session, uint64_t step, float factor);
-/* It always fails, with the error that all later calls have. */
+/* It always fails, with the error that all later calls have: REJOIN_CANCELLED. */
 rejoin_code rejoin_abandon_update(rejoin_session* session, const char* what);
 
 /* The trainer is busy for up to so many milliseconds with what the reason says, until rejoin_done(). */

@@ -186,13 +186,11 @@ class SessionImpl final : public Session {
   }
   std::uint64_t committed() const override { return last_; }
   bool intact(std::chrono::milliseconds during) override { return progress_ && progress_->intact(during); }
-  Result<> check() const override { return progress_ ? progress_->may_go_on() : Result<>(); }
+  Result<> check() const override { return ended_ || !progress_ ? check_due("check()") : progress_->may_go_on(); }
   Result<Position> position() const override {
+    if (torn_) return tl::unexpected(*ended_);
     if (!progress_) return fail(ErrorCode::invalid_argument, "position() before join()");
-    if (!stands_)
-      return fail(ErrorCode::unavailable,
-                  "position() of a state that is of no one step: this replica has not begun one, catches up, or is "
-                  "within commit(); take the checkpoint between steps, on a replica whose step contributes()");
+    if (!stands_) return tl::unexpected(of_no_one_step());
     const auto digest = state_digest();
     if (!digest) return tl::unexpected(digest.error());
     return Position(stands_->step(), stands_->trained(), *digest);
@@ -257,11 +255,7 @@ class SessionImpl final : public Session {
   Result<> check_buckets() const {
     if (stage_ != Stage::contributing) return {};
     const std::string missing = state_.names_of_all_but(handed_over_);
-    if (missing.empty()) return {};
-    return fail(ErrorCode::invalid_argument,
-                "commit() of step {} without {}: all_reduce() is due for each bucket in a step that this replica "
-                "contributes to",
-                step_, missing);
+    return missing.empty() ? Result<>() : tl::unexpected(forgotten_buckets(step_, missing));
   }
 
   // Waits for the step's decision. False: begin_step() gives it again, to contribute to.
@@ -349,6 +343,7 @@ class SessionImpl final : public Session {
   // The state is between two versions and stays there. Its page says that an update goes on, so that no daemon takes
   // anything out of it but what has been copied to the shadow buffer; and the daemon is told that this replica is gone.
   Result<> tear(const Error& error) {
+    if (const auto why = progress_->elsewhere()) return tl::unexpected(*why);  // the parent's goes on
     ended_ = error;
     torn_ = true;
     stage_ = Stage::between;

@@ -105,7 +105,9 @@ struct TensorSpec {
   bool elementwise = true;    // the optimizer updates each element from its own gradient and moments alone
   // The type of each moment, where not all have the weight's: say, a float32 master of a bfloat16 weight, and two more.
   std::vector<DataType> moment_types = {};
-  // The type of the gradient, where it is not the weight's. The gradient is reduced in it.
+  // The type of the gradient, where it is not the weight's. The gradient is reduced in it: where the sum over the
+  // contributors does not fit (of float16, whose largest number is 65504, that over all but one), the mean is infinite.
+  // Reduce float16 in float32. Integers wrap around, and their mean is cut towards zero.
   std::optional<DataType> gradient_type = std::nullopt;
 };
 
@@ -275,8 +277,8 @@ class Session {
   // The optimizer has done its work when it returns; the other commit() is for one that only queues it.
   // Errors: besides, `invalid_argument` for a step to contribute to of which buckets have not been handed over: they
   // are named, nothing has happened, and commit() may follow when they have been. What the optimizer throws is an error
-  // `invalid_argument` here with its text: the state is updated in part, so that it is nobody's any more; this replica
-  // is out and its peers go on, all later calls say the same, and the process is to end.
+  // `cancelled` here with its text: the state is updated in part, so that it is nobody's any more; this replica is out
+  // and its peers go on, all later calls say the same, and the process is to end, and to be started again.
   virtual Result<> commit(const std::function<void(const Update&)>& optimizer) = 0;
   // As commit() above, for an optimizer that only queues its work on `stream`. The session publishes the new version
   // when the stream has done what is queued on it now. This call waits for the step's decision, and not for the stream.
@@ -298,7 +300,7 @@ class Session {
   virtual Result<> end_update() = 0;
   virtual Result<> end_update(CudaStream stream) = 0;  // … when the stream has done what is queued on it now
   // Call this instead of end_update() if the optimizer has failed; `what` says how. The state is updated in part, so
-  // that it is nobody's any more. Returns the error that all later calls give, too.
+  // that it is nobody's any more. Returns the error that all later calls give, too: `cancelled`.
   virtual Error abandon_update(const std::string& what) = 0;
 
   // Says by which factor a step's mean gradient was multiplied in its update, for what coding has lost of it. That is
@@ -346,12 +348,12 @@ class Session {
   // the step does, and so does the session's end. Thread: any, from when join() has returned without an error, while
   // the session lives.
   virtual bool intact(std::chrono::milliseconds during) = 0;
-  // Says whether this replica is still in the job, by the error that begin_step() or commit() would return now. A
-  // trainer calls it while it waits for something else within a step or an update, such as another rank.
+  // Says whether this replica is still in the job, by the error that begin_step() or commit() would return now, if they
+  // are due. A trainer calls it while it waits for something else within a step or an update, such as another rank.
   virtual Result<> check() const = 0;
   // Returns where the job stands with the state as it is. A checkpoint is this rank's weights, its moments, and this.
   // The call reads all of the state, for its digest. Errors: `unavailable` before the first step, while the replica
-  // catches up, and within commit(), when the state is of no one step.
+  // catches up, and within commit(), when the state is of no one step; `cancelled` where an update has broken off.
   virtual Result<Position> position() const = 0;
   // Returns the digest of weights and moments, which is equal on all replicas at the same version. It waits for the
   // last commit's stream. Errors: of the device; `invalid_argument` before allocate().

@@ -50,10 +50,23 @@ Result<> check_restored(const Position& position, std::uint64_t digest) {
 }
 
 Error broken_update(const SessionConfig& config, std::uint64_t step, const char* did, const std::string& what) {
-  return {ErrorCode::invalid_argument,
+  return {ErrorCode::cancelled,
           fmt::format("the optimizer {} in the update of step {}: {}. The state of replica {} rank {} is updated in "
                       "part, and of no use: this session is at its end. Start the process again, and it catches up",
                       did, step, what, config.replica, config.rank)};
+}
+
+Error forgotten_buckets(std::uint64_t step, const std::string& missing) {
+  return {ErrorCode::invalid_argument,
+          fmt::format("commit() of step {} without {}: all_reduce() is due for each bucket "
+                      "in a step that this replica contributes to",
+                      step, missing)};
+}
+
+Error of_no_one_step() {
+  return {ErrorCode::unavailable,
+          "position() of a state that is of no one step: this replica has not begun one, catches up, or is within "
+          "commit(); take the checkpoint between steps, on a replica whose step contributes()"};
 }
 
 Position position_after(std::uint64_t step, const membership::Samples& trained) {

@@ -14,6 +14,10 @@ Position position_after(std::uint64_t step, const membership::Samples& trained);
 Result<> check_restored(const Position& position, std::uint64_t digest);
 // Of an optimizer that has not come to the end of this step's update.
 Error broken_update(const SessionConfig& config, std::uint64_t step, const char* did, const std::string& what);
+// Of a commit() of this step, in which the buckets with these names have not been handed over.
+Error forgotten_buckets(std::uint64_t step, const std::string& missing);
+// Of position().
+Error of_no_one_step();
 // Errors: `invalid_argument`, for what scale_feedback() does not take.
 Result<> check_factor(std::uint64_t step, float factor);
 

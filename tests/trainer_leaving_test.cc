@@ -9,6 +9,7 @@
 #include <future>
 
 #include "base/fd.h"
+#include "base/tests/cancelled_thread.h"
 #include "base/unix_socket.h"
 #include "tests/trainer_support.h"
 
@@ -182,6 +183,24 @@ TEST_F(Trained, ASessionThatIsDestroyedHasLeftThoughItsProcessLives) {
       << log_of("coordinator");
   first->interrupt();
   one.get();
+}
+
+TEST_F(Trained, AThreadThatIsBeingCancelledInterruptsAndDestroysASession) {
+  start(1);
+  auto session = joined(0);
+  ASSERT_TRUE(session);
+  ASSERT_TRUE(step_once(*session));
+  EXPECT_TRUE(in_cancelled_thread([&] { session->interrupt(), session.reset(); }).came_back);
+  EXPECT_TRUE(eventually([&] { return log_of("coordinator").find("has left") != std::string::npos; }))
+      << log_of("coordinator");
+}
+
+TEST_F(Trained, WhoHasLeftBeforeItHasJoinedIsOutToo) {
+  auto session = declared(config(0));
+  EXPECT_REFUSED(session->check(), ErrorCode::invalid_argument, "check() before join()");
+  EXPECT_TRUE(session->leave());
+  EXPECT_REFUSED(session->check(), ErrorCode::cancelled, "has left the job");
+  EXPECT_REFUSED(session->begin_step(), ErrorCode::cancelled, "has left the job");
 }
 
 TEST_F(Trained, WhoseDaemonIsAwayIsToldThatNobodyHeardItLeave) {

@@ -1,5 +1,7 @@
 // A trainer's steps: what they and their updates say, and an optimizer that throws in one.
 #include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -28,12 +30,13 @@ TEST_F(Trained, WhatTheOptimizerThrowsIsTheCallersErrorAndEndsTheSession) {
   const auto throwing = [&](const Update&) {
     if (++calls == 2) throw std::runtime_error("no such \xff kernel\n");
   };
-  EXPECT_REFUSED(first->commit(throwing), ErrorCode::invalid_argument, "the optimizer threw in the update of step 2",
+  EXPECT_REFUSED(first->commit(throwing), ErrorCode::cancelled, "the optimizer threw in the update of step 2",
                  "no such", "kernel", "replica 0 rank 0", "Start the process again");
-  for (const auto& later : {first->commit(throwing), first->all_reduce(0), first->join()})
-    EXPECT_REFUSED(later, ErrorCode::invalid_argument, "the optimizer threw in the update of step 2");
-  EXPECT_REFUSED(first->begin_step(), ErrorCode::invalid_argument, "the optimizer threw in the update of step 2");
-  EXPECT_REFUSED(first->state_digest(), ErrorCode::invalid_argument, "the optimizer threw");
+  for (const auto& later : {first->commit(throwing), first->all_reduce(0), first->join(), first->check()})
+    EXPECT_REFUSED(later, ErrorCode::cancelled, "the optimizer threw in the update of step 2");
+  EXPECT_REFUSED(first->begin_step(), ErrorCode::cancelled, "the optimizer threw in the update of step 2");
+  EXPECT_REFUSED(first->state_digest(), ErrorCode::cancelled, "the optimizer threw");
+  EXPECT_REFUSED(first->position(), ErrorCode::cancelled, "the optimizer threw");
   EXPECT_FALSE(first->version()) << "half of it is updated";
   EXPECT_EQ(calls, 2);
   // The other one goes on at once, though this process lives on, and everybody says why.
@@ -51,8 +54,44 @@ TEST_F(Trained, AnOptimizerThatThrowsSomethingElseIsNoAbortEither) {
   ASSERT_TRUE(session);
   ASSERT_TRUE(*session->begin_step());
   ASSERT_TRUE(session->all_reduce(0) && session->all_reduce(1));
-  EXPECT_REFUSED(session->commit([](const Update&) { throw 7; }), ErrorCode::invalid_argument,
+  EXPECT_REFUSED(session->commit([](const Update&) { throw 7; }), ErrorCode::cancelled,
                  "something that is no std::exception");
+}
+
+// Page and locks are the parent's, whose update goes on.
+TEST_F(Trained, AnUpdateThatFailsInAChildOfTheProcessIsNotItsParents) {
+  start(1);
+  auto session = joined(0);
+  ASSERT_TRUE(*session->begin_step());
+  ASSERT_TRUE(session->all_reduce(0) && session->all_reduce(1));
+  ASSERT_TRUE(*session->begin_update());
+  const auto ends_well = [](pid_t child) {
+    int status = -1;
+    return ::waitpid(child, &status, 0) == child && status == 0;
+  };
+  const auto exit_told = [](const std::string& message) {
+    ::_exit(message.find("is a child of it") != std::string::npos ? 0 : 1);
+  };
+  pid_t child = ::fork();
+  if (child == 0) {
+    ::alarm(20);
+    exit_told(session->abandon_update("in a child").message);
+  }
+  EXPECT_TRUE(ends_well(child));
+  EXPECT_TRUE(session->end_update());
+
+  ASSERT_TRUE(*session->begin_step());
+  ASSERT_TRUE(session->all_reduce(0) && session->all_reduce(1));
+  child = -1;
+  const auto committed = session->commit([&](const Update&) {
+    if (child >= 0 || (child = ::fork()) != 0) return;
+    ::alarm(20);
+    throw std::runtime_error("in a child");
+  });
+  if (child == 0) exit_told(committed ? "" : committed.error().message);
+  EXPECT_TRUE(ends_well(child));
+  EXPECT_TRUE(committed);
+  EXPECT_TRUE(step_once(*session));
 }
 
 // A state that is updated in part is nobody's source: who starts afresh gets the other replica's, whole.
