@@ -258,6 +258,19 @@ def test_a_step_that_is_skipped_changes_no_buffer(tmp_path, finite, parts):
     assert math.isnan(float(one._metrics.values[0])) != finite
 
 
+def test_another_session_over_the_same_model_is_not_disturbed_by_one_that_has_left_within_a_step(tmp_path, monkeypatch):
+    model = torch.nn.Linear(2, 2)
+    first, _ = in_a_step(tmp_path, monkeypatch, model)
+    first.leave()
+    other, handed_over = in_a_step(tmp_path, monkeypatch, model)
+    for _ in range(2):
+        other._buckets.begin()
+        other._zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        other._buckets.bring_rest()
+    assert len(handed_over) == 2 * len(other._buckets._buckets) and next(first.steps(), None) is None
+
+
 def test_a_sparse_gradient_is_refused(tmp_path, monkeypatch):
     model = torch.nn.Embedding(7, 2, sparse=True)
     one = session(tmp_path)

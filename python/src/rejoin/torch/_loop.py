@@ -99,7 +99,7 @@ def _again(session: Session) -> Step:
 
 def on_gradient(session: Session, tensor: Tensor) -> None:
     """Take what backward() has brought, and hand over what is complete with it."""
-    if not session._in_step or session._updated:
+    if session._ended or not session._in_step or session._updated:  # another session may have the model by now
         return
     if session._accumulating and not tensor.arrived:
         if tensor.main_grad:
