@@ -6,7 +6,6 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import forked  # noqa: E402
 from test_session import Job, session  # noqa: E402
 
 import rejoin  # noqa: E402
@@ -84,42 +83,6 @@ def test_parts_and_masters_have_the_attributes_of_their_parameters(tmp_path, mas
     given = trained(tmp_path, pieces, masters)
     assert all(torch.equal(one, other) for one, other in zip(given, expected, strict=True))
     assert torch.equal(given[0], made(torch.bfloat16 if masters else torch.float32)[0].weight.detach().float().view(-1))
-
-
-SHARDED = """
-import os, sys
-sys.path.insert(0, TESTS)
-import torch
-import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
-from test_attributes import Layerwise, updates
-from rejoin.torch import Session
-
-dist.init_process_group("gloo")
-model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 4))
-fully_shard(model)
-model[0].weight.lr_scale = 0.0
-session = Session(replica=0, rank=int(os.environ["RANK"]), socket="/nowhere/nobody")
-session.attach(model, Layerwise(model.parameters()))
-session._places.check()
-before = [tensor.columns[0].clone() for tensor in session._tensors]
-for pieces in (1, 2):
-    for tensor in session._tensors:
-        tensor.reduced.fill_(1.0)
-    with torch.no_grad():
-        session._updates.apply(pieces, updates(session, pieces, pieces))
-stayed = [torch.equal(was, tensor.columns[0]) for was, tensor in zip(before, session._tensors)]
-print("right" if stayed == [True, False, False, False] else stayed)
-model(torch.ones(2, 4)).sum().backward()
-session._places._seen.clear()
-session._places.check()
-dist.destroy_process_group()
-"""
-
-
-def test_shards_of_fsdp2_have_the_attributes_of_their_parameters():
-    script = SHARDED.replace("TESTS", repr(str(forked.__file__).rpartition("/")[0]))
-    assert forked.run_ranks(2, script).split() == ["right"] * 2
 
 
 def test_a_parameter_that_an_attribute_lets_be_updated_as_a_whole_is_found_out(tmp_path):

@@ -7,7 +7,6 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import forked  # noqa: E402
 from test_session import session  # noqa: E402
 
 import rejoin  # noqa: E402
@@ -166,40 +165,6 @@ def test_a_changed_gradient_is_refused_before_the_step_can_be_decided(tmp_path, 
     with pytest.raises(rejoin.InvalidArgument, match="the gradient of 'bias' was changed after"):
         one._buckets.bring_rest()
     assert handed_over == before and len(before) < len(one._buckets._buckets)
-
-
-SHARDED = """
-import os
-import torch
-import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
-from rejoin.torch import Session
-
-dist.init_process_group("gloo")
-model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 4))
-fully_shard(model)
-session = Session(replica=0, rank=int(os.environ["RANK"]), socket="/nowhere/nobody")
-session.attach(model, torch.optim.AdamW(model.parameters()))
-session._buckets._hand_over = lambda bucket: None  # there is no job
-session._in_step = True
-for _ in range(2):
-    session._zero_grad()
-    session._buckets.begin()
-    with session.accumulate():
-        model(torch.ones(2, 4)).sum().backward()
-    model(torch.ones(2, 4)).sum().backward()
-    session._buckets.bring_rest()
-torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-try:
-    session._buckets.bring_rest()
-except Exception as error:
-    print("refused" if "was changed after" in str(error) else error)
-dist.destroy_process_group()
-"""
-
-
-def test_gradients_of_fsdp2_may_be_accumulated():
-    assert forked.run_ranks(2, SHARDED).split() == ["refused"] * 2
 
 
 @pytest.mark.parametrize("how", ["reentrant", "reentrant in accumulate()", "not reentrant"])

@@ -14,7 +14,7 @@ from rejoin.errors import InvalidArgument, RejoinError
 from rejoin.torch import _attach
 from rejoin.torch._data import LONGEST_WAIT, Fetcher
 from rejoin.torch._leaving import Terminated
-from rejoin.torch._sharding import gather_again
+from rejoin.torch._sharding import drop_gradients, gather_again
 from rejoin.torch._step import Step
 from rejoin.torch._tensors import Tensor
 
@@ -67,7 +67,7 @@ def begin_step(session: Session) -> Step | None:
             if not session._contributed:  # what came after the last update has changed the session's memory alone
                 _refresh(session)
             session._contributed = True
-            session._zero_grad()  # of a backward() before
+            zero_grad(session)  # of a backward() before
             session._buckets.begin(weight)
             session._in_step, session._updated = True, False
             if session._group is not None:
@@ -92,7 +92,7 @@ def _again(session: Session) -> Step:
             "leave it after optimizer.step()"
         )
     _refresh(session)  # of what its forward() has written to buffers
-    session._zero_grad()
+    zero_grad(session)
     session._buckets.begin(step.weight)
     return step
 
@@ -112,6 +112,16 @@ def on_gradient(session: Session, tensor: Tensor) -> None:
             "checkpoint(use_reentrant=True) runs a layer twice; use_reentrant=False needs none"
         )
     session._buckets.bring(tensor)
+
+
+def zero_grad(session: Session) -> None:
+    """Take back the gradients that have not been handed over: the optimizer's zero_grad(), as the script calls it."""
+    drop_gradients(session._sharded)
+    for tensor in session._tensors:
+        if tensor.is_parameter:
+            tensor.value.grad = None
+        if tensor.main_grad and not tensor.arrived and session._in_step and not session._updated:
+            tensor.gradient.zero_()
 
 
 def _refresh(session: Session) -> None:
@@ -135,7 +145,7 @@ def warmed_up(session: Session) -> Iterator[None]:
         with torch.no_grad():
             for buffer, value in before:
                 buffer.copy_(value)
-        session._zero_grad()
+        zero_grad(session)
         gather_again(session._sharded)
 
 

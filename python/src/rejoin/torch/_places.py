@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rejoin.errors import InvalidArgument
-from rejoin.torch._sharding import gather_again
+from rejoin.torch._sharding import gather_again, gathered_of, parameters_of_fsdp
 
 if TYPE_CHECKING:
     from rejoin.torch._tensors import Tensor
@@ -18,18 +18,23 @@ class Places:
     """The model's modules and parameters, as they were when they were last looked at."""
 
     def __init__(self, model: torch.nn.Module, tensors: Sequence[Tensor], sharded: list[Any]) -> None:
-        """`sharded`: FSDP2's groups of parameters, which puts others into the modules while it has gathered them."""
+        """`sharded`: FSDP2's states, which puts other parameters into the modules while it has gathered these."""
         self._model, self._sharded = model, sharded
         self._held = {id(tensor.value) for tensor in tensors if tensor.is_parameter}
         every = model.named_parameters(remove_duplicate=False)
         self._names = {name for name, parameter in every if id(parameter) in self._held}
         self._seen: list[tuple[torch.nn.Module, list[int]]] = []
+        self._of_fsdp: set[int] = set()  # by identity: those in the modules, and those while they are gathered
+        self._wanted: list[bool] = []
 
     def check(self) -> None:
         """Raise `InvalidArgument` where something else has taken a parameter's place, or would have to be trained."""
-        if self._seen and all(self._of(module) == seen for module, seen in self._seen):
+        wanted = self._wants()
+        if self._seen and wanted == self._wanted and all(self._of(module) == seen for module, seen in self._seen):
             return
         gather_again(self._sharded)
+        gathered = {id(one.sharded_param): gathered_of(one) for one in parameters_of_fsdp(self._sharded)}
+        self._of_fsdp = {*gathered, *(id(other) for other in gathered.values() if other is not None)}
         for name, parameter in self._model.named_parameters(remove_duplicate=False):
             if id(parameter) in self._held:
                 continue
@@ -39,18 +44,23 @@ class Places:
                     "load_state_dict(assign=True), or an assignment to it or to its module, has put it there. Load "
                     "without assign=True, and replace parts of the model before attach()"
                 )
-            if parameter.requires_grad:
+            other = gathered.get(id(parameter))
+            if parameter.requires_grad or (other is not None and other.requires_grad):
                 raise InvalidArgument(
                     f"parameter '{name}' wants a gradient and is none of the session's: it was made, or thawed, after "
                     "attach(), and nobody would train it. Make it before, and give it to the optimizer, or freeze it "
                     "with requires_grad_(False)"
                 )
         self._seen = [(module, self._of(module)) for module in self._model.modules()]
+        self._wanted = wanted
 
     # By identity, which a module that is looked at keeps alive. Every step asks: it is to be quick.
     def _of(self, module: torch.nn.Module) -> list[int]:
         inner = list(map(id, module._modules.values()))
-        if self._sharded:
-            return inner
-        own = module._parameters.values()
+        own = [parameter for parameter in module._parameters.values() if id(parameter) not in self._of_fsdp]
         return [*inner, *map(id, own), *(parameter is not None and parameter.requires_grad for parameter in own)]
+
+    # Those of FSDP2, which are in the modules by turns as they are and gathered.
+    def _wants(self) -> list[bool]:
+        every = [(one.sharded_param, gathered_of(one)) for one in parameters_of_fsdp(self._sharded)]
+        return [one is not None and one.requires_grad for pair in every for one in pair]

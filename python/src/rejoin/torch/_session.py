@@ -32,7 +32,7 @@ from rejoin.torch._leaving import Leaving, Terminated
 from rejoin.torch._metrics import Metrics
 from rejoin.torch._places import Places
 from rejoin.torch._ranks import Ranks
-from rejoin.torch._sharding import groups_of
+from rejoin.torch._sharding import states_of
 from rejoin.torch._step import Step
 from rejoin.torch._tensors import Tensor, parameters_of
 from rejoin.torch._update import Rules, Schedule, Update
@@ -80,7 +80,7 @@ class Session:
         self._metrics = Metrics((), torch.device("cpu"))
         self._loss_scale: torch.Tensor | None = None  # [log2, good steps]
         self._model: torch.nn.Module | None = None
-        self._sharded: list[Any] = []  # FSDP2's groups of the model's parameters
+        self._sharded: list[Any] = []  # FSDP2's states of the model
         self._optimizer: torch.optim.Optimizer | None = None
         self._updates: Update | None = None
         self._places: Places | None = None
@@ -166,7 +166,7 @@ class Session:
             parameters = parameters_of(
                 model, optimizer, self.device, masters, ema is not None, self._ranks.several, gradients, main_grad
             )
-        self._model, self._optimizer, self._sharded = model, optimizer, groups_of(model)
+        self._model, self._optimizer, self._sharded = model, optimizer, states_of(model)
         self._metrics = Metrics(metrics, self.device, self._ranks)
         tensors = [*parameters, *buffers_of(model, self.device)]
         double = torch.float64
@@ -315,11 +315,7 @@ class Session:
         _loop.on_gradient(self, tensor)
 
     def _zero_grad(self, set_to_none: bool = True) -> None:
-        for tensor in self._tensors:
-            if tensor.is_parameter:
-                tensor.value.grad = None
-            if tensor.main_grad and not tensor.arrived and self._in_step and not self._updated:
-                tensor.gradient.zero_()
+        _loop.zero_grad(self)
 
     def _commit(self, closure: Callable[[], float] | None = None) -> float | None:
         _loop.commit(self, closure)

@@ -82,18 +82,40 @@ def first_copies(shards: dict[str, Shard], rank: int, gather: Callable[[str, byt
 def shards_of(model: torch.nn.Module) -> dict[int, Shard]:
     """Find what FSDP2 has divided: by the parameter's id."""
     shards: dict[int, Shard] = {}
-    for group in groups_of(model):
-        for one in group.fsdp_params:
-            if one.offload_to_cpu:
-                raise InvalidArgument("FSDP2 with CPU offload can't be attached: leave its OffloadPolicy out")
-            shards[id(one.sharded_param)] = Shard(one)
+    for one in parameters_of_fsdp(states_of(model)):
+        if one.offload_to_cpu:
+            raise InvalidArgument("FSDP2 with CPU offload can't be attached: leave its OffloadPolicy out")
+        shards[id(one.sharded_param)] = Shard(one)
     return shards
 
 
-def gather_again(groups: list[Any]) -> None:
-    """Let the next forward() gather from the shards, where a group still has what it has gathered before."""
-    for group in groups:
-        group.reshard()
+def gather_again(states: list[Any]) -> None:
+    """Let the next forward() gather from the shards, where FSDP2 still has what it has gathered before.
+
+    Also where a forward() or backward() has raised: then FSDP2 goes on being in the midst of it, keeps what is gathered
+    for the next one, and does not finish that as it should.
+    """
+    for state in states:
+        idle = type(state._training_state).IDLE
+        state._training_state = idle
+        state._modules_to_run_forward.clear()
+        state._state_ctx.iter_forward_root = None
+        state._state_ctx.post_backward_final_callback_queued = False
+        for group in _groups(state):
+            group._training_state = idle
+            group.wait_for_unshard()  # where one was begun ahead
+            group.reshard()
+
+
+def drop_gradients(states: list[Any]) -> None:
+    """Drop what a backward() has brought and FSDP2 has not reduced, as after `set_requires_gradient_sync(False)`."""
+    for state in states:
+        for group in _groups(state):
+            group._partial_reduce_output = None
+            for one in group.fsdp_params:
+                one.unsharded_accumulated_grad = None
+                if (gathered := gathered_of(one)) is not None:
+                    gathered.grad = None
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -105,22 +127,30 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return own
 
 
-def groups_of(model: torch.nn.Module) -> list[Any]:
-    """Find FSDP2's groups of parameters (`FSDPParamGroup`), which are gathered together."""
+def states_of(model: torch.nn.Module) -> list[Any]:
+    """Find FSDP2's state of each `fully_shard()` of the model (`FSDPState`)."""
     if not torch.distributed.is_available():
         return []
     try:
         from torch.distributed.fsdp import FSDPModule
     except ImportError:  # torch before 2.6
         return []
-    return [
-        group
-        for module in model.modules()
-        if isinstance(module, FSDPModule)
-        for group in _groups(module._get_fsdp_state())
-    ]
+    states = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
+    return list({id(state): state for state in states}.values())  # that of several modules once
 
 
+def parameters_of_fsdp(states: list[Any]) -> list[Any]:
+    """Give FSDP2's own records of all parameters (`FSDPParam`)."""
+    return [one for state in states for group in _groups(state) for one in group.fsdp_params]
+
+
+def gathered_of(of_fsdp: Any) -> torch.nn.Parameter | None:
+    """Give the parameter that FSDP2 puts into the module while this one is gathered; None before it ever was."""
+    gathered: torch.nn.Parameter | None = getattr(of_fsdp, "_unsharded_param", None)
+    return gathered
+
+
+# They are gathered together (`FSDPParamGroup`).
 def _groups(state: Any) -> list[Any]:
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is not None:
