@@ -39,8 +39,9 @@ def main() -> None:
     session = rj.Session.from_environment(device)
     session.attach(model, optimizer, max_norm=1.0, metrics=["loss"])
     if given.checkpoint and (given.checkpoint / "latest").exists():
-        state = session.state_dict()
-        dcp.load(state, checkpoint_id=given.checkpoint / (given.checkpoint / "latest").read_text())
+        newest = given.checkpoint / (given.checkpoint / "latest").read_text()
+        state = session.state_dict(of=newest)
+        dcp.load(state, checkpoint_id=newest)
         session.load_state_dict(state)
     data = Bytes(given.data)
     loader = DataLoader(

@@ -252,6 +252,43 @@ def test_buffers_may_be_others_than_the_checkpoints_and_parameters_may_not(tmp_p
         made(tmp_path, model=torch.nn.Sequential(torch.nn.Linear(2, 2))).load_state_dict(checkpoint, changed=True)
 
 
+def test_a_distributed_checkpoint_fills_so_much_of_a_state_as_it_has(tmp_path, saved, caplog):
+    """dcp.load() itself refuses one that lacks something, or has other metrics."""
+    dcp = pytest.importorskip("torch.distributed.checkpoint")
+    dcp.save(saved, checkpoint_id=tmp_path / "checkpoint")
+
+    def loaded(kind=torch.optim.AdamW, **settings) -> tuple[Session, dict]:
+        one = made(tmp_path, kind, **settings)
+        state = one.state_dict(of=tmp_path / "checkpoint")
+        dcp.load(state, checkpoint_id=tmp_path / "checkpoint")
+        return one, state
+
+    one, state = loaded(metrics=["loss", "norm"])
+    assert set(state) == {"model", "optimizer", "rejoin"} and state["optimizer"] == one._optimizer.state_dict()
+    one.load_state_dict(state)
+    assert (
+        one._compares
+        and [bool((c == 0.25 * (n + 1)).all()) for n, c in enumerate(one._tensors[0].columns)] == [True] * 3
+    )
+    one, state = loaded(metrics=["norm", "acc", "loss"], ema=0.9, loss_scale=1024.0)
+    with pytest.raises(InvalidArgument, match=r"has the metrics \['loss', 'norm'\], .*changed=True"):
+        one.load_state_dict(state)
+    one.load_state_dict(state, changed=True)
+    assert one._metrics.values.tolist() == [5.0, 0.0, 3.0] and one._loss_scale.tolist() == [10.0, 0.0]
+    assert bool((one._tensors[0].columns[-1] == 0.25).all()) and one._updates.offset == 0
+    one, state = loaded(SGD)
+    assert "begins anew" not in caplog.text
+    one.load_state_dict(state, changed=True)
+    assert "begins anew" in caplog.text and not one._tensors[0].columns[1].any()
+    plain = {"model": one._model.state_dict(), "optimizer": {"state": {"0.weight": {"exp_avg": torch.ones(2)}}}}
+    dcp.save(plain, checkpoint_id=tmp_path / "by names")
+    with pytest.raises(InvalidArgument, match="the optimizer's state is by names .'optimizer.state.0.weight.exp_avg'"):
+        one.state_dict(of=dcp.FileSystemReader(tmp_path / "by names"))
+    one._joined = True
+    with pytest.raises(InvalidArgument, match="fills before join"):
+        one.state_dict(of=tmp_path / "checkpoint")
+
+
 def test_a_state_that_differs_names_the_remedy_in_python(tmp_path, saved, monkeypatch):
     one = made(tmp_path, metrics=["loss", "norm"], ema=0.9)
     one.load_state_dict(saved)

@@ -9,9 +9,10 @@ torch = pytest.importorskip("torch")
 
 import forked  # noqa: E402
 from test_attributes import Layerwise, updates  # noqa: E402
+from test_checkpoint import made  # noqa: E402
 
 import rejoin  # noqa: E402
-from rejoin.torch import Session, _loop  # noqa: E402
+from rejoin.torch import Session, _checkpoint, _loop  # noqa: E402
 
 X = torch.linspace(-1, 1, 8).view(2, 4)
 CLAIMS = []  # of the ranks' job
@@ -193,6 +194,24 @@ def what_is_thawed_or_new_is_refused(folder):
             session._places.check()
 
 
+@CLAIMS.append
+def a_checkpoint_of_one_rank_is_gone_on_with_by_two(folder):
+    import torch.distributed.checkpoint as dcp
+
+    _, session = attached(ema=0.9, loss_scale=1024.0, metrics=["loss"])
+    state = session.state_dict(of=f"{folder}/one")
+    dcp.load(state, checkpoint_id=f"{folder}/one")
+    _checkpoint._native.position_step = lambda position: 20
+    if session.rank == 1:
+        told = message_of(session.load_state_dict, state)
+        assert "knows rank0, and this is rank 1" in told and "changed=True" in told, told
+    session.load_state_dict(state, changed=True)
+    assert (session._position, session._compares) == ("of step 20", False)
+    assert session._metrics.values.tolist() == [3.0] and session._loss_scale.tolist() == [5.0, 7.0]
+    session._native, session._joined = SimpleNamespace(position=lambda: "of step 20", committed=lambda: 20), True
+    dcp.save(session.state_dict(), checkpoint_id=f"{folder}/two")
+
+
 def ranks(folder):
     import torch.distributed as dist
 
@@ -203,7 +222,31 @@ def ranks(folder):
     dist.destroy_process_group()
 
 
-def test_what_the_ranks_of_a_divided_model_are_to_keep(tmp_path):
+def test_what_the_ranks_of_a_divided_model_are_to_keep(tmp_path, monkeypatch):
+    dcp = pytest.importorskip("torch.distributed.checkpoint")
+    settings = {"ema": 0.9, "loss_scale": 1024.0, "metrics": ["loss"]}
+    one = made(tmp_path, model=Model(), **settings)
+    for tensor in one._tensors:
+        for number, column in enumerate(tensor.columns):
+            column.copy_(torch.arange(tensor.count) + 100 * number)
+        tensor.refresh()
+    one._updates.count_all(20)
+    one._metrics.values.fill_(3.0)
+    one._loss_scale.copy_(torch.tensor([5.0, 7.0]))
+    for tensor in one._tensors:
+        if not tensor.is_parameter:
+            tensor.take_changes()
+    one._native, one._joined = SimpleNamespace(position=lambda: "of step 20", committed=lambda: 20), True
+    dcp.save(one.state_dict(), checkpoint_id=tmp_path / "one")
     program = f"import sys; sys.path.insert(0, {os.path.dirname(__file__)!r}); import test_sharding\n"
     told = forked.run_ranks(2, f"{program}test_sharding.ranks({str(tmp_path)!r})")
     assert sorted(told.split()) == sorted(2 * [claim.__name__ for claim in CLAIMS])
+
+    monkeypatch.setattr(_checkpoint._native, "position_step", lambda position: 20)
+    other = made(tmp_path, model=Model(), **settings)
+    state = other.state_dict(of=tmp_path / "two")
+    dcp.load(state, checkpoint_id=tmp_path / "two")
+    other.load_state_dict(state, changed=True)
+    for tensor, expected in zip(other._tensors, one._tensors, strict=True):
+        for column, value in zip(tensor.columns, expected.columns, strict=True):
+            assert torch.equal(column, value), tensor.name

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -27,6 +29,10 @@ _SINCE_THEN = frozenset({"max_exp_avg_sq"})
 # an older one.
 _COUNTED, _METRICS = " counted=", " metrics="
 _REMEDY = "where that is meant, session.load_state_dict(state, changed=True)"
+_FIRST_RANK = "rank0"  # whose part those take that the checkpoint does not know
+_BY_NUMBER = re.compile(r"optimizer\.state\.\d+\.\w+")
+_BY_NUMBERS = "and optimizer.state_dict()'s is by numbers: save session.state_dict()"
+_NOT_THERE = object()
 
 
 def checkpoint_of(session: Session) -> dict[str, Any]:
@@ -54,6 +60,56 @@ def checkpoint_of(session: Session) -> dict[str, Any]:
         of_rank["buffers"] = {t.name: updated[t.name] for t in session._tensors if t.is_buffer}
     state["rejoin"] = {f"rank{session.rank}": of_rank}
     return state
+
+
+def template_of(session: Session, checkpoint: Any) -> dict[str, Any]:
+    """Give what `dcp.load()` is to fill, as `Session.state_dict(of=…)` says."""
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+    if session._joined:
+        raise InvalidArgument("state_dict(of=…) gives what dcp.load() fills before join()")
+    by_path = isinstance(checkpoint, str | os.PathLike)
+    stored = (FileSystemReader(checkpoint) if by_path else checkpoint).read_metadata().state_dict_metadata
+    known = set(stored)  # and what they lie in
+    for name in stored:
+        if name.startswith("optimizer.state.") and not _BY_NUMBER.fullmatch(name):
+            raise InvalidArgument(f"the optimizer's state is by names ('{name}'), {_BY_NUMBERS}")
+        while name := name.rpartition(".")[0]:
+            known.add(name)
+    state = checkpoint_of(session)
+    del state["rejoin"]
+    template = {name: part for name, of in state.items() if (part := _part(of, name, known, stored)) is not _NOT_THERE}
+    rank = f"rank{session.rank}" if f"rejoin.rank{session.rank}" in known else _FIRST_RANK
+    if f"rejoin.{rank}" in known:
+        template["rejoin"] = {rank: _of_rank(stored, f"rejoin.{rank}.")}
+    return template
+
+
+# Names are those of torch.distributed.checkpoint for what lies in dictionaries and lists: "optimizer.state.0.exp_avg".
+def _part(of: Any, name: str, known: set[str], stored: Mapping[str, Any]) -> Any:
+    if name in stored:
+        return of
+    if name not in known:
+        return _NOT_THERE
+    if isinstance(of, Mapping):
+        parts = {key: _part(value, f"{name}.{key}", known, stored) for key, value in of.items()}
+        return {key: part for key, part in parts.items() if part is not _NOT_THERE}
+    if isinstance(of, list):
+        every = [_part(value, f"{name}.{number}", known, stored) for number, value in enumerate(of)]
+        return [part for part in every if part is not _NOT_THERE]
+    return _NOT_THERE
+
+
+# As it is stored: there may be other metrics.
+def _of_rank(stored: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    found: dict[str, Any] = {"buffers": {}}
+    for name, of in stored.items():
+        if name.startswith(prefix):
+            kind, _, buffer = name[len(prefix) :].partition(".")
+            (found["buffers"] if buffer else found)[buffer or kind] = (
+                torch.empty(of.size, dtype=of.properties.dtype, device="cpu") if hasattr(of, "properties") else None
+            )
+    return found
 
 
 # What a script writes to buffers and metrics after the update is its part of the step to come; a position is of what
@@ -85,8 +141,8 @@ def remedy_in_python() -> Iterator[None]:
         if not found:
             raise
         raise Mismatch(
-            f"{what}; where metrics, average, loss scale, masters, buffers or the optimizer are meant to be others "
-            "than the checkpoint's, session.load_state_dict(state, changed=True)"
+            f"{what}; where metrics, average, loss scale, masters, buffers, the optimizer or the number of ranks are "
+            "meant to be others than the checkpoint's, session.load_state_dict(state, changed=True)"
         ) from None
 
 
@@ -95,10 +151,7 @@ def restore(session: Session, state: Mapping[str, Any], changed: bool = False) -
     if session._model is None or session._optimizer is None or session._updates is None or session._joined:
         raise InvalidArgument("load_state_dict() comes after attach() and before join()")
     _load_model(session._model, state["model"], changed)
-    place = state["rejoin"].get(f"rank{session.rank}") if "rejoin" in state else None
-    if "rejoin" in state and place is None:
-        known = ", ".join(state["rejoin"])
-        raise InvalidArgument(f"the checkpoint knows {known}, and this is rank {session.rank} of its replica")
+    place = _place_of(session, state["rejoin"], changed) if "rejoin" in state else None
     position, _, beside = (place["position"] or "" if place is not None else "").partition(_COUNTED)
     counted, _, names = beside.partition(_METRICS)
     version = _native.position_step(position) if position else 0
@@ -121,6 +174,16 @@ def restore(session: Session, state: Mapping[str, Any], changed: bool = False) -
             if tensor.averaged:
                 tensor.average_loaded = tensor.name in state.get("average", {})
                 tensor.take(tensor.columns[-1], state.get("average", {}).get(tensor.name, tensor.value))
+
+
+def _place_of(session: Session, ranks: Mapping[str, Any], changed: bool) -> Mapping[str, Any]:
+    place: Mapping[str, Any] | None = ranks.get(f"rank{session.rank}", ranks.get(_FIRST_RANK) if changed else None)
+    if place is None:
+        raise InvalidArgument(
+            f"the checkpoint knows {', '.join(ranks)}, and this is rank {session.rank} of its replica: where other "
+            "ranks than the checkpoint's are meant, session.load_state_dict(state, changed=True)"
+        )
+    return place
 
 
 def _load_model(model: torch.nn.Module, state: Mapping[str, Any], changed: bool) -> None:
@@ -152,16 +215,13 @@ def _load_metrics(metrics: Metrics, values: torch.Tensor | None, names: list[str
 def _load_optimizer(
     session: Session, saved: Mapping[str, Any], version: int, before: int | None, changed: bool
 ) -> None:
-    state: Mapping[int, Mapping[str, Any]] = saved["state"]
+    state: Mapping[int, Mapping[str, Any]] = saved.get("state", {})
     assert session._optimizer is not None and session._updates is not None
     held = {id(tensor.value): tensor for tensor in session._tensors}
     order = [p for group in session._optimizer.param_groups for p in group["params"]]
     for number in state:
         if not isinstance(number, int):
-            raise InvalidArgument(
-                f"the optimizer's state is by names ('{number}'), and optimizer.state_dict()'s is by numbers: save "
-                "session.state_dict()"
-            )
+            raise InvalidArgument(f"the optimizer's state is by names ('{number}'), {_BY_NUMBERS}")
         if number >= len(order):
             raise InvalidArgument(
                 f"the checkpoint's optimizer has parameter number {number}, and this one {len(order)} of them"

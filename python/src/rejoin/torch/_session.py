@@ -23,7 +23,7 @@ from rejoin.torch import _attach, _loop, _optimizer
 from rejoin.torch._attributes import told
 from rejoin.torch._buckets import Buckets
 from rejoin.torch._buffers import buffers_of
-from rejoin.torch._checkpoint import checkpoint_of, remedy_in_python, restore
+from rejoin.torch._checkpoint import checkpoint_of, remedy_in_python, restore, template_of
 from rejoin.torch._data import Batches, Fetcher
 from rejoin.torch._final import final_save
 from rejoin.torch._fingerprint import fingerprint
@@ -335,15 +335,19 @@ class Session:
         """Digest of weights and optimizer state: equal on all replicas after the same step."""
         return self._native.state_digest()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, of: Any = None) -> dict[str, Any]:
         """Give the model's and the optimizer's state, and where the job stands with it: a checkpoint.
 
         Between steps: after `optimizer.step()`, in the loop's body, and not before the first step has begun, as others'
         state may be coming in until then. Buffers and metrics are those of the last update: what is written to them
         since counts in the next step. The tensors are the live ones, so save them before the loop goes on. A plain
         PyTorch job loads "model" and "optimizer" as they are.
+
+        `of`: a checkpoint of torch.distributed.checkpoint, its path or a StorageReader. Then it is what dcp.load() is
+        to fill before join(): so much of the state as this one has, also one of other metrics or another number of
+        ranks.
         """
-        return checkpoint_of(self)
+        return checkpoint_of(self) if of is None else template_of(self, of)
 
     def load_state_dict(self, state: Mapping[str, Any], *, changed: bool = False) -> None:
         """Restore what `state_dict` gave, or a plain PyTorch job's {"model": …, "optimizer": …}, before join().
@@ -351,9 +355,10 @@ class Session:
         Every replica does, also one that is started again later: how many steps the optimizer had counted before the
         job began comes from here, and the coordinator refuses a replica that counts otherwise.
 
-        `changed`: metrics, average, loss scale, masters, buffers or the optimizer are meant to be others than those of
-        the checkpoint; what it has of them is taken, the rest begins anew, and nobody compares the state with the
-        position's digest. Else `join` raises `Mismatch` where anything differs.
+        `changed`: metrics, average, loss scale, masters, buffers, the optimizer or the number of ranks are meant to be
+        others than those of the checkpoint; what it has of them is taken, the rest begins anew, a rank that it does not
+        know takes what is rank 0's own, and nobody compares the state with the position's digest. Else `join` raises
+        `Mismatch` where anything differs.
         """
         restore(self, state, changed)
 
