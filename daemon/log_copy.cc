@@ -10,8 +10,8 @@ namespace {
 constexpr const char* kMendDisk =
     "Make room, or see to the disk, and start this coordinator again: the copy goes on from where it ends";
 constexpr const char* kBeginAnew =
-    "All that was decided is in the store: move what is there away, or give another --log-directory, and start this "
-    "coordinator again, which begins a new copy";
+    "What counts is in the store: where this coordinator goes on with it, move what is there aside, or give another "
+    "--log-directory, and start it again, which begins a new copy";
 }  // namespace
 
 Result<std::unique_ptr<LogCopy>> LogCopy::open(const std::string& directory, membership::Disk disk) {

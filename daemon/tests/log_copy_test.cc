@@ -53,14 +53,14 @@ TEST_F(LostCopy, ADamagedOneKeepsNobodyFromStarting) {
   leave_a_copy();
   damage(150);
   expect_that_it_starts_and_leads({"the copy of the decisions in " + log_directory(0) + " is given up: ", "is damaged",
-                                   "'rejoin audit", "All that was decided is in the store"});
+                                   "'rejoin audit", "What counts is in the store"});
 }
 
 TEST_F(LostCopy, OneThatIsGoneKeepsNobodyFromStarting) {
   log_compact = 2 * KiB;
   leave_a_copy(60);
   std::filesystem::remove(file());
-  expect_that_it_starts_and_leads({"is gone, and archives of it are there", "All that was decided is in the store"});
+  expect_that_it_starts_and_leads({"is gone, and archives of it are there", "What counts is in the store"});
 }
 
 TEST_F(LostCopy, AFullDiskKeepsNobodyFromStarting) {
@@ -112,7 +112,7 @@ TEST_F(LostCopy, WhereItIsCutOrTakenAwayInUseTheJobGoesOnAndTheWordsSaySo) {
   ASSERT_TRUE(commit_more(5));
   std::filesystem::remove(file());
   ASSERT_TRUE(until([&] { return servers[0]->status().at("store").at("copy") != ""; }));
-  for (const char* part : {"was removed or moved away", "All that was decided is in the store"})
+  for (const char* part : {"was removed or moved away", "What counts is in the store"})
     EXPECT_NE(alarm(0).find(part), std::string::npos) << alarm(0);
   EXPECT_EQ(alarm(0).find("checkpoint"), std::string::npos) << alarm(0);
   ASSERT_TRUE(commit_more(5));
