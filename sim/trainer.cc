@@ -266,7 +266,7 @@ void Trainer::begin_step() {
     checker().on_state(replica, rank, rank_instance, step_.step - 1, state_digest());
   stage_ = Stage::reducing;
   if (!step_.contributes) return world_.wake(*this);
-  world_.checker().on_told_who_leads(replica, rank, incarnation(), step_.step, step_.leads);
+  checker().on_told_who_leads(replica, rank, incarnation(), step_.step, step_.leads);
   stage_ = Stage::computing;
   in(world_.computing(*this, membership::samples_of(step_.batch), random.between(2ms, 8ms)), &Trainer::compute);
 }
