@@ -27,7 +27,7 @@ Result<std::unique_ptr<LogCopy>> LogCopy::open(const std::string& directory, mem
     return tl::unexpected(log.error());
   } else {
     const auto legible = membership::legible_records(directory);
-    if (!legible) copy->position_ = 1;
+    if (!legible) copy->position_ = 1, copy->unread_ = legible.error().message;
     else if (auto taken = copy->take(*legible); !taken) return tl::unexpected(taken.error());
     copy->give_up(log.error(), true);
   }
@@ -40,11 +40,12 @@ Result<> LogCopy::take(const std::vector<proto::LogRecord>& records) {
   if (records.empty()) return {};
   const auto& first = records.front();
   if (first.has_snapshot() && first.snapshot().position() == 0)
-    return fail(ErrorCode::mismatch,
-                "{}/decisions.log was compacted by a coordinator that kept its decisions in a file alone, so that it "
-                "can't be the copy of those in a store. To take that job into the store, give it this log with "
-                "'rejoin log import', and start with another --log-directory",
-                directory_);
+    return fail(
+        ErrorCode::mismatch,
+        "what is in {} was compacted by a coordinator that kept its decisions in a file alone, so that it can't "
+        "be the copy of those in a store. To take that job into the store, give it that log with 'rejoin log "
+        "import', and start with another --log-directory",
+        directory_);
   position_ = membership::records_of_job(records);
   job_ = membership::job_of(first).id();
   empty_ = false;

@@ -31,6 +31,7 @@ class LogCopy {
   // What was in it when it was opened: records, counted from the beginning of the job, and the job's id; 0: nothing.
   // Where none can be read of those that are there, it is one, of an unknown job.
   std::uint64_t position() const { return position_; }
+  const std::string& unread() const { return unread_; }  // why not even its first record could be read; else empty
   std::uint64_t job() const { return job_; }
   std::vector<proto::LogRecord> take_records() { return std::exchange(records_, {}); }
 
@@ -60,6 +61,7 @@ class LogCopy {
   const std::string directory_;
   std::optional<membership::Log> log_;  // the thread's
   bool empty_ = true;                   // … likewise
+  std::string unread_;
   std::uint64_t position_ = 0, job_ = 0;
   std::vector<proto::LogRecord> records_;  // that were in it, until they are taken
   std::atomic<std::uint64_t> size_ = 0;

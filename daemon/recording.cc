@@ -310,7 +310,7 @@ Result<Recordings> read_recordings(const std::vector<std::string>& paths, std::u
     std::filesystem::directory_iterator entry(path, error);
     for (; !error && entry != std::filesystem::directory_iterator(); entry.increment(error))
       files.push_back(entry->path().string());
-    if (error) return fail(ErrorCode::not_found, "directory {}: {}", path, error.message());
+    if (error) return fail(ErrorCode::io, "directory {}: {}", path, error.message());
   }
   std::ranges::sort(files);
   files.erase(std::unique(files.begin(), files.end()), files.end());

@@ -65,6 +65,7 @@ Result<std::unique_ptr<ReplicatedServer>> ReplicatedServer::start(asio::io_conte
                                                         .copied = server->copy_->position(),
                                                         .copied_job = server->copy_->job(),
                                                         .copied_landmark = std::move(*landmark),
+                                                        .copy_unread = server->copy_->unread(),
                                                         .keys = keys.store_marks()};
   of_machine.job.id = random_number() | 1;  // where the job has none yet
   server->machine_ = std::make_unique<membership::ReplicatedCoordinator>(std::move(of_machine), server->now());

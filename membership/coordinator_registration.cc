@@ -56,12 +56,14 @@ void Coordinator::register_again(NodeId node, const proto::RankUp& up) {
   const SuspendedReplica* out = out_for_now(id);
   const bool from_log = (out != nullptr && out->incarnation.value == up.incarnation() && !out->ended) ||
                         (m != nullptr && m->incarnation.value == up.incarnation());
-  // An earlier instance of this coordinator has given it out; to which replica the log does not say, and one that was
+  // An earlier instance of this coordinator has given it out. To which replica older logs do not say, and one that was
   // put back may have given it to two.
-  const bool is_anothers = std::ranges::any_of(
-      replicas_, [&](const auto& one) { return one.first != id && one.second.incarnation.value == up.incarnation(); });
-  const bool only_registered = never_members_.contains(up.incarnation()) && !is_anothers &&
-                               (found == replicas_.end() || found->second.incarnation.value < up.incarnation());
+  const auto is_anothers = [&](const auto& one) {
+    return one.first != id && one.second.incarnation.value == up.incarnation();
+  };
+  const bool only_registered = never_members_.may_be_of(up.incarnation(), up.replica(), up.rank()) &&
+                               (found == replicas_.end() || found->second.incarnation.value < up.incarnation()) &&
+                               std::ranges::none_of(replicas_, is_anothers);
   if (!known && !from_log && !only_registered) {
     const auto reason = reason_for_being_out(id);
     warn("replica {} rank {}, which has come back, is sent away: {}", id, up.rank(), reason);

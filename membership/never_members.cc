@@ -29,6 +29,13 @@ void NeverMembers::erase_up_to(std::uint64_t incarnation) {
   while (!all_.empty() && all_.begin()->first <= incarnation) erase(all_.begin()->first);
 }
 
+bool NeverMembers::may_be_of(std::uint64_t incarnation, std::uint32_t replica, std::uint32_t rank) const {
+  const auto found = all_.find(incarnation);
+  if (found == all_.end()) return false;
+  const auto& place = found->second;
+  return !place || (place->replica == replica && place->rank.value_or(rank) == rank);
+}
+
 void NeverMembers::to(proto::LogRecord::Snapshot& snapshot) const {
   for (const auto& [incarnation, place] : all_) {
     snapshot.add_never_members(incarnation);

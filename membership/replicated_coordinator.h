@@ -58,6 +58,7 @@ class ReplicatedCoordinator {
     // What the copy on its disk has: records, counted from the beginning of the job, and the job's id.
     std::uint64_t copied = 0, copied_job = 0;
     std::string copied_landmark{};    // what they lead to; empty: not compared
+    std::string copy_unread{};        // why it can't be read: there is something, which counts as one record
     std::vector<std::uint64_t> keys;  // of Leader, that are this job's; the first is its own. None: not looked at
   };
   struct Actions {

@@ -108,7 +108,12 @@ bool ReplicatedCoordinator::copy_fits(const StoreAnswer& answer) {
   }
   if (copied_ <= end) return true;
   fail_with(ErrorCode::mismatch,
-            end == 0
+            end == 0 && !options_.copy_unread.empty()
+                ? fmt::format("the store holds nothing of this job, and the decisions in --log-directory can't be read "
+                              "({}): the store's data may be lost, or it is another store or --job. See to that, or "
+                              "start a new job with another --log-directory",
+                              options_.copy_unread)
+            : end == 0
                 ? fmt::format("the store holds nothing of this job, and the decisions in --log-directory are {}: the "
                               "store's data is lost, or it is another store or --job. Put the data back; or give it "
                               "the decisions with 'rejoin log import'; or start a new job with another --log-directory",

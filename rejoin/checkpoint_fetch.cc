@@ -110,6 +110,7 @@ class Fetch final : public CheckpointFetch {
     proto::CheckpointRequest done;
     done.set_done(true);
     deadline_ = std::min(deadline_, clock_.now() + kGoodbye);
+    cancelled_ = nullptr;
     if (engine_->send(endpoint_, as_bytes(done.SerializeAsString())))
       (void)wait([] { return false; }, [](const Event&) {}, "the server's goodbye");
   }
@@ -243,7 +244,7 @@ class Fetch final : public CheckpointFetch {
   std::unique_ptr<Engine> engine_;
   const std::string server_;
   const std::uint64_t step_;
-  const std::function<bool()> cancelled_;
+  std::function<bool()> cancelled_;
   const SteadyClock clock_;
   TimePoint deadline_{};
   EndpointId endpoint_;

@@ -230,7 +230,7 @@ class Session {
     std::uint64_t number() const { return facts_.number; }   // the state is at the version before it
     bool contributes() const { return facts_.contributes; }  // false: catching up; no backward, no all_reduce()
     // True on all ranks of one contributor, which does what one replica does for all, such as writing a checkpoint.
-    // Where that one is lost in the step, nobody leads it; with a coordinator of protocol 15 another one may then, too.
+    // Where that one is lost in the step nobody leads it; where processes of protocol 15 are in the job, another may.
     bool leads() const { return facts_.leads; }
     // How many replicas are planned to contribute. Where one is lost in the step fewer are in the mean, and ranks that
     // begin the step later are told fewer: Update::contributors is the number that the step was decided with.
@@ -353,7 +353,8 @@ class Session {
   virtual Result<> check() const = 0;
   // Returns where the job stands with the state as it is. A checkpoint is this rank's weights, its moments, and this.
   // The call reads all of the state, for its digest. Errors: `unavailable` before the first step, while the replica
-  // catches up, and within commit(), when the state is of no one step; `cancelled` where an update has broken off.
+  // catches up, and within commit(), when the state is of no one step; where an update has broken off that one's,
+  // which is `cancelled`, or the device's.
   virtual Result<Position> position() const = 0;
   // Returns the digest of weights and moments, which is equal on all replicas at the same version. It waits for the
   // last commit's stream. Errors: of the device; `invalid_argument` before allocate().

@@ -251,7 +251,8 @@ int stalls(const Settings& settings) {
   fmt::print("[");
   for (std::size_t kind = 0; kind < kFaultKinds; ++kind) {
     const auto fault = static_cast<FaultKind>(kind);
-    if (fault == FaultKind::kill_all || fault == FaultKind::pause) continue;  // nobody lives on; all stand still
+    // Nobody lives on; all stand still; an operator decides.
+    if (fault == FaultKind::kill_all || fault == FaultKind::pause || fault == FaultKind::older_log) continue;
     double stall = 0, lost = 0, step = 0, back = 0;
     for (std::uint64_t seed = settings.from; seed < settings.from + settings.seeds; ++seed) {
       constexpr double at = 1.0;  // virtual seconds from the start, which is at 1 s

@@ -351,9 +351,10 @@ class World {
   TimePoint roll_back_wanted_since_{};
   std::vector<Fault> waiting_faults_;  // for their moments
   std::map<std::uint64_t, Link> links_;
-  std::map<std::uint32_t, std::uint64_t> last_flipped_;  // by rank: in which step a bit of a reduced chunk flips
-  bool bits_damaged_ = false;                            // ever
-  std::vector<bool> damage_at_rest_;                     // by replica: due
+  // By rank: in which step a bit of a reduced chunk flips, and at which replicas.
+  std::map<std::uint32_t, std::pair<std::uint64_t, std::set<std::uint32_t>>> flipped_;
+  bool bits_damaged_ = false;                                                              // ever
+  std::vector<bool> damage_at_rest_;                                                       // by replica: due
   std::vector<std::map<std::uint64_t, std::map<std::uint32_t, Checkpoint>>> checkpoints_;  // by replica, version, rank
   std::vector<SlowLink> slow_links_;                                                       // by caller
   std::map<std::uint32_t, Interruption> interruptions_;                                    // by caller: due

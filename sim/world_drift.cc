@@ -15,8 +15,9 @@ void World::damage_bits(const Fault& fault) {
   bits_damaged_ = true;
   if (fault.kind == FaultKind::flip_reduced) {
     // Where all replicas have the same bit flipped in one step, as while it stands still, nobody can tell.
-    auto& last = last_flipped_[fault.rank];
-    if (const auto step = trainer->next_step(); std::exchange(last, step) != step) trainer->flip_a_bit();
+    auto& [step, those] = flipped_[fault.rank];
+    if (std::exchange(step, trainer->next_step()) != trainer->next_step()) those.clear();
+    if (those.insert(fault.replica); those.size() < shape.replicas) trainer->flip_a_bit();
     return;
   }
   // Only while all others are right and nothing else is going on, so that there is somebody to say who is wrong.

@@ -168,7 +168,7 @@ TEST(BadInput, EachGetsOneLineThatSaysWhatAndHowToMendIt) {
                  "--data-listen: can't listen for data connections on 203.0.113.7:0: ");
   expect_of_node({"tcp:203.0.113.7"},
                  "--data-listen: can't listen for data connections on 203.0.113.7:0, the rail's own address: ");
-  expect({kMinimal}, "no device is called 'gpu': there are host, cuda", {nobody, "REJOIN_DEVICE=gpu"});
+  expect({kMinimal}, "this program computes on the CPU: REJOIN_DEVICE=host", {nobody, "REJOIN_DEVICE=gpu"});
   expect({kCli, "status", "127.0.0.1:1"}, "no daemon answers at 127.0.0.1:1");
   expect({kDaemon, "--job-key-file", key, "--coordinator", "--listen", "127.0.0.1:99999"},
          "--listen: address '127.0.0.1:99999': its port '99999' is not a number from 0 to 65535");

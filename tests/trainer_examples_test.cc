@@ -96,6 +96,9 @@ TEST(DemoTrainer, AWrongSettingEndsItWithCodeTwo) {
     const auto refused =
         run({binaries() + "/rejoin-demo-trainer", "--data", REJOIN_DATA, "--socket", "/nowhere/socket", flag, value});
     EXPECT_EQ(refused.status, 2) << flag << " " << value << ": " << refused.output;
+    if (flag != "--device") continue;
+    EXPECT_NE(refused.output.find("no device is called 'gpu': there are host, cuda"), std::string::npos)
+        << refused.output;
   }
 }
 

@@ -284,6 +284,22 @@ def test_a_distributed_checkpoint_fills_so_much_of_a_state_as_it_has(tmp_path, s
     dcp.save(plain, checkpoint_id=tmp_path / "by names")
     with pytest.raises(InvalidArgument, match="the optimizer's state is by names .'optimizer.state.0.weight.exp_avg'"):
         one.state_dict(of=dcp.FileSystemReader(tmp_path / "by names"))
+    # Of more groups: the numbers of their parameters are not this optimizer's.
+    more = {**saved["optimizer"], "param_groups": [{"params": [7, 8]}, *saved["optimizer"]["param_groups"]]}
+    dcp.save({**saved, "optimizer": more}, checkpoint_id=tmp_path / "more")
+    one = made(tmp_path, metrics=["loss", "norm"])
+    state = one.state_dict(of=tmp_path / "more")
+    dcp.load(state, checkpoint_id=tmp_path / "more")
+    assert len(state["optimizer"]["param_groups"]) == 2
+    caplog.clear()
+    one.load_state_dict(state, changed=True)
+    assert "begins anew" in caplog.text and not one._tensors[0].columns[1].any()
+    dcp.save({"model": plain["model"]}, checkpoint_id=tmp_path / "model")
+    state = one.state_dict(of=tmp_path / "model")
+    dcp.load(state, checkpoint_id=tmp_path / "model")
+    with pytest.raises(InvalidArgument, match="has no optimizer's state: .*changed=True"):
+        one.load_state_dict(state)
+    one.load_state_dict(state, changed=True)
     one._joined = True
     with pytest.raises(InvalidArgument, match="fills before join"):
         one.state_dict(of=tmp_path / "checkpoint")

@@ -134,6 +134,8 @@ def a_backward_that_was_not_reduced_goes_with_the_step_that_was_left(folder):
             assert torch.equal(p.grad.to_local(), expected)
     new_step()
     micro_batch(last=False)
+    told = message_of(session._optimizer.step)
+    assert "was not reduced" in told, told
     micro_batch(last=True)
     for p, expected in zip(model.parameters(), whole, strict=True):
         assert torch.equal(p.grad.to_local(), 2 * expected)
@@ -160,6 +162,14 @@ def a_backward_that_raised_leaves_the_next_one_whole(folder):
     session._in_step = False
     _loop._refresh(session)
     begin(session)
+    model(X).square().sum().backward()
+    assert all(tensor.arrived for tensor in session._tensors if tensor.is_parameter)
+    session._in_step = False
+    begin(session)
+    message_of(model(X, raises_backward=True).sum().backward)
+    told = message_of(session._optimizer.step)
+    assert "a backward() of this step has raised" in told, told
+    session._optimizer.zero_grad()  # and in the same step
     model(X).square().sum().backward()
     assert all(tensor.arrived for tensor in session._tensors if tensor.is_parameter)
 

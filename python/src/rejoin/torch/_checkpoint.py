@@ -79,6 +79,9 @@ def template_of(session: Session, checkpoint: Any) -> dict[str, Any]:
     state = checkpoint_of(session)
     del state["rejoin"]
     template = {name: part for name, of in state.items() if (part := _part(of, name, known, stored)) is not _NOT_THERE}
+    groups = template.get("optimizer", {}).get("param_groups", [])
+    while f"optimizer.param_groups.{len(groups)}.params" in stored:  # so that load_state_dict() sees that it has more
+        groups.append({"params": None})
     rank = f"rank{session.rank}" if f"rejoin.rank{session.rank}" in known else _FIRST_RANK
     if f"rejoin.{rank}" in known:
         template["rejoin"] = {rank: _of_rank(stored, f"rejoin.{rank}.")}
@@ -159,7 +162,9 @@ def restore(session: Session, state: Mapping[str, Any], changed: bool = False) -
         _load_metrics(session._metrics, place.get("metrics"), json.loads(names) if names else None, changed)
         if session._loss_scale is not None and place.get("loss_scale") is not None:
             session._loss_scale.copy_(place["loss_scale"])
-    _load_optimizer(session, state["optimizer"], version, int(counted) if counted else None, changed)
+    if "optimizer" not in state and not changed:
+        raise InvalidArgument(f"the checkpoint has no optimizer's state: where it is to begin anew, {_REMEDY}")
+    _load_optimizer(session, state.get("optimizer", {}), version, int(counted) if counted else None, changed)
     session._position, session._compares = position or None, not changed
     buffers = place.get("buffers", {}) if place is not None else {}
     with torch.no_grad():
@@ -234,7 +239,9 @@ def _load_optimizer(
     if begins:
         log.warning("the optimizer is another than the checkpoint's, and begins anew")
     for number, kept in state.items():
-        if not begins:
+        if begins:
+            tensors[number].drop_state(kept)
+        else:
             tensors[number].take_state(kept)
     if begins and counted is not None:  # another optimizer: it counts from the job's next step on
         session._updates.offset = -version

@@ -107,6 +107,36 @@ def gather_again(states: list[Any]) -> None:
             group.reshard()
 
 
+def leave_backward(states: list[Any]) -> None:
+    """Let the next forward() and backward() begin anew where FSDP2 is still in one that has raised."""
+    if any(state._state_ctx.post_backward_final_callback_queued for state in states):
+        gather_again(states)
+
+
+def check_reduced(states: list[Any]) -> None:
+    """Refuse to count a step of whose gradients FSDP2 has not reduced some: they would be zeros."""
+    if any(state._state_ctx.post_backward_final_callback_queued for state in states):
+        raise InvalidArgument(
+            "a backward() of this step has raised, and has not brought all gradients: call optimizer.zero_grad() "
+            "before the next forward()"
+        )
+    kept = [
+        group._partial_reduce_output is not None
+        or any(
+            one.unsharded_accumulated_grad is not None
+            or ((gathered := gathered_of(one)) is not None and gathered.grad is not None)
+            for one in group.fsdp_params
+        )
+        for state in states
+        for group in _groups(state)
+    ]
+    if any(kept):
+        raise InvalidArgument(
+            "the last backward() of the step was not reduced: set_requires_gradient_sync(True), and "
+            "set_requires_all_reduce(True), come before the last micro-batch's"
+        )
+
+
 def drop_gradients(states: list[Any]) -> None:
     """Drop what a backward() has brought and FSDP2 has not reduced, as after `set_requires_gradient_sync(False)`."""
     for state in states:

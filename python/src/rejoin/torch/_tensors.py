@@ -95,6 +95,14 @@ class Tensor:
                 if isinstance(state.get(name), torch.Tensor):
                     self.take(column, state[name])
 
+    def drop_state(self, state: Mapping[str, Any]) -> None:
+        """Begin without what has been loaded into this parameter's moments, as `state_dict(of=…)` lets it."""
+        with torch.no_grad():
+            for name, column in zip(self.kept.moments, self.columns[1:], strict=False):
+                own = state.get(name)
+                if isinstance(own, torch.Tensor) and local(own).data_ptr() == column.data_ptr():
+                    column.zero_()
+
     def place(self) -> None:
         """Move the value into the session's memory. A parameter with a master stays where it is."""
         self.address = self.columns[0].data_ptr()
