@@ -220,6 +220,12 @@ Disk Disk::real() {
   return {.write = ::pwrite, .sync = ::fdatasync, .link = ::link, .rename = ::rename, .free = free};
 }
 
+Result<> Log::lock(const Fd& file, const std::string& path) const {
+  if (::flock(file.get(), LOCK_EX | LOCK_NB) == 0) return {};
+  if (errno != EWOULDBLOCK) return fail_errno(fmt::format("locking {}", path));
+  return fail(ErrorCode::refused, "{} is in use by another coordinator", path_);
+}
+
 Result<Log> Log::open(const std::string& directory, Disk disk) {
   std::error_code error;
   std::filesystem::create_directories(directory, error);
@@ -233,10 +239,7 @@ Result<Log> Log::open(const std::string& directory, Disk disk) {
   do {  // until it is the one at its path: another coordinator may just have compacted it, and ended
     log.file_ = Fd(::open(log.path_.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600));
     if (!log.file_) return fail_errno(log.path_);
-    if (::flock(log.file_.get(), LOCK_EX | LOCK_NB) != 0) {
-      if (errno != EWOULDBLOCK) return fail_errno(fmt::format("locking {}", log.path_));
-      return fail(ErrorCode::refused, "{} is in use by another coordinator", log.path_);
-    }
+    if (auto locked = log.lock(log.file_, log.path_); !locked) return tl::unexpected(locked.error());
   } while (!log.in_its_place());
   (void)::unlink(log.next_path().c_str());  // of a compaction that a crash has cut short
   if (auto recovered = log.recover(); !recovered) return tl::unexpected(recovered.error());

@@ -95,6 +95,7 @@ class Log {
   Result<Fd> write_next(const proto::LogRecord& snapshot, std::uint64_t& end) const;
   Result<> put_in_place();
   Result<> finish_compaction() const;
+  Result<> lock(const Fd& file, const std::string& path) const;  // `refused`: another coordinator has it
   Result<> check_size(const proto::LogRecord& record) const;
   Result<> check_new() const;
   std::string next_path() const { return path_ + ".next"; }

@@ -105,10 +105,7 @@ Result<> Log::finish_compaction() const {
   if (::stat(path_.c_str(), &status) == 0 || errno != ENOENT) return {};
   const Fd next(::open(next_path().c_str(), O_RDWR | O_CLOEXEC));
   if (!next) return {};
-  if (::flock(next.get(), LOCK_EX | LOCK_NB) != 0) {
-    if (errno != EWOULDBLOCK) return fail_errno(fmt::format("locking {}", next_path()));
-    return fail(ErrorCode::refused, "{} is in use by another coordinator", path_);
-  }
+  if (auto locked = lock(next, next_path()); !locked) return locked;
   if (::rename(next_path().c_str(), path_.c_str()) != 0) return fail_errno(next_path());
   return {};
 }

@@ -51,7 +51,7 @@ NeverMembers NeverMembers::from(const proto::LogRecord::Snapshot& snapshot) {
   NeverMembers read;
   for (const auto incarnation : snapshot.never_members()) read.add(incarnation, std::nullopt);
   for (const auto& of : snapshot.never_members_of())
-    if (read.contains(of.incarnation())) read.take(of);
+    if (read.all_.contains(of.incarnation())) read.take(of);
   return read;
 }
 

@@ -18,8 +18,8 @@ class NeverMembers {
   void take(const proto::LogRecord::Incarnated& given_out);
   void erase(std::uint64_t incarnation);
   void erase_up_to(std::uint64_t incarnation);
-  bool contains(std::uint64_t incarnation) const { return all_.contains(incarnation); }
-  // … and whether a rank of this replica may have been given it: where the log does not say to whom, any.
+  // Whether it is one of them, and a rank of this replica may have been given it: where the log does not say to whom,
+  // any.
   bool may_be_of(std::uint64_t incarnation, std::uint32_t replica, std::uint32_t rank) const;
   std::size_t size() const { return all_.size(); }
   void to(proto::LogRecord::Snapshot& snapshot) const;

@@ -4,7 +4,6 @@
 
 #include "base/command_line.h"
 #include "base/fail.h"
-#include "base/no_cancel.h"
 #include "rejoin/c_support.h"
 #include "rejoin/log.h"
 #include "rejoin/session.h"
@@ -102,10 +101,7 @@ rejoin_code rejoin_open(const char* const* settings, size_t count, rejoin_sessio
   });
 }
 
-void rejoin_close(rejoin_session* session) {
-  const rejoin::NoCancel no_cancel;
-  delete session;
-}
+void rejoin_close(rejoin_session* session) { rejoin::c::destroy(session); }
 
 void rejoin_while_waiting(rejoin_session* session, void (*call)(void*), void* with) {
   session->waiting = call;

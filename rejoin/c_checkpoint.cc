@@ -1,4 +1,3 @@
-#include "base/no_cancel.h"
 #include "rejoin/c_support.h"
 #include "rejoin/checkpoint_transfer.h"
 
@@ -24,10 +23,7 @@ rejoin_code rejoin_checkpoint_serve(const char* transport, const char* listen, c
     return REJOIN_OK;
   });
 }
-void rejoin_checkpoint_server_close(rejoin_checkpoint_server* server) {
-  const rejoin::NoCancel no_cancel;
-  delete server;
-}
+void rejoin_checkpoint_server_close(rejoin_checkpoint_server* server) { rejoin::c::destroy(server); }
 const char* rejoin_checkpoint_address(const rejoin_checkpoint_server* server) {
   return server->server->address().c_str();
 }
@@ -64,10 +60,7 @@ rejoin_code rejoin_checkpoint_fetch_open(const char* transport, const char* addr
     return REJOIN_OK;
   });
 }
-void rejoin_checkpoint_fetch_close(rejoin_checkpoint_fetch* fetch) {
-  const rejoin::NoCancel no_cancel;
-  delete fetch;
-}
+void rejoin_checkpoint_fetch_close(rejoin_checkpoint_fetch* fetch) { rejoin::c::destroy(fetch); }
 rejoin_memory rejoin_checkpoint_description(const rejoin_checkpoint_fetch* fetch) {
   const auto& text = fetch->fetch->description();
   return {const_cast<char*>(text.data()), text.size()};

@@ -1,4 +1,3 @@
-#include "base/no_cancel.h"
 #include "rejoin/c_support.h"
 #include "rejoin/process_group.h"
 
@@ -35,10 +34,7 @@ rejoin_code rejoin_group_open_on(const char* transport, const char* listen, cons
     return REJOIN_OK;
   });
 }
-void rejoin_group_close(rejoin_group* group) {
-  const rejoin::NoCancel no_cancel;
-  delete group;
-}
+void rejoin_group_close(rejoin_group* group) { rejoin::c::destroy(group); }
 const char* rejoin_group_handle(const rejoin_group* group) { return group->group->handle().c_str(); }
 rejoin_code rejoin_group_reconfigure(rejoin_group* group, uint64_t number, const char* const* members, size_t count,
                                      uint64_t limit_ms, int (*cancelled)(void*), void* with) {
@@ -106,9 +102,6 @@ rejoin_code rejoin_work_notify(rejoin_work* work, uint64_t number) {
     return REJOIN_OK;
   });
 }
-void rejoin_work_close(rejoin_work* work) {
-  const rejoin::NoCancel no_cancel;
-  delete work;
-}
+void rejoin_work_close(rejoin_work* work) { rejoin::c::destroy(work); }
 
 }  // extern "C"

@@ -12,6 +12,7 @@
 
 #include "base/bytes.h"
 #include "base/longest_time.h"
+#include "base/no_cancel.h"
 #include "base/result.h"
 #include "base/text.h"
 #include "rejoin/c.h"
@@ -38,6 +39,13 @@ inline rejoin_code null_argument(const std::string& what) {
 template <typename T>
 rejoin_code code(const Result<T>& result) {
   return result ? REJOIN_OK : failed(result.error());
+}
+
+// A thread of the caller's that is being cancelled may do it.
+template <typename T>
+void destroy(T* one) {
+  const NoCancel no_cancel;
+  delete one;
 }
 
 // Nothing is thrown through a caller that may not know of exceptions.

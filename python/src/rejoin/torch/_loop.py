@@ -14,7 +14,7 @@ from rejoin.errors import InvalidArgument, RejoinError
 from rejoin.torch import _attach
 from rejoin.torch._data import LONGEST_WAIT, Fetcher
 from rejoin.torch._leaving import Terminated
-from rejoin.torch._sharding import check_reduced, drop_gradients, gather_again, leave_backward
+from rejoin.torch._sharding import check_reduced, drop_gradients, gather_again
 from rejoin.torch._step import Step
 from rejoin.torch._tensors import Tensor
 
@@ -116,7 +116,6 @@ def on_gradient(session: Session, tensor: Tensor) -> None:
 
 def zero_grad(session: Session) -> None:
     """Take back the gradients that have not been handed over: the optimizer's zero_grad(), as the script calls it."""
-    leave_backward(session._sharded)
     drop_gradients(session._sharded)
     for tensor in session._tensors:
         if tensor.is_parameter:

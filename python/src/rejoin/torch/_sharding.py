@@ -107,15 +107,14 @@ def gather_again(states: list[Any]) -> None:
             group.reshard()
 
 
-def leave_backward(states: list[Any]) -> None:
-    """Let the next forward() and backward() begin anew where FSDP2 is still in one that has raised."""
-    if any(state._state_ctx.post_backward_final_callback_queued for state in states):
-        gather_again(states)
+def _in_backward(states: list[Any]) -> bool:
+    """Say whether FSDP2 is in a backward(): between two, that one has raised."""
+    return any(state._state_ctx.post_backward_final_callback_queued for state in states)
 
 
 def check_reduced(states: list[Any]) -> None:
     """Refuse to count a step of whose gradients FSDP2 has not reduced some: they would be zeros."""
-    if any(state._state_ctx.post_backward_final_callback_queued for state in states):
+    if _in_backward(states):
         raise InvalidArgument(
             "a backward() of this step has raised, and has not brought all gradients: call optimizer.zero_grad() "
             "before the next forward()"
@@ -123,8 +122,7 @@ def check_reduced(states: list[Any]) -> None:
     kept = [
         group._partial_reduce_output is not None
         or any(
-            one.unsharded_accumulated_grad is not None
-            or ((gathered := gathered_of(one)) is not None and gathered.grad is not None)
+            one.unsharded_accumulated_grad is not None or getattr(gathered_of(one), "grad", None) is not None
             for one in group.fsdp_params
         )
         for state in states
@@ -138,7 +136,12 @@ def check_reduced(states: list[Any]) -> None:
 
 
 def drop_gradients(states: list[Any]) -> None:
-    """Drop what a backward() has brought and FSDP2 has not reduced, as after `set_requires_gradient_sync(False)`."""
+    """Drop what a backward() has brought and FSDP2 has not reduced, as after `set_requires_gradient_sync(False)`.
+
+    The next forward() and backward() begin anew, also where that one has raised.
+    """
+    if _in_backward(states):
+        gather_again(states)
     for state in states:
         for group in _groups(state):
             group._partial_reduce_output = None

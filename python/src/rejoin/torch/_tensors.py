@@ -91,17 +91,20 @@ class Tensor:
     def take_state(self, state: Mapping[str, Any]) -> None:
         """Take the moments that an optimizer has kept for this parameter."""
         with torch.no_grad():
-            for name, column in zip(self.kept.moments, self.columns[1:], strict=False):
-                if isinstance(state.get(name), torch.Tensor):
-                    self.take(column, state[name])
+            for column, own in self._moments_in(state):
+                self.take(column, own)
 
     def drop_state(self, state: Mapping[str, Any]) -> None:
         """Begin without what has been loaded into this parameter's moments, as `state_dict(of=…)` lets it."""
         with torch.no_grad():
-            for name, column in zip(self.kept.moments, self.columns[1:], strict=False):
-                own = state.get(name)
-                if isinstance(own, torch.Tensor) and local(own).data_ptr() == column.data_ptr():
+            for column, own in self._moments_in(state):
+                if local(own).data_ptr() == column.data_ptr():
                     column.zero_()
+
+    def _moments_in(self, state: Mapping[str, Any]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for name, column in zip(self.kept.moments, self.columns[1:], strict=False):
+            if isinstance(own := state.get(name), torch.Tensor):
+                yield column, own
 
     def place(self) -> None:
         """Move the value into the session's memory. A parameter with a master stays where it is."""
