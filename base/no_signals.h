@@ -6,6 +6,7 @@
 #include <sys/resource.h>
 
 #include <cstdint>
+#include <initializer_list>
 
 namespace rejoin {
 

@@ -106,18 +106,20 @@ function(rejoin_compile_soon)
   endif()
 endfunction()
 
-# What the sanitizer builds run, and so all that they build.
+# What the sanitizer builds run, and so all that they build. In the other builds it is no part of `all`, and `./run test`
+# runs it under the sanitizers only.
 add_custom_target(sanitized)
 
-# rejoin_test(NAME SOURCES... LINK targets... [SANITIZED [THREADED FILTER] [COMPUTES]] [SERIAL]): a GoogleTest program.
-# SANITIZED ones also run in the sanitizer builds, under TSan only those of their tests that the filter takes, since others
-# have one thread (none: the program is not built there). Of those that COMPUTES the tests' own code is optimized
-# everywhere: it takes longer to run than to compile. FAKE_CUDA ones have the CUDA driver made of software (device/tests/).
+# rejoin_test(NAME SOURCES... LINK targets... [SANITIZED [THREADED FILTER] [COMPUTES] [PLAIN]] [SERIAL]): a GoogleTest
+# program. SANITIZED ones also run in the sanitizer builds, under TSan only those of their tests that the filter takes, since
+# others have one thread (none: the program is not built there); PLAIN ones both there and in `./run test`'s release build.
+# Of those that COMPUTES the tests' own code is optimized everywhere: it takes longer to run than to compile. FAKE_CUDA ones
+# have the CUDA driver made of software (device/tests/).
 function(rejoin_test name)
   if(NOT REJOIN_TESTS)
     return()
   endif()
-  cmake_parse_arguments(ARG "SANITIZED;COMPUTES;SERIAL;FAKE_CUDA" "TIMEOUT;THREADED" "SOURCES;LINK;DEPENDS" ${ARGN})
+  cmake_parse_arguments(ARG "SANITIZED;COMPUTES;PLAIN;SERIAL;FAKE_CUDA" "TIMEOUT;THREADED" "SOURCES;LINK;DEPENDS" ${ARGN})
   if((REJOIN_SANITIZE AND NOT ARG_SANITIZED) OR (REJOIN_SANITIZE STREQUAL "thread" AND ARG_THREADED STREQUAL "none"))
     return()
   endif()
@@ -140,8 +142,11 @@ function(rejoin_test name)
   endif()
   set(labels unit)
   if(ARG_SANITIZED)
-    set(labels sanitized)
     add_dependencies(sanitized ${name})
+    if(REJOIN_SANITIZE OR NOT ARG_PLAIN)
+      set(labels sanitized)
+      set_target_properties(${name} PROPERTIES EXCLUDE_FROM_ALL TRUE)
+    endif()
   endif()
   # UCX patches the code of mmap and friends while it runs, which TSan's own interception does not survive.
   set(environment "")

@@ -8,6 +8,7 @@
 
 #include "base/fail.h"
 #include "base/log.h"
+#include "base/no_signals.h"
 #include "fuzz/certificate.h"
 
 namespace {
@@ -61,6 +62,16 @@ class Passing {
   std::size_t passed_ = 0;
 };
 
+// libFuzzer's clock is a signal, which ends the wait of a connect().
+tcp::socket caller_of(tcp::acceptor& acceptor) {
+  const NoSignals no_clock;
+  tcp::socket socket(acceptor.get_executor());
+  socket.connect(acceptor.local_endpoint());
+  // So that no connection keeps its port for a minute when it has ended: there are 28,000.
+  socket.set_option(asio::socket_base::linger(true, 0));
+  return socket;
+}
+
 daemon::JobKeys with_certificates() {
   char directory[] = "/tmp/rejoin-fuzz-XXXXXX";
   REJOIN_CHECK(::mkdtemp(directory) != nullptr);
@@ -91,16 +102,11 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   const daemon::JobKeys& keys = data[0] / 6 % 2 == 0 ? by_key : by_certificates;
   const std::string_view bytes(reinterpret_cast<const char*>(data) + 1, size - 1);
   io.restart();
-  tcp::socket near(io), far(io);
-  // So that no connection keeps its port for a minute when it has ended: there are 28,000.
-  const asio::socket_base::linger at_once(true, 0);
-  far.connect(acceptor.local_endpoint());
-  far.set_option(at_once);
+  tcp::socket far = caller_of(acceptor);
   Side side(acceptor.accept(), keys, serves);
   asio::error_code ignored;
   if (mode == 2) {
-    near.connect(acceptor.local_endpoint());
-    near.set_option(at_once);
+    tcp::socket near = caller_of(acceptor);
     Side other(acceptor.accept(), keys, !serves);
     Side &server = serves ? side : other, &client = serves ? other : side;
     near.non_blocking(true);

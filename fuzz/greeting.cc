@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "base/fd.h"
+#include "base/no_signals.h"
 #include "transport/handshake.h"
 #include "transport/tcp/factory.h"
 #include "transport/tcp/wire.h"
@@ -31,6 +32,7 @@ struct Wire {
   static Wire to(std::uint16_t port) {
     Wire made(Fd(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)));
     const sockaddr_in address = loopback(port);
+    const NoSignals no_clock;  // libFuzzer's, which would end the wait
     if (::connect(made.fd.get(), reinterpret_cast<const sockaddr*>(&address), sizeof address) != 0) __builtin_trap();
     return made;
   }

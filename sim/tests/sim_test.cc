@@ -1,4 +1,4 @@
-// The simulated cluster keeps its invariants; and the checkers are alive: bugs built in on purpose are found.
+// The simulated cluster keeps its invariants.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <spdlog/spdlog.h>
@@ -315,55 +315,6 @@ TEST(Scale, ManyMoreRanksAreNoMoreMessagesToTheCoordinator) {
   const ScaleResult direct = measure_scale({.replicas = 6, .ranks = 512, .relays = false, .steps = 5});
   EXPECT_EQ(direct.coordinator.messages, 6 * 64 * 2) << "without relays, with nodes";
 }
-
-// Whether what is built in is found does not depend on how the code is compiled.
-#ifndef REJOIN_SANITIZED
-
-// A joiner dies when it has caught up, its place is taken at once, and the report that it had caught up comes late.
-TEST_F(Simulated, ThatAnInstanceHasCaughtUpIsNotBelievedOfTheNextOne) {
-  std::uint64_t found = 0;
-  for (std::uint64_t seed = 0; found == 0 && seed < 400; ++seed) {
-    if (!Shape::of(seed).slow_streams) continue;
-    std::vector<Fault> faults;
-    for (auto at = std::chrono::milliseconds(300); at < std::chrono::seconds(3); at += std::chrono::milliseconds(200)) {
-      faults.push_back({.at = at, .kind = FaultKind::kill_trainer});
-      faults.push_back({.at = at, .moment = Moment::caught_up, .kind = FaultKind::kill_trainer});
-    }
-    const Outcome sound = play({.seed = seed, .ranks = 1, .faults = faults});
-    ASSERT_FALSE(sound.violation) << "seed " << seed << ": " << sound.violation->invariant << ": "
-                                  << sound.violation->what;
-    const Outcome planted = play({.seed = seed, .ranks = 1, .plant = Plant::wrong_instance, .faults = faults});
-    found += planted.violation && planted.violation->invariant == "same-bits";
-  }
-  EXPECT_GT(found, 0u) << "the planted bug was not found";
-}
-
-struct Planted : Simulated, testing::WithParamInterface<std::pair<Plant, const char*>> {};
-INSTANTIATE_TEST_SUITE_P(
-    Bugs, Planted,
-    testing::Values(
-        std::pair{Plant::commit_without_vote, "one-decision"}, std::pair{Plant::apply_without_commit, "one-decision"},
-        std::pair{Plant::forget_a_decision, "one-decision"}, std::pair{Plant::apply_twice, "same-bits"},
-        std::pair{Plant::skip_an_update, "same-bits"}, std::pair{Plant::damage_after_verification, "same-bits"},
-        std::pair{Plant::early_verification, "same-bits"}, std::pair{Plant::wrong_batch, "exactly-once"},
-        std::pair{Plant::touch_the_input, "input-intact"}, std::pair{Plant::stale_write, "no-stale-write"},
-        std::pair{Plant::log_too_much, "bounded-memory"}, std::pair{Plant::deaf_rank, "progress"},
-        std::pair{Plant::no_audit, "no-drift"}, std::pair{Plant::joiners_prove, "same-bits"},
-        std::pair{Plant::append_without_comparison, "one-decision"},
-        std::pair{Plant::send_before_durable, "one-decision"}, std::pair{Plant::claim_without_majority, "progress"},
-        std::pair{Plant::replay_from_a_gap, "no-garbage"}),
-    [](const auto& instance) { return std::string(to_string(instance.param.first)); });
-
-TEST_P(Planted, IsFoundUnderTheNameOfTheInvariantThatItBreaks) {
-  const auto [plant, invariant] = GetParam();
-  for (std::uint64_t seed = 0; seed < 150; ++seed) {
-    const Outcome outcome = play({.seed = seed, .plant = plant, .faults = {}});
-    if (outcome.violation && outcome.violation->invariant == invariant) return;  // it may break others first
-  }
-  FAIL() << to_string(plant) << " was not found as " << invariant << " in 150 seeds";
-}
-
-#endif
 
 // Coordinator, relays and daemons' machines, while replicas are lost and come back.
 #ifndef REJOIN_SANITIZED

@@ -10,6 +10,7 @@
 
 #include "base/bytes.h"
 #include "base/fail.h"
+#include "base/no_signals.h"
 
 namespace rejoin::transport::tcp::kernel_tls {
 
@@ -50,7 +51,10 @@ Result<> try_it() {
 }  // namespace
 
 const Result<>& available() {
-  static const Result<> there = try_it();
+  static const Result<> there = [] {
+    const NoSignals uninterrupted;  // of a thread of the program's, which may take signals at any time
+    return try_it();
+  }();
   return there;
 }
 
