@@ -110,16 +110,17 @@ endfunction()
 # runs it under the sanitizers only.
 add_custom_target(sanitized)
 
-# rejoin_test(NAME SOURCES... LINK targets... [SANITIZED [THREADED FILTER] [COMPUTES] [PLAIN]] [SERIAL]): a GoogleTest
+# rejoin_test(NAME SOURCES... LINK targets... [SANITIZED [THREADED FILTER] [COMPUTES] [PLAIN]] [SERIAL] [ALONE WITH]): a GoogleTest
 # program. SANITIZED ones also run in the sanitizer builds, under TSan only those of their tests that the filter takes, since
 # others have one thread (none: the program is not built there); PLAIN ones both there and in `./run test`'s release build.
-# Of those that COMPUTES the tests' own code is optimized everywhere: it takes longer to run than to compile. FAKE_CUDA ones
-# have the CUDA driver made of software (device/tests/).
+# Of those that COMPUTES the tests' own code is optimized everywhere: it takes longer to run than to compile. SERIAL
+# ones have the machine for themselves, those ALONE WITH something run one by one. FAKE_CUDA ones have the CUDA driver made of
+# software (device/tests/).
 function(rejoin_test name)
   if(NOT REJOIN_TESTS)
     return()
   endif()
-  cmake_parse_arguments(ARG "SANITIZED;COMPUTES;PLAIN;SERIAL;FAKE_CUDA" "TIMEOUT;THREADED" "SOURCES;LINK;DEPENDS" ${ARGN})
+  cmake_parse_arguments(ARG "SANITIZED;COMPUTES;PLAIN;SERIAL;FAKE_CUDA" "TIMEOUT;THREADED;ALONE" "SOURCES;LINK;DEPENDS" ${ARGN})
   if((REJOIN_SANITIZE AND NOT ARG_SANITIZED) OR (REJOIN_SANITIZE STREQUAL "thread" AND ARG_THREADED STREQUAL "none"))
     return()
   endif()
@@ -131,6 +132,9 @@ function(rejoin_test name)
   target_compile_options(${name} PRIVATE -Wno-dangling-else)
   # Of what is tested every file is as it ships; the tests compile sooner.
   target_compile_options(${name} PRIVATE $<IF:$<BOOL:${ARG_COMPUTES}>,-O1,-O0>)
+  if(REJOIN_SANITIZE)
+    target_compile_options(${name} PRIVATE -g0)  # a failed expectation names its line itself
+  endif()
   if(REJOIN_SANITIZE STREQUAL "thread" AND CMAKE_CXX_COMPILER_ID STREQUAL "Clang")
     # It adds two calls to each that is not inlined, unless it is told not to; its reports lack the tests' own callers then.
     target_compile_options(${name} PRIVATE "SHELL:-mllvm -tsan-instrument-func-entry-exit=0")
@@ -158,7 +162,7 @@ function(rejoin_test name)
     set(environment "UCX_MEM_EVENTS=n;UCX_MEM_MMAP_HOOK_MODE=none;")
   endif()
   gtest_discover_tests(${name} DISCOVERY_TIMEOUT 60 TEST_FILTER ${filter}
-    PROPERTIES LABELS ${labels} TIMEOUT ${ARG_TIMEOUT} RUN_SERIAL $<BOOL:${ARG_SERIAL}>
+    PROPERTIES LABELS ${labels} TIMEOUT ${ARG_TIMEOUT} RUN_SERIAL $<BOOL:${ARG_SERIAL}> RESOURCE_LOCK "${ARG_ALONE}"
       ENVIRONMENT "${environment}REJOIN_BIN=${CMAKE_BINARY_DIR}/bin;REJOIN_FLIGHT_DIR=${CMAKE_BINARY_DIR}/flight;${REJOIN_TSAN_ENVIRONMENT};${REJOIN_ASAN_ENVIRONMENT}")
 endfunction()
 

@@ -30,7 +30,6 @@ class Coordinator final : public CoordinatorProcess {
   void on_message(std::uint64_t link, const proto::FromNode& message) override;
   void on_link_lost(std::uint64_t link) override;
   const membership::Coordinator* decisions() const override { return &machine_; }
-  bool knows_of_later_decisions() const { return knows_of_later_decisions_; }
 
  private:
   void recover(const std::vector<proto::LogRecord>& log);

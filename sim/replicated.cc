@@ -38,6 +38,12 @@ void ReplicatedCoordinator::on_message(std::uint64_t link, const proto::FromNode
     }
     return carry_out(machine_->on_message(membership::NodeId(link), forged, world_.now_at(machine)));
   }
+  if (const auto* leads = decisions();
+      leads != nullptr && message.has_rank_up() && world_.is_later(message.rank_up())) {
+    world_.check_that_it_heard_them(message.rank_up());
+    if (!outdated_ || outdated_->term != machine_->leader().term())
+      outdated_ = Outdated{machine_->leader().term(), leads->epoch(), leads->committed()};
+  }
   carry_out(machine_->on_message(membership::NodeId(link), message, world_.now_at(machine)));
 }
 
@@ -52,6 +58,10 @@ void ReplicatedCoordinator::on_answer(const membership::StoreAnswer& answer) {
 void ReplicatedCoordinator::carry_out(membership::ReplicatedCoordinator::Actions actions) {
   if (actions.failed)
     return world_.checker().violate("no-garbage", fmt::format("{} gives up: {}", describe(), actions.failed->message));
+  if (const auto* leads = decisions();
+      leads != nullptr && outdated_ && outdated_->term == machine_->leader().term() &&
+      (leads->epoch() != outdated_->epoch || leads->committed() != outdated_->committed))
+    world_.checker().violate("one-decision", "who has heard of later decisions than its store's decides");
   for (const auto& note : actions.notes) world_.note("c{}: {}", number, note.text);
   if (actions.copy_from) world_.copy_from(number, actions.copy_from->snapshot().position());
   for (const auto& record : actions.copy) world_.on_copied(number, record);

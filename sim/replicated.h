@@ -17,10 +17,17 @@ class ReplicatedCoordinator final : public CoordinatorProcess {
   std::string describe() const;
 
  private:
+  // What it had decided as the leader of this term when it heard of later decisions than the store has.
+  struct Outdated {
+    std::uint64_t term = 0;
+    Epoch epoch;
+    Step committed;
+  };
   void carry_out(membership::ReplicatedCoordinator::Actions actions);
 
   World& world_;
   std::unique_ptr<membership::ReplicatedCoordinator> machine_;
+  std::optional<Outdated> outdated_;
 };
 
 }  // namespace rejoin::sim

@@ -37,9 +37,10 @@ class Trainer final : public Process {
   }
   bool has_trained() const { return current_ && last_ > version_at_join_; }  // and has state that others may lack
   std::size_t registered_in() const { return registered_in_; }               // the history of who took it
-  void leave_behind() { left_behind_ = true; }
-  bool left_behind() const { return left_behind_; }  // what it has heard is given up, and another has its place
-  std::size_t history() const { return history_; }   // whose decisions it has heard
+  // What it has heard is given up, and another has its place, until it hears of a later epoch.
+  void leave_behind(std::uint64_t epoch) { left_behind_at_ = epoch; }
+  bool left_behind() const { return left_behind_at_ && driver_->machine().epoch().value <= *left_behind_at_; }
+  std::size_t history() const { return history_; }  // whose decisions it has heard
   bool has_heard_more_than(std::uint64_t epoch, std::uint64_t committed) const {
     return driver_->machine().epoch().value > epoch || driver_->machine().committed().value > committed;
   }
@@ -92,7 +93,7 @@ class Trainer final : public Process {
   membership::Samples trained_at_join_;
   std::uint64_t job_ = 0;
   std::size_t history_ = 0, registered_in_ = 0;
-  bool left_behind_ = false;
+  std::optional<std::uint64_t> left_behind_at_;
   bool welcome_ = false;
   TimePoint last_arrival_{};  // when the last message to the daemon arrives
   std::vector<proto::FromNode> unsent_;

@@ -241,6 +241,8 @@ class World {
   std::unique_ptr<Trainer> take_rival(std::uint32_t replica, std::uint32_t rank);
   void kill_rivals(const std::string& why);
   bool has_rival(std::uint32_t replica, std::uint32_t rank) const;
+  bool may_lose_its_place(const Trainer& first) const;
+  void let_rival_stay(const Process& first);
   std::vector<Trainer*> trainers_on(std::uint32_t node) const;
   void kill_daemon(std::uint32_t node);
   void kill_coordinator(std::uint32_t number, const std::string& why);
@@ -308,6 +310,7 @@ class World {
   struct Rival {  // in the place of one that lives; it is started again until then
     std::unique_ptr<Trainer> trainer;
     TimePoint until{};
+    bool may_stay = false;  // the one that lives has been stopped meanwhile
   };
   std::vector<Rival> rivals_;
   std::vector<std::unique_ptr<CoordinatorProcess>> coordinators_;

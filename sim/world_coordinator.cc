@@ -126,7 +126,7 @@ void World::on_record(const proto::LogRecord& record) {
     for (const auto& ranks : trainers_)
       for (const auto& trainer : ranks)
         if (trainer && has_rival(trainer->replica, trainer->rank) && trainer->has_heard_more_than(0, 0))
-          trainer->leave_behind();
+          trainer->leave_behind(epoch_written_);
     std::erase_if(outcome_.committed, [&](const auto& committed) { return committed.step > to.value; });
     // Later ones are of what was given up. The operator removes them.
     for (auto& of_replica : checkpoints_) of_replica.erase(of_replica.upper_bound(to.value), of_replica.end());
@@ -156,8 +156,8 @@ void World::check_protocol(const proto::LogRecord::EpochBegun& begun) {
 void World::add_holder(Survivors::Holders& holders, std::uint32_t replica,
                        const std::function<bool(const Trainer&)>& holds) const {
   std::vector<std::uint64_t> processes;
-  for (const auto& trainer : trainers_[replica])  // of two in a place either may be made to leave
-    if (trainer && !trainer->ended && is_of_the_job(*trainer) && !has_rival(replica, trainer->rank) && holds(*trainer))
+  for (const auto& trainer : trainers_[replica])
+    if (trainer && !trainer->ended && is_of_the_job(*trainer) && !may_lose_its_place(*trainer) && holds(*trainer))
       processes.push_back(trainer->instance);
   if (processes.size() == shape.ranks) holders[replica] = std::move(processes);
 }

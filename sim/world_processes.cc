@@ -43,6 +43,7 @@ void World::stop(Process& process, Duration lasting) {
   process.stopped = true;
   process.stopped_until = std::max(process.stopped_until, now() + lasting);
   disturb(lasting);
+  let_rival_stay(process);
   for (const auto* rail : process.rails) fabric_.stop(*rail);
   after_of(process, lasting, [this, &process] {
     if (process.ended || !process.stopped || now() < process.stopped_until) return;

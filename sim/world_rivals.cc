@@ -23,11 +23,11 @@ void World::start_rival(std::uint32_t replica, std::uint32_t rank, std::uint32_t
   const Trainer* first = trainers_[replica][rank].get();
   if (first == nullptr || has_rival(replica, rank) || off_until_[node] > now()) return;
   felt_for({});
-  survivors_.on_end(first->instance, false, "another process was started in its place");
   count("second process");
   Rival& rival = rivals_.emplace_back(Rival{.trainer = nullptr, .until = until});
   Trainer& trainer = start(rival.trainer, std::make_unique<Trainer>(*this, replica, rank, node));
   note("replica {} rank {} starts a second time, on node {}", replica, rank, node);
+  if (first->stopped) let_rival_stay(*first);
   deliver(trainer, trainer.random.between(1us, 2ms), [&trainer] { trainer.look_for_daemon(); });
 }
 
@@ -59,6 +59,21 @@ void World::kill_rivals(const std::string& why) {
 bool World::has_rival(std::uint32_t replica, std::uint32_t rank) const {
   return std::ranges::any_of(rivals_, [&](const Rival& one) {
     return one.trainer && one.trainer->replica == replica && one.trainer->rank == rank;
+  });
+}
+
+// Who is not heard may be taken for lost, and another one have the place.
+void World::let_rival_stay(const Process& first) {
+  for (auto& rival : rivals_)
+    if (rival.trainer && trainers_[rival.trainer->replica][rival.trainer->rank].get() == &first && !rival.may_stay) {
+      rival.may_stay = true;
+      survivors_.on_end(first.instance, false, "another process was started in its place");
+    }
+}
+
+bool World::may_lose_its_place(const Trainer& first) const {
+  return std::ranges::any_of(rivals_, [&](const Rival& one) {
+    return one.may_stay && one.trainer->replica == first.replica && one.trainer->rank == first.rank;
   });
 }
 

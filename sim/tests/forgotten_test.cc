@@ -3,7 +3,6 @@
 #include <gtest/gtest.h>
 
 #include "base/log.h"
-#include "base/sanitized.h"
 #include "sim/world.h"
 
 namespace rejoin::sim {
@@ -15,7 +14,7 @@ TEST(Forgotten, AControlConnectionThatIsForgottenCostsNobodyAPlace) {
   std::uint64_t forgotten = 0;
   for (const auto lasting : {60, 150})
     for (const std::uint32_t coordinators : {1, 3})
-      for (std::uint64_t seed = 0; seed < (kSanitized ? 1 : 6); ++seed) {
+      for (std::uint64_t seed = 0; seed < 6; ++seed) {
         const Fault fault{.at = std::chrono::seconds(1),
                           .kind = FaultKind::forget_control,
                           .replica = 1,
@@ -30,7 +29,7 @@ TEST(Forgotten, AControlConnectionThatIsForgottenCostsNobodyAPlace) {
         EXPECT_EQ(outcome.counts["epoch begun"], 1u) << what;
         forgotten += outcome.counts["fault: forget_control"];
       }
-  EXPECT_EQ(forgotten, kSanitized ? 4u : 24u);
+  EXPECT_EQ(forgotten, 24u);
 }
 
 }  // namespace

@@ -4,7 +4,6 @@
 #include <gtest/gtest.h>
 
 #include "base/log.h"
-#include "base/sanitized.h"
 #include "sim/world.h"
 
 namespace rejoin::sim {
@@ -12,7 +11,7 @@ namespace {
 
 using namespace std::chrono_literals;
 
-constexpr std::uint64_t kOfPlaces = kSanitized ? 2 : 20;
+constexpr std::uint64_t kOfPlaces = 20;
 
 struct Places : testing::Test {
   void SetUp() override { init_logging("sim", "off"); }
@@ -38,7 +37,7 @@ TEST_F(Places, ASecondProcessIsRefusedWhileTheFirstLives) {
     EXPECT_EQ(outcome.counts["epoch begun"], 1u) << "seed " << seed;
     came += outcome.counts["second process"];
   }
-  if (!kSanitized) EXPECT_GT(came, 3u);
+  EXPECT_GT(came, 3u);
 }
 
 TEST_F(Places, WhoWasReplacedWhileItWasStoppedGoes) {
@@ -50,7 +49,7 @@ TEST_F(Places, WhoWasReplacedWhileItWasStoppedGoes) {
                                     << outcome.violation->what;
     stayed += outcome.counts["the second process stays"];
   }
-  if (!kSanitized) EXPECT_GT(stayed, 3u);
+  EXPECT_GT(stayed, 3u);
 }
 
 TEST_F(Places, ADaemonThatStopsWithinItsIntroductionIsHeardWhenItGoesOn) {
@@ -62,7 +61,7 @@ TEST_F(Places, ADaemonThatStopsWithinItsIntroductionIsHeardWhenItGoesOn) {
                                       << outcome.violation->what;
       stopped += outcome.counts["stopped within an introduction"];
     }
-  if (!kSanitized) EXPECT_GT(stopped, 3u);
+  EXPECT_GT(stopped, 3u);
 }
 
 TEST_F(Places, ARelayThatIsBackWithinTheSilenceCostsNobodyAPlace) {
@@ -79,7 +78,7 @@ TEST_F(Places, ARelayThatIsBackWithinTheSilenceCostsNobodyAPlace) {
       EXPECT_EQ(outcome.counts["epoch begun"], 1u) << what;
       relays += shape.relays;
     }
-  if (!kSanitized) EXPECT_GT(relays, 3u);
+  EXPECT_GT(relays, 3u);
 }
 
 TEST_F(Places, AnotherJobsCoordinatorCostsNobodyAPlace) {
@@ -93,7 +92,7 @@ TEST_F(Places, AnotherJobsCoordinatorCostsNobodyAPlace) {
     EXPECT_EQ(outcome.counts["epoch begun"], 1u) << "seed " << seed;
     came += outcome.counts["coordinator of another job"];
   }
-  if (!kSanitized) EXPECT_GT(came, 3u);
+  EXPECT_GT(came, 3u);
 }
 
 TEST_F(Places, AnOlderLogCostsNothingWhereTheWholeOneIsPutBack) {
@@ -110,7 +109,6 @@ TEST_F(Places, AnOlderLogCostsNothingWhereTheWholeOneIsPutBack) {
     EXPECT_EQ(outcome.counts["rolled back"], 0u) << "seed " << seed;
     EXPECT_EQ(outcome.counts["epoch begun"], 1u) << "seed " << seed;
   }
-  if (kSanitized) return;
   EXPECT_GT(whole, 3u);
   EXPECT_GT(older, 3u);
 }

@@ -1,0 +1,208 @@
+// A fault or two in the middle of a run, and what they may cost. These and what sim_test.cc plays run the same code, so
+// that no sanitizer build has these.
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+
+#include "base/log.h"
+#include "sim/world.h"
+
+namespace rejoin::sim {
+namespace {
+
+constexpr std::uint64_t kOften = 40, kAFew = 3;
+
+struct Scenario : testing::Test {
+  void SetUp() override { init_logging("sim", "off"); }
+};
+
+// One fault, in the middle of the run, and what it may cost.
+Outcome play_one(FaultKind kind, std::chrono::milliseconds lasting, std::uint64_t seed) {
+  const Fault fault{.at = std::chrono::seconds(1), .kind = kind, .replica = 1, .lasting = lasting, .detail = seed};
+  return play({.seed = seed, .replicas = 3, .ranks = 2, .faults = {{fault}}});
+}
+
+TEST_F(Scenario, WhoeverWasStoppedCostsNobodyAPlaceAndNoStep) {
+  for (const auto kind : {FaultKind::stop_coordinator, FaultKind::stop_all, FaultKind::slow_disk, FaultKind::pause})
+    for (const auto lasting : {60, 250, 3000})
+      for (std::uint64_t seed = 0; seed < kAFew; ++seed) {
+        Outcome outcome = play_one(kind, std::chrono::milliseconds(lasting), seed);
+        ASSERT_FALSE(outcome.violation) << to_string(kind) << " for " << lasting << " ms, seed " << seed << ": "
+                                        << outcome.violation->invariant << ": " << outcome.violation->what;
+        EXPECT_EQ(outcome.counts["trainer gave up"], 0u) << to_string(kind) << " for " << lasting << " ms, " << seed;
+        EXPECT_EQ(outcome.counts["rolled back"], 0u);
+      }
+}
+
+// One of three coordinators that share a store, or their store: nobody is put out for that, no step is lost, and where
+// the store answers others have taken over soon.
+TEST_F(Scenario, ALostCoordinatorOrItsStoreCostsNobodyAPlace) {
+  for (const auto kind : {FaultKind::kill_coordinator, FaultKind::stop_coordinator, FaultKind::store_away,
+                          FaultKind::store_cut_off, FaultKind::crash_in_append})
+    for (const auto lasting : {60, 250, 3000})
+      for (std::uint64_t seed = 0; seed < (2 * kAFew); ++seed) {
+        const Fault fault{.at = std::chrono::seconds(1),
+                          .kind = kind,
+                          .replica = 1,
+                          .lasting = std::chrono::milliseconds(lasting),
+                          .detail = seed};
+        Outcome outcome = play({.seed = seed, .replicas = 3, .ranks = 2, .coordinators = 3, .faults = {{fault}}});
+        const std::string what = fmt::format("{} for {} ms, seed {}", to_string(kind), lasting, seed);
+        ASSERT_FALSE(outcome.violation) << what << ": " << outcome.violation->invariant << ": "
+                                        << outcome.violation->what;
+        EXPECT_EQ(outcome.counts["trainer gave up"], 0u) << what;
+        EXPECT_EQ(outcome.counts["rolled back"], 0u) << what;
+        // One of another release that takes over changes what all speak.
+        if (!Shape::of(seed).upgrade) EXPECT_EQ(outcome.counts["epoch begun"], 1u) << what;
+        if (kind == FaultKind::store_away || Shape::of(seed).evaluates || Shape::of(seed).long_updates) continue;
+        double longest = 0;
+        for (std::size_t i = 1; i < outcome.committed.size(); ++i)
+          longest = std::max(longest, outcome.committed[i].at - outcome.committed[i - 1].at);
+        EXPECT_LT(longest, 0.4) << what << ": two silences without a step";
+      }
+}
+
+// Its checkpoints say what the log would have: which samples are trained. The checker compares.
+TEST_F(Scenario, AJobWhoseLogIsLostGoesOnFromItsCheckpoints) {
+  std::uint64_t from_checkpoints = 0;
+  for (std::uint64_t seed = 0; seed < kOften; ++seed) {
+    Outcome outcome = play_one(FaultKind::lose_log, {}, seed);
+    ASSERT_FALSE(outcome.violation) << "seed " << seed << ": " << outcome.violation->invariant << ": "
+                                    << outcome.violation->what;
+    from_checkpoints += outcome.counts["rolled back"];
+  }
+  EXPECT_GT(from_checkpoints, kOften / 8);
+}
+
+TEST_F(Scenario, WhoEvaluatesBetweenStepsForManySilencesCostsNobodyAPlace) {
+  std::uint64_t long_ones = 0;
+  for (std::uint64_t seed = 0; long_ones < 5 && seed < 200; ++seed) {
+    if (!Shape::of(seed).evaluates) continue;
+    Outcome outcome = play({.seed = seed, .faults = std::vector<Fault>{}});
+    ASSERT_FALSE(outcome.violation) << "seed " << seed << ": " << outcome.violation->invariant << ": "
+                                    << outcome.violation->what;
+    EXPECT_EQ(outcome.counts["trainer gave up"], 0u) << "seed " << seed;
+    EXPECT_EQ(outcome.counts["epoch begun"], 1u) << "seed " << seed;
+    long_ones += outcome.counts["evaluation of more than a silence"];
+  }
+  EXPECT_GE(long_ones, 5u);
+}
+
+TEST_F(Scenario, AConnectionThatIsResetOrForgottenCostsNobodyAPlace) {
+  for (const auto kind : {FaultKind::reset_control, FaultKind::reset_ring, FaultKind::cut_ring, FaultKind::forget})
+    for (const std::uint64_t seed : {0, 1, 2, 3}) {
+      Outcome outcome = play_one(kind, std::chrono::milliseconds(1), seed);
+      ASSERT_FALSE(outcome.violation) << to_string(kind) << ", seed " << seed << ": " << outcome.violation->what;
+      EXPECT_EQ(outcome.counts["trainer gave up"], 0u) << to_string(kind) << ", seed " << seed;
+    }
+}
+
+TEST_F(Scenario, OfATrainerThatHangsOnlyItsReplicaGoes) {
+  for (const std::uint64_t seed : {0, 1, 2, 3}) {
+    Outcome outcome = play_one(FaultKind::hang_compute, std::chrono::seconds(3), seed);
+    ASSERT_FALSE(outcome.violation) << "seed " << seed << ": " << outcome.violation->what;
+    EXPECT_LE(outcome.counts["trainer gave up"], 4u) << "seed " << seed << ": two may hang at once";
+    EXPECT_GT(outcome.counts["trainer gave up"], 0u) << "seed " << seed;
+  }
+}
+
+// A rank that starts and has much memory: nobody knows of it before it is registered.
+TEST_F(Scenario, WhoseMemoryTakesManySilencesToBeRegisteredIsNotPutOut) {
+  for (const auto lasting : {50, 300, 1000, 3000})
+    for (std::uint64_t seed = 0; seed < kAFew; ++seed) {
+      Outcome outcome = play_one(FaultKind::slow_memory, std::chrono::milliseconds(lasting), seed);
+      const std::string what = fmt::format("{} ms, seed {}", lasting, seed);
+      ASSERT_FALSE(outcome.violation) << what << ": " << outcome.violation->invariant << ": "
+                                      << outcome.violation->what;
+      EXPECT_EQ(outcome.counts["registration of more than a silence"], lasting > 200 ? 1u : 0u) << what;
+      EXPECT_EQ(outcome.counts["trainer gave up"], 1u) << what << ": the other rank of its replica, which is evicted";
+      EXPECT_EQ(outcome.counts["rank found silent"], 0u) << what;
+      EXPECT_GT(outcome.counts["promoted"], 0u) << what;
+    }
+}
+
+// As on a GPU that others keep busy, and behind a driver that stands.
+TEST_F(Scenario, DigestsThatTakeLongCostNobodyAPlaceAndThoseThatDoNotComeTheirReplica) {
+  for (const auto lasting : {30, 300, 3000})
+    for (const std::uint64_t seed : {0, 1, 2, 3}) {
+      Outcome outcome = play_one(FaultKind::slow_digest, std::chrono::milliseconds(lasting), seed);
+      ASSERT_FALSE(outcome.violation) << "for " << lasting << " ms, seed " << seed << ": " << outcome.violation->what;
+      const auto gave_up = outcome.counts["trainer gave up"];
+      if (lasting < 500) EXPECT_EQ(gave_up, 0u) << "for " << lasting << " ms, seed " << seed;
+      else EXPECT_TRUE(gave_up > 0 && gave_up <= 2) << "for " << lasting << " ms, seed " << seed << ": " << gave_up;
+    }
+}
+
+// Of fault.detail: see World::happen().
+constexpr std::uint64_t kWithinAStep = 0, kBetweenSteps = 4, kTooLong = 3;
+
+TEST_F(Scenario, WhoSaysThatItIsBusyCostsNobodyAPlaceForAsLongAsItSaid) {
+  for (const auto where : {kWithinAStep, kBetweenSteps})
+    for (const auto lasting : {30, 250, 3000})
+      for (const std::uint64_t seed : {0, 1, 2, 3}) {
+        const Fault fault{.at = std::chrono::seconds(1),
+                          .kind = FaultKind::busy_trainer,
+                          .replica = 1,
+                          .lasting = std::chrono::milliseconds(lasting),
+                          .detail = where};
+        Outcome outcome = play({.seed = seed, .replicas = 3, .ranks = 2, .faults = {{fault}}});
+        ASSERT_FALSE(outcome.violation) << "for " << lasting << " ms, seed " << seed << ": " << outcome.violation->what;
+        EXPECT_EQ(outcome.counts["trainer gave up"], 0u) << "for " << lasting << " ms, seed " << seed;
+      }
+}
+
+TEST_F(Scenario, WhoIsBusyForLongerThanItSaidGoes) {
+  for (const auto where : {kWithinAStep, kBetweenSteps})
+    for (const std::uint64_t seed : {0, 1, 2, 3}) {
+      Outcome outcome = play({.seed = seed,
+                              .replicas = 3,
+                              .ranks = 2,
+                              .faults = {{{.at = std::chrono::seconds(1),
+                                           .kind = FaultKind::busy_trainer,
+                                           .replica = 1,
+                                           .lasting = std::chrono::seconds(3),
+                                           .detail = where + kTooLong}}}});
+      ASSERT_FALSE(outcome.violation) << "seed " << seed << ": " << outcome.violation->what;
+      EXPECT_EQ(outcome.counts["trainer gave up"], 2u) << "seed " << seed << ": its ranks";
+    }
+}
+
+// A step in which somebody was busy would otherwise be what a step may take.
+TEST_F(Scenario, ATrainerThatHangsIsFoundAsSoonAfterABusyStepAsBefore) {
+  for (const std::uint64_t seed : {0, 1, 2, 3}) {
+    std::vector<Fault> faults{{.at = std::chrono::seconds(1),
+                               .kind = FaultKind::busy_trainer,
+                               .replica = 1,
+                               .lasting = std::chrono::milliseconds(500),
+                               .detail = kWithinAStep},
+                              {.at = std::chrono::milliseconds(1530),
+                               .kind = FaultKind::hang_compute,
+                               .replica = 0,
+                               .lasting = std::chrono::milliseconds(2500),
+                               .detail = 1}};
+    Outcome outcome = play({.seed = seed, .replicas = 3, .ranks = 2, .faults = faults});
+    ASSERT_FALSE(outcome.violation) << "seed " << seed << ": " << outcome.violation->what;
+    EXPECT_GT(outcome.counts["trainer gave up"], 0u) << "seed " << seed;
+  }
+}
+
+// One is out for its silence, and the others die, in many seeds before they have committed anything without it.
+TEST_F(Scenario, WhoIsOutForNowIsTakenBackWhenTheOthersDie) {
+  std::uint64_t survived = 0;
+  for (std::uint64_t seed = 0; seed < kOften; ++seed) {
+    std::vector<Fault> faults{
+        {.at = std::chrono::seconds(1), .kind = FaultKind::hang_trainer, .lasting = std::chrono::milliseconds(400)}};
+    for (const std::uint32_t replica : {1u, 2u})
+      faults.push_back({.at = std::chrono::milliseconds(1050),
+                        .moment = Moment::epoch,
+                        .kind = FaultKind::kill_replica,
+                        .replica = replica});
+    Outcome outcome = play({.seed = seed, .replicas = 3, .faults = faults});
+    ASSERT_FALSE(outcome.violation) << "seed " << seed << ": " << outcome.violation->invariant << ": "
+                                    << outcome.violation->what;
+    survived += outcome.counts["rolled back"] == 0;
+  }
+  EXPECT_GT(survived, kOften / 4);
+}
+
+}  // namespace
+}  // namespace rejoin::sim
