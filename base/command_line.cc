@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cctype>
 #include <cmath>
+#include <limits>
 #include <map>
 #include <numeric>
 #include <sstream>
@@ -211,22 +212,29 @@ void take_zeros_off(std::string& digits) {
     digits.erase(sign, 1);
 }
 
-// Of a flag whose value is a whole number: no other digits than decimal ones, as everywhere else.
+// Of a flag whose value is a whole number: no other digits than decimal ones, as everywhere else, and none too large.
+template <typename Number>
 std::string in_decimal(std::string& text) {
-  std::int64_t number = 0;
-  std::uint64_t large = 0;
-  if (!text.empty() && !parse_number(text, number) && !parse_number(text, large))
+  if (text.empty()) return {};
+  const std::string_view digits = std::string_view(text).substr(text.starts_with('-') ? 1 : 0);
+  if (digits.empty() || digits.find_first_not_of("0123456789") != digits.npos)
     return fmt::format("'{}' is not a whole number in decimal digits", text);
   take_zeros_off(text);
+  using Limits = std::numeric_limits<Number>;
+  if (Number number{}; !parse_number(text, number))
+    return fmt::format("'{}' is not a whole number from {} to {}", text, Limits::min(), Limits::max());
   return {};
 }
 
+// The numbers that a flag takes: of one, of none or one, or of several.
 template <typename T>
-constexpr bool kWholeNumber = std::is_integral_v<T> && !std::is_same_v<T, bool>;
+struct ElementOf {
+  using Type = T;
+};
 template <typename T>
-constexpr bool kWholeNumber<std::optional<T>> = kWholeNumber<T>;
+struct ElementOf<std::optional<T>> : ElementOf<T> {};
 template <typename T>
-constexpr bool kWholeNumber<std::vector<T>> = kWholeNumber<T>;
+struct ElementOf<std::vector<T>> : ElementOf<T> {};
 
 }  // namespace
 
@@ -278,7 +286,9 @@ CommandLine::~CommandLine() = default;
 template <typename T>
 Flag CommandLine::add(const char* names, T& value, const char* help) {
   auto* option = app_->add_option(names, value, help);
-  if constexpr (kWholeNumber<T>) option->transform(CLI::Validator(in_decimal, ""));
+  using Element = typename ElementOf<T>::Type;
+  if constexpr (std::is_integral_v<Element> && !std::is_same_v<Element, bool>)
+    option->transform(CLI::Validator(in_decimal<Element>, ""));
   return Flag(option);
 }
 template Flag CommandLine::add(const char*, std::string&, const char*);
@@ -299,7 +309,7 @@ Flag CommandLine::add(const char* names, std::chrono::milliseconds& value, const
   constexpr std::int64_t most = kLongestTimeMs;
   auto* option = app_->add_option_function<std::int64_t>(
       names, [&value](const std::int64_t& given) { value = std::chrono::milliseconds(given); }, help);
-  option->default_str(std::to_string(value.count()))->transform(CLI::Validator(in_decimal, ""));
+  option->default_str(std::to_string(value.count()))->transform(CLI::Validator(in_decimal<std::int64_t>, ""));
   return Flag(option->check(CLI::Range(std::int64_t{0}, most)));
 }
 

@@ -50,15 +50,19 @@ TEST(SessionConfig, AChunkWhoseBuffersWouldOverflowIsRefused) {
 
 // Neither is taken for a flag of a program's: nobody asks for its help, or its version.
 TEST(SettingsInC, WhatIsNoNameWithAValueIsNamed) {
-  const std::map<std::string, std::string> wrong{{"", "'', is none: give NAME=VALUE"},
-                                                 {"=1", "'=1', is none: give NAME=VALUE"},
-                                                 {"replica", "'replica', is none: give NAME=VALUE"},
-                                                 {"help", "'help', is none: give NAME=VALUE"},
-                                                 {"help=1", "'help=1', is none: give NAME=VALUE"},
-                                                 {"version", "'version', is none: give NAME=VALUE"},
-                                                 {"version=1", "'version=1', is none: give NAME=VALUE"},
-                                                 {"replica=", "'replica=', has no value: leave it out for its default"},
-                                                 {"replicas=1", "not expected: --replicas=1"}};
+  const std::map<std::string, std::string> wrong{
+      {"", "'', is none: give NAME=VALUE"},
+      {"=1", "'=1', is none: give NAME=VALUE"},
+      {"replica", "'replica', is none: give NAME=VALUE"},
+      {"help", "'help', is none: give NAME=VALUE"},
+      {"help=1", "'help=1', is none: give NAME=VALUE"},
+      {"version", "'version', is none: give NAME=VALUE"},
+      {"version=1", "'version=1', is none: give NAME=VALUE"},
+      {"replica=", "'replica=', has no value: leave it out for its default"},
+      {"replica=-1", "--replica: '-1' is not a whole number from 0 to 42949"},
+      {"replica=4294967296", "is not a whole number from 0 to 4294967295"},
+      {"replica=1e3", "'1e3' is not a whole number in decimal digits"},
+      {"replicas=1", "not expected: --replicas=1"}};
   for (const auto& [setting, told] : wrong) {
     const char* const settings[] = {"socket=@nobody", setting.c_str()};
     rejoin_session* session = nullptr;
