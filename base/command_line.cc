@@ -5,7 +5,6 @@
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cctype>
-#include <cmath>
 #include <limits>
 #include <map>
 #include <numeric>
@@ -259,11 +258,12 @@ Flag Flag::sized() {
 }
 Flag Flag::range(std::int64_t least, std::int64_t most) { return option_->check(CLI::Range(least, most)), *this; }
 Flag Flag::real_range(double least, double most) {
-  const auto number = [](const std::string& text) {
+  const auto within = [least, most](const std::string& text) {
     double value = 0;
-    return CLI::detail::lexical_cast(text, value) && std::isnan(value) ? text + " is no number" : std::string();
+    if (parse_number(text, value) && least <= value && value <= most) return std::string();
+    return fmt::format("'{}' is not a number from {} to {}", text, least, most);
   };
-  return option_->check(CLI::Range(least, most))->check(CLI::Validator(number, "")), *this;
+  return option_->check(CLI::Validator(within, fmt::format("FLOAT in [{} - {}]", least, most))), *this;
 }
 Flag Flag::one_of(std::vector<std::string> values) { return option_->check(CLI::IsMember(std::move(values))), *this; }
 Flag Flag::existing_file() { return option_->check(CLI::ExistingFile), *this; }
@@ -283,6 +283,18 @@ CommandLine::CommandLine(const std::string& description)
 CommandLine::CommandLine(std::unique_ptr<CLI::App> owned, CLI::App* app) : owned_(std::move(owned)), app_(app) {}
 CommandLine::~CommandLine() = default;
 
+// Written with a point whatever the program's locale is.
+template <>
+Flag CommandLine::add(const char* names, double& value, const char* help) {
+  auto* option = app_->add_option_function<std::string>(
+      names, [&value](const std::string& given) { (void)parse_number(given, value); }, help);
+  option->type_name("FLOAT")->default_str(fmt::format("{}", value));
+  const auto real = [](const std::string& text) {
+    double read = 0;
+    return parse_number(text, read) ? std::string() : fmt::format("'{}' is not a number such as 0.15", text);
+  };
+  return Flag(option->check(CLI::Validator(real, "")));
+}
 template <typename T>
 Flag CommandLine::add(const char* names, T& value, const char* help) {
   auto* option = app_->add_option(names, value, help);
@@ -296,7 +308,6 @@ template Flag CommandLine::add(const char*, bool&, const char*);
 template Flag CommandLine::add(const char*, int&, const char*);
 template Flag CommandLine::add(const char*, std::uint32_t&, const char*);
 template Flag CommandLine::add(const char*, std::uint64_t&, const char*);
-template Flag CommandLine::add(const char*, double&, const char*);
 template Flag CommandLine::add(const char*, std::optional<int>&, const char*);
 template Flag CommandLine::add(const char*, std::optional<std::uint32_t>&, const char*);
 template Flag CommandLine::add(const char*, std::optional<std::uint64_t>&, const char*);

@@ -164,9 +164,22 @@ std::optional<SharedFile> shared_file_of(std::span<const std::byte> memory) {
   return SharedFile{shareable.fd, shareable.inode, offset, shareable.size};
 }
 
+namespace {
+
+tl::unexpected<Error> unmapped(std::size_t size) {
+  const std::string what = fmt::format("mapping {}", human_bytes(size));
+  if (errno != EAGAIN) return fail_errno(what);
+  return fail(ErrorCode::exhausted,
+              "{}: this process locks all of its memory (mlockall), and may lock no more: raise the limit with 'ulimit "
+              "-l', or lock less",
+              what);
+}
+
+}  // namespace
+
 Result<Mapping> Mapping::of(const Fd& fd, std::size_t size, bool writable) {
   void* base = ::mmap(nullptr, size, PROT_READ | (writable ? PROT_WRITE : 0), MAP_SHARED, fd.get(), 0);
-  if (base == MAP_FAILED) return fail_errno(fmt::format("mapping {}", human_bytes(size)));
+  if (base == MAP_FAILED) return unmapped(size);
   ::madvise(base, size, MADV_HUGEPAGE);  // where /sys/kernel/mm/transparent_hugepage/shmem_enabled says advise
   return Mapping(static_cast<std::byte*>(base), size);
 }
@@ -176,7 +189,7 @@ Result<Mapping> Mapping::anonymous(std::size_t size) {
   constexpr std::size_t huge = 2 * MiB;
   const std::size_t length = round_up(size, 4 * KiB), slack = size >= huge ? huge : 0;
   void* base = ::mmap(nullptr, length + slack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (base == MAP_FAILED) return fail_errno(fmt::format("mapping {}", human_bytes(size)));
+  if (base == MAP_FAILED) return unmapped(size);
   auto* begin = static_cast<std::byte*>(base);
   if (slack > 0) {
     const std::size_t skipped = -reinterpret_cast<std::uintptr_t>(begin) % huge;

@@ -11,6 +11,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cerrno>
 #include <climits>
 #include <iterator>
 #include <memory>
@@ -20,6 +21,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/clock.h"
 #include "base/fd.h"
 
 namespace rejoin {
@@ -79,13 +81,23 @@ class StandardError : public spdlog::sinks::base_sink<std::mutex> {
       default: return 7;
     }
   }
+  // Within so long, whatever signals come meanwhile.
+  static bool has_room(int descriptor, Duration patience) {
+    const SteadyClock clock;
+    for (const TimePoint deadline = clock.now() + patience;;) {
+      const auto left = std::chrono::ceil<std::chrono::milliseconds>(std::max(Duration{}, deadline - clock.now()));
+      pollfd may{descriptor, POLLOUT, 0};
+      const int ready = ::poll(&may, 1, static_cast<int>(left.count()));
+      if (ready >= 0 || errno != EINTR) return ready > 0;
+    }
+  }
   // As much of it as is taken.
   bool put(std::string& text, int patience) {
     const int to = descriptor();
     while (!text.empty()) {
-      pollfd may{to, POLLOUT, 0};
-      if (::poll(&may, 1, patience) <= 0) return false;
+      if (!has_room(to, std::chrono::milliseconds(patience))) return false;
       const ssize_t wrote = ::write(to, text.data(), std::min<std::size_t>(text.size(), PIPE_BUF));
+      if (wrote < 0 && errno == EINTR) continue;
       if (wrote <= 0) return false;
       text.erase(0, static_cast<std::size_t>(wrote));
     }

@@ -1,5 +1,6 @@
-// Threads that may not be had. Each rounds to nearest and keeps subnormal numbers, whatever the thread that starts it
-// does: a replica whose trainer flushes them to zero adds up the same bits as the others.
+// Threads that may not be had. None takes a signal that is for the program (no_signals.h). Each rounds to nearest and
+// keeps subnormal numbers, whatever the thread that starts it does: a replica whose trainer flushes them to zero adds
+// up the same bits as the others.
 #pragma once
 
 #include <xmmintrin.h>
@@ -9,19 +10,22 @@
 #include <utility>
 
 #include "base/fail.h"
+#include "base/no_signals.h"
 
 namespace rejoin {
 
 inline tl::unexpected<Error> gives_no_thread(const std::system_error& error) {
   return fail(ErrorCode::exhausted,
               "the system gives no thread ({}): raise the limit of processes ('ulimit -u', or pids.max of the "
-              "container), or that of memory for its stack ('ulimit -v', vm.overcommit_memory)",
+              "container), or that of memory for its stack ('ulimit -v', vm.overcommit_memory; 'ulimit -l' where this "
+              "process locks its memory)",
               error.what());
 }
 
 // Errors: `exhausted`, where the system gives none.
 template <typename Run>
 Result<> start_thread(std::thread& thread, Run run) {
+  const NoSignals no_signals;
   try {
     thread = std::thread([run = std::move(run)]() mutable {
       _mm_setcsr(0x1f80);  // MXCSR as a process begins with it

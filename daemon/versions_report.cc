@@ -52,7 +52,9 @@ std::string text_of(const json& group, const char* one, const char* several) {
 json versions_of(const membership::Coordinator& machine) {
   std::map<std::tuple<std::uint32_t, std::string>, Group> nodes;
   std::map<const membership::RankVersions*, Group> ranks;  // the coordinator has each once
-  std::set<std::uint32_t> protocols{membership::kProtocolVersion, machine.protocol_of_coordinators().version()};
+  const membership::Spoken own(membership::kProtocolVersion);
+  const std::uint32_t of_coordinators = machine.protocol_of_coordinators().value_or(own).version();
+  std::set<std::uint32_t> protocols{own.version(), of_coordinators};
   std::set<std::string> releases{release()};
   for (const auto& entry : machine.nodes()) {
     const membership::ConnectedNode& node = entry.second;
@@ -77,7 +79,7 @@ json versions_of(const membership::Coordinator& machine) {
                 {"mixed", protocols.size() > 1 || releases.size() > 1},
                 {"oldest", membership::kOldestProtocol},
                 {"newest", membership::kProtocolVersion},
-                {"coordinators", machine.protocol_of_coordinators().version()},
+                {"coordinators", of_coordinators},
                 {"release", release()},
                 {"nodes", json::array()},
                 {"ranks", json::array()}};

@@ -128,8 +128,9 @@ class Coordinator {
   Spoken protocol() const { return protocol_; }
   const std::map<NodeId, ConnectedNode>& nodes() const { return nodes_; }
   const RankVersions& versions_of(const RankState& rank) const { return versions_[rank.versions]; }
-  Spoken protocol_of_coordinators() const { return of_coordinators_; }  // of all that may take over
-  void set_protocol_of_coordinators(Spoken lowest) { of_coordinators_ = lowest; }
+  // Of all that may take over, as far as nodes have said; as long as none has, what is done is what the oldest can do.
+  std::optional<Spoken> protocol_of_coordinators() const { return of_coordinators_; }
+  void set_protocol_of_coordinators(std::optional<Spoken> lowest) { of_coordinators_ = lowest; }
   const BalanceRule& balance_rule() const { return config_.balance; }
   std::optional<std::uint64_t> pace(ReplicaId replica) const { return paces_.of(replica); }  // picoseconds a sample
   std::vector<Paces::Straggler> stragglers() const;  // contributors that are slower than the others, the slowest first
@@ -348,7 +349,8 @@ class Coordinator {
   bool unannounced_ = false;             // replicas that came while there was dissent
   std::vector<PlaceClaim> claims_;       // of places that others have
   std::optional<std::string> outdated_;  // the log lacks what it had decided: nothing is decided any more
-  Spoken protocol_, of_coordinators_{kProtocolVersion};
+  Spoken protocol_;
+  std::optional<Spoken> of_coordinators_{Spoken(kProtocolVersion)};
   std::vector<RankVersions> versions_ = std::vector<RankVersions>(1);  // that ranks have, each once
   PauseDetector pause_detector_;
   std::optional<Step> roll_back_to_, last_roll_back_, wants_roll_back_;  // not used yet; the log's last; a try's

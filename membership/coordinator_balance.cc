@@ -9,7 +9,7 @@ namespace rejoin::membership {
 // and all that may take over the lead read what is written of shares: so that these need not be given up at once for
 // one.
 bool Coordinator::all_may_balance() {
-  if (!protocol_.may(Feature::balance) || !of_coordinators_.may(Feature::balance)) return false;
+  if (!protocol_.may(Feature::balance) || !of_coordinators_.value_or(Spoken()).may(Feature::balance)) return false;
   const auto is_here = [&](const auto& one) { return registration(one.replica, one.incarnation) != nullptr; };
   const auto returns = [&](const SuspendedReplica& out) { return out.ended || is_here(out); };
   if (!std::ranges::all_of(members_, is_here) || !std::ranges::all_of(suspended_, returns)) return false;

@@ -25,7 +25,7 @@ void Coordinator::keep_versions(RankState& rank, NodeId node, const proto::RankU
 // Of who has not come back yet it is not known whether it still speaks what it did. Who is suspended counts, too: it
 // may be taken back before it has said anything, to a coordinator that has not heard it before.
 Spoken Coordinator::spoken_by_all() const {
-  Spoken lowest = of_coordinators_;
+  Spoken lowest = of_coordinators_.value_or(Spoken());
   const auto lower = [&](Spoken to) { lowest = Spoken(std::min(lowest.version(), to.version())); };
   lower(Spoken(kProtocolVersion));
   const auto lower_to = [&](const auto& one) {

@@ -66,7 +66,8 @@ ReplicatedCoordinator::Actions ReplicatedCoordinator::on_message(NodeId node, co
     on_view(from, message.leader_view());
     if (role_ == Role::leading) {
       machine_->on_sign_of_life(node, now);
-      if (of_coordinators_.version() < kProtocolVersion) look_at_versions();  // otherwise the next tick is soon enough
+      if (!of_coordinators_ || of_coordinators_->version() < kProtocolVersion)
+        look_at_versions();  // otherwise the next tick is soon enough
       write_next(now);
     } else {
       tell_who_leads({node});

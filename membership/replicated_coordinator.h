@@ -177,7 +177,7 @@ class ReplicatedCoordinator {
   const Options options_;
   const TimePoint started_;
   Role role_ = Role::following;
-  Spoken of_coordinators_;  // all of them, as far as nodes have said
+  std::optional<Spoken> of_coordinators_;  // all of them, as far as nodes have said
   std::unique_ptr<Coordinator> machine_;
   std::uint64_t position_ = 0;  // of the first record that machine_ has not replayed, or the leader not written
   std::uint64_t copied_;        // of the first record that the copy lacks

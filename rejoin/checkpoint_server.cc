@@ -12,7 +12,9 @@
 #include "base/digest.h"
 #include "base/fail.h"
 #include "base/fd.h"
+#include "base/longest_time.h"
 #include "base/no_cancel.h"
+#include "base/no_signals.h"
 #include "base/start_thread.h"
 #include "checkpoint.pb.h"
 #include "rejoin/checkpoint_limits.h"
@@ -50,6 +52,7 @@ class Server final : public CheckpointServer {
  public:
   static Result<std::unique_ptr<CheckpointServer>> open(const CheckpointServerConfig& config) {
     prepare_process();
+    const NoSignals no_signals;  // also of the transport's threads
     auto listener = SecretListener::open(config);
     if (!listener) return tl::unexpected(listener.error());
     listener->own.secret[1] = (listener->own.secret[1] & ~kProvesMask) | kProves;
@@ -94,7 +97,7 @@ class Server final : public CheckpointServer {
 
   std::size_t withdraw(Duration patience, const std::function<bool()>& cancelled) override {
     if (!here()) return 0;
-    const TimePoint deadline = clock_.now() + patience;
+    const TimePoint deadline = in(patience);
     std::size_t cut_off = 0;
     const auto look = [&](bool given_up) -> std::optional<Result<>> {
       if (!reading_.empty() && clock_.now() < deadline && !given_up) {

@@ -13,6 +13,7 @@
 #include "base/fd.h"
 #include "base/longest_time.h"
 #include "base/no_cancel.h"
+#include "base/no_signals.h"
 #include "base/start_thread.h"
 #include "collectives/call.h"
 #include "rejoin/group_device.h"
@@ -111,6 +112,7 @@ class Threaded final : public ProcessGroup {
  public:
   static Result<std::unique_ptr<ProcessGroup>> open(const ProcessGroupConfig& config, const std::string& device_name) {
     prepare_process();
+    const NoSignals no_signals;  // also of the driver's threads and the transport's
     std::unique_ptr<GroupDevice> device;
     auto named = device::open_device(device_name);
     if (!named) return tl::unexpected(named.error());

@@ -74,7 +74,6 @@ Result<> ProgressThread::join(const Position& from, std::uint64_t digest, Durati
   if (auto made = make_engine(on_gpu); !made) return made;
   std::function<void(std::function<void()>)> aside;
   if (on_gpu) {
-    const NoSignals no_signals;
     side_thread_ = std::make_unique<SideThread>(wake_);
     if (auto started = side_thread_->start(); !started) return started;
     aside = [this](std::function<void()> work) { side_thread_->run(std::move(work)); };
@@ -118,7 +117,6 @@ Result<> ProgressThread::prepare_driver() {
 }
 
 Result<> ProgressThread::begin() {
-  const NoSignals no_signals;
   idle_.emplace(*engine_, transport::Idle::Options{.spins = 200, .yields = 20});
   if (streams_) {
     watchdog_ = std::make_unique<Watchdog>(

@@ -8,6 +8,7 @@
 
 #include <functional>
 
+#include "base/tests/said_by_child.h"
 #include "base/unix_socket.h"
 #include "local.pb.h"
 #include "rejoin/session.h"
@@ -101,6 +102,13 @@ TEST_F(OtherUsers, AreRefusedByADaemonWhoseJobGoesOn) {
     return read_file(job.file("node0.out")).find("a local connection of user 65534 was refused") != std::string::npos;
   }));
   EXPECT_TRUE(eventually([&] { return refused_by(job.addresses("node0").at("status")).at("user") == 50; }));
+  const auto joins = test::said_by_child([&]() -> std::string {
+    if (::setgid(kNobody) != 0 || ::setuid(kNobody) != 0) return "it can't be another user";
+    ::prctl(PR_SET_DUMPABLE, 1);
+    const auto joined = open_session(name)->join();
+    return joined ? "it joined" : joined.error().message;
+  });
+  EXPECT_NE(joins.find("of user 0, and this trainer is user 65534's"), std::string::npos) << joins;
   const auto then = committed();
   EXPECT_TRUE(eventually([&] { return committed() > then + 10; }));
 }

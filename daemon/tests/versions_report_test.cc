@@ -63,6 +63,15 @@ TEST(VersionsReport, NamesWhoIsOfWhichReleaseUntilAllAreOfOne) {
   EXPECT_EQ(versions_line(one), "all are of release " + here + " and speak protocol 16");
 }
 
+TEST(VersionsReport, WhatOtherCoordinatorsSpeakIsSaidOnceANodeHas) {
+  Bench job;
+  job.coordinator.set_protocol_of_coordinators(std::nullopt);
+  EXPECT_EQ(versions_line(versions_of(job.coordinator)),
+            "all are of release " + std::string(release()) + " and speak protocol 16");
+  job.coordinator.set_protocol_of_coordinators(membership::Spoken());
+  EXPECT_THAT(versions_line(versions_of(job.coordinator)), testing::HasSubstr("; another coordinator speaks 15"));
+}
+
 // They say what they like: it is bounded, and printable.
 TEST(VersionsReport, ReleasesWithoutNumberAreNotKept) {
   Bench job;

@@ -5,6 +5,7 @@
 #include <sched.h>
 #include <sys/mman.h>
 #include <sys/mount.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -51,6 +52,19 @@ TEST_F(Pages, OfTheStateThatCannotBeHadAreAnErrorThatNamesTheLimit) {
     EXPECT_THAT(owner.error().message, HasSubstr("1.1 MiB of shared memory can't be had"));
     EXPECT_THAT(owner.error().message, HasSubstr("CommitLimit in /proc/meminfo"));
   }
+}
+
+TEST_F(Pages, ThatAProcessMayNotLockNameThatLimit) {
+  if (::geteuid() != 0) GTEST_SKIP() << "only root can become a user whose locked memory is limited";
+  const auto said = test::said_by_child([]() -> std::string {
+    const rlimit locked{4 << 20, 4 << 20};
+    if (::setrlimit(RLIMIT_MEMLOCK, &locked) != 0 || ::setresuid(65534, 65534, 65534) != 0) return "can't be had here";
+    if (::mlockall(MCL_FUTURE) != 0) return "mlockall failed";
+    const auto mapped = Mapping::anonymous(128 * MiB);
+    return mapped ? "it was mapped" : mapped.error().message;
+  });
+  EXPECT_THAT(said, testing::AllOf(HasSubstr("mapping 128.0 MiB: this process locks all of its memory"),
+                                   HasSubstr("'ulimit -l'")));
 }
 
 TEST_F(Pages, ComeAsTheyAreTouchedWhereTheKernelCannotGiveThemAtOnce) {

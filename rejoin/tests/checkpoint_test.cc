@@ -11,6 +11,7 @@
 #include "base/digest.h"
 #include "base/fd.h"
 #include "base/tests/cancelled_thread.h"
+#include "base/tests/threads.h"
 #include "checkpoint.pb.h"
 #include "rejoin/checkpoint_limits.h"
 #include "rejoin/checkpoint_transfer.h"
@@ -70,6 +71,14 @@ TEST_P(CheckpointTransfer, WhoComesEarlyWaitsForItsStepAndOneThatIsPastIsRefused
   EXPECT_THAT(late.error().message, HasSubstr("step 6 was asked for, and step 7 is published"));
 }
 
+// Signals are for the program's threads (session.h, "Signals").
+TEST_P(CheckpointTransfer, TheServersThreadsTakeNoSignals) {
+  server.reset();
+  const std::size_t before = test::threads_that_take(SIGTERM);
+  SetUp();
+  EXPECT_EQ(test::threads_that_take(SIGTERM), before);
+}
+
 TEST_P(CheckpointTransfer, NothingIsReadAfterItHasBeenWithdrawn) {
   ASSERT_TRUE(server->publish(7, "what it is", views()));
   auto opened = CheckpointFetch::open(GetParam(), server->address(), 7, kLong);
@@ -89,7 +98,7 @@ TEST_P(CheckpointTransfer, WhoReadsIsWaitedForAndWhoDoesNotGoOnIsCutOff) {
   ASSERT_TRUE(server->publish(7, "what it is", views()));
   auto reader = CheckpointFetch::open(GetParam(), server->address(), 7, kLong);
   ASSERT_TRUE(reader);
-  auto withdrawn = std::async(std::launch::async, [&] { return server->withdraw(kLong); });
+  auto withdrawn = std::async(std::launch::async, [&] { return server->withdraw(Duration::max()); });
   std::vector<Bytes> all;
   for (const auto size : (*reader)->sizes()) all.emplace_back(size);
   EXPECT_TRUE((*reader)->into({all.begin(), all.end()}, kLong));

@@ -3,7 +3,9 @@
 
 #include <fcntl.h>
 #include <gtest/gtest.h>
+#include <signal.h>
 #include <sys/socket.h>
+#include <sys/time.h>
 #include <sys/un.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -119,6 +121,34 @@ class PipeAsStandardError {
   const Fd before_;
   Fd reader_;
 };
+
+// A profiler's, say, which come far more often than a line waits for room.
+TEST_F(Log, SignalsLoseNoLineThatWaitsForRoom) {
+  set_log({});
+  static std::atomic<int> signals;
+  signals = 0;
+  const PipeAsStandardError pipe;
+  ASSERT_GT(::fcntl(STDERR_FILENO, F_SETPIPE_SZ, 4096), 0);
+  const std::string full(4096, 'x');
+  ASSERT_EQ(::write(STDERR_FILENO, full.data(), full.size()), 4096);
+  struct sigaction count {};
+  count.sa_handler = [](int) { ++signals; };
+  struct sigaction before {};
+  ASSERT_EQ(::sigaction(SIGALRM, &count, &before), 0);
+  std::thread reader([&] {
+    while (signals < 10) std::this_thread::yield();
+    (void)pipe.read();
+  });
+  const itimerval often{{0, 1000}, {0, 1000}}, never{};
+  ::setitimer(ITIMER_REAL, &often, nullptr);
+  logger().critical("the last words");
+  ::setitimer(ITIMER_REAL, &never, nullptr);
+  reader.join();
+  ::sigaction(SIGALRM, &before, nullptr);
+  EXPECT_GE(signals, 10);
+  ASSERT_GT(::write(STDERR_FILENO, "\n", 1), 0);  // so that a read finds something
+  EXPECT_NE(pipe.read().find("the last words"), std::string::npos);
+}
 
 // Jobs last for weeks, and their machines are in several zones.
 TEST(StandardError, HasTheDateAndTheTimeInUtcOfEachLine) {

@@ -14,6 +14,7 @@
 #include "base/bytes.h"
 #include "base/proof.h"
 #include "base/tests/cancelled_thread.h"
+#include "base/tests/threads.h"
 #include "rejoin/c.h"
 #include "rejoin/tests/process_groups.h"
 
@@ -100,6 +101,15 @@ TEST_P(ProcessGroups, ManyShortOnesFromTheirThreadsAndThenAllLeaveAtOnce) {
       return value[1];
     }));
   for (auto& one : all) EXPECT_EQ(one.get(), 3.0f);
+}
+
+TEST_P(ProcessGroups, TheirThreadsTakeNoSignals) {
+  groups.clear();
+  const std::size_t before = test::threads_that_take(SIGTERM);
+  groups.push_back(open());
+  groups.push_back(open());
+  configured(1);
+  EXPECT_EQ(test::threads_that_take(SIGTERM), before);
 }
 
 TEST_P(ProcessGroups, TwoThreadsShutOneDownAtOnce) {

@@ -62,6 +62,7 @@ TEST(SettingsInC, WhatIsNoNameWithAValueIsNamed) {
       {"replica=-1", "--replica: '-1' is not a whole number from 0 to 42949"},
       {"replica=4294967296", "is not a whole number from 0 to 4294967295"},
       {"replica=1e3", "'1e3' is not a whole number in decimal digits"},
+      {"coding-error=0,15", "'0,15' is not a number such as 0.15"},
       {"replicas=1", "not expected: --replicas=1"}};
   for (const auto& [setting, told] : wrong) {
     const char* const settings[] = {"socket=@nobody", setting.c_str()};

@@ -62,6 +62,7 @@ ShmEngine::~ShmEngine() {
 }
 
 Result<Address> ShmEngine::listen(const Address&) {
+  if (auto shown = shows_itself(); !shown) return tl::unexpected(shown.error());
   name_ = fmt::format("@rejoin-{:016x}{:016x}", unguessable_.next(), unguessable_.next());
   auto socket = listen_unix(name_);
   if (!socket) return tl::unexpected(socket.error());
@@ -97,6 +98,7 @@ Result<EndpointId> ShmEngine::connect(const Address& peer, BytesView hello) {
   if (credentials->uid != ::geteuid())
     return fail(ErrorCode::refused, "{} is listened to by a process of user {}, not of this one's, {}", peer.text,
                 credentials->uid, ::geteuid());
+  if (auto shown = shows_itself(); !shown) return tl::unexpected(shown.error());
   auto memory = make_sealed_memfd("rejoin-channel", sizeof(Channel));
   if (!memory) return tl::unexpected(memory.error());
   auto channel = Mapping::of(*memory, sizeof(Channel));

@@ -1,6 +1,7 @@
 #include "transport/shm/peer_process.h"
 
 #include <fcntl.h>
+#include <sys/prctl.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
@@ -35,6 +36,14 @@ tl::unexpected<Error> unreadable(pid_t process) {
                   "process_vm_readv allowed by seccomp, and the sysctl kernel.yama.ptrace_scope at 0 or 1; or use "
                   "transport tcp)",
                   process));
+}
+
+Result<> shows_itself() {
+  if (::geteuid() == 0 || ::prctl(PR_GET_DUMPABLE, 0, 0, 0, 0) == 1) return {};
+  return fail(ErrorCode::unavailable,
+              "no other process may read this one's memory, since it has changed its user or group, or its program's "
+              "file has capabilities or can't be read by its user: start it as that user, call "
+              "prctl(PR_SET_DUMPABLE, 1) after the change, or use transport tcp");
 }
 
 bool PeerProcess::shows_file(int number) const {

@@ -97,6 +97,22 @@ TEST(ShmEngine, MemoryThatIsNoFilesIsRefusedToItsOwnerWithTheReason) {
   }
 }
 
+TEST(ShmEngine, WhoHasChangedItsUserIsToldThatNobodyMayReadIt) {
+  if (::geteuid() != 0) GTEST_SKIP() << "only root can become another user";
+  const auto as_nobody = [](int dumpable) {
+    return test::said_by_child([=]() -> std::string {
+      if (::setresuid(65534, 65534, 65534) != 0) return "setresuid failed";
+      if (::prctl(PR_SET_DUMPABLE, dumpable, 0, 0, 0) != 0) return "prctl failed";
+      auto listener = make_engine().value();
+      const auto listens = listener->listen({});
+      return listens ? write_out_of(Mapping::anonymous(1 * MiB).value()) : listens.error().message;
+    });
+  };
+  EXPECT_THAT(as_nobody(0), testing::AllOf(testing::HasSubstr("it has changed its user or group"),
+                                           testing::HasSubstr("prctl(PR_SET_DUMPABLE, 1)")));
+  EXPECT_EQ(as_nobody(1), "");
+}
+
 // Two engines that are connected.
 struct Two {
   std::unique_ptr<Engine> caller = make_engine().value(), listener = make_engine().value();

@@ -8,7 +8,6 @@
 #include <cerrno>
 
 #include "base/fail.h"
-#include "base/no_signals.h"
 #include "base/start_thread.h"
 
 namespace rejoin::transport::threaded {
@@ -21,7 +20,6 @@ Result<std::unique_ptr<Worker>> Worker::make(std::unique_ptr<Engine> engine) {
   if (!happened) return tl::unexpected(happened.error());
   engine->set_polled_on();
   std::unique_ptr<Worker> worker(new Worker(std::move(engine), std::move(*posted), std::move(*happened)));
-  const NoSignals no_signals;
   if (auto started = start_thread(worker->thread_, [w = worker.get()] { w->loop(); }); !started)
     return tl::unexpected(started.error());
   return worker;
