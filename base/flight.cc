@@ -222,12 +222,8 @@ Result<> try_open(const std::string& directory, const std::string& who, const st
   (void)::flock(file.get(), LOCK_EX | LOCK_NB);
   // All of it now: a page that can't be had later would end this process, as would a file that is larger than it may
   // be.
-  int error = EFBIG;
-  if (largest_file() >= kSizes.bytes()) {
-    const NoSignals uninterrupted;
-    do error = ::posix_fallocate(file.get(), 0, kSizes.bytes());
-    while (error == EINTR);
-  }
+  int error = largest_file() >= kSizes.bytes() ? EINTR : EFBIG;
+  for (int tries = 0; error == EINTR && tries < 100; ++tries) error = ::posix_fallocate(file.get(), 0, kSizes.bytes());
   auto memory = error == 0 ? Mapping::of(file, kSizes.bytes()) : fail(ErrorCode::exhausted, "{}", std::strerror(error));
   if (!memory) {
     ::unlinkat(folder->get(), name.c_str(), 0);

@@ -106,21 +106,20 @@ function(rejoin_compile_soon)
   endif()
 endfunction()
 
-# What the sanitizer builds run, and so all that they build. In the other builds it is no part of `all`, and `./run test`
-# runs it under the sanitizers only.
+# What the sanitizer builds run, and so all that they build. In the other builds what of it is not PLAIN is no part of `all`,
+# and `./run test` runs it under the sanitizers only.
 add_custom_target(sanitized)
 
-# rejoin_test(NAME SOURCES... LINK targets... [SANITIZED [THREADED FILTER] [COMPUTES] [PLAIN]] [SERIAL] [ALONE WITH]): a GoogleTest
+# rejoin_test(NAME SOURCES... LINK targets... [SANITIZED [THREADED FILTER] [COMPUTES] [PLAIN]] [SERIAL]): a GoogleTest
 # program. SANITIZED ones also run in the sanitizer builds, under TSan only those of their tests that the filter takes, since
 # others have one thread (none: the program is not built there); PLAIN ones both there and in `./run test`'s release build.
 # Of those that COMPUTES the tests' own code is optimized everywhere: it takes longer to run than to compile. SERIAL
-# ones have the machine for themselves, those ALONE WITH something run one by one. FAKE_CUDA ones have the CUDA driver made of
-# software (device/tests/).
+# ones have the machine for themselves. FAKE_CUDA ones have the CUDA driver made of software (device/tests/).
 function(rejoin_test name)
   if(NOT REJOIN_TESTS)
     return()
   endif()
-  cmake_parse_arguments(ARG "SANITIZED;COMPUTES;PLAIN;SERIAL;FAKE_CUDA" "TIMEOUT;THREADED;ALONE" "SOURCES;LINK;DEPENDS" ${ARGN})
+  cmake_parse_arguments(ARG "SANITIZED;COMPUTES;PLAIN;SERIAL;FAKE_CUDA" "TIMEOUT;THREADED" "SOURCES;LINK;DEPENDS" ${ARGN})
   if((REJOIN_SANITIZE AND NOT ARG_SANITIZED) OR (REJOIN_SANITIZE STREQUAL "thread" AND ARG_THREADED STREQUAL "none"))
     return()
   endif()
@@ -161,9 +160,23 @@ function(rejoin_test name)
     endif()
     set(environment "UCX_MEM_EVENTS=n;UCX_MEM_MMAP_HOOK_MODE=none;")
   endif()
-  gtest_discover_tests(${name} DISCOVERY_TIMEOUT 60 TEST_FILTER ${filter}
-    PROPERTIES LABELS ${labels} TIMEOUT ${ARG_TIMEOUT} RUN_SERIAL $<BOOL:${ARG_SERIAL}> RESOURCE_LOCK "${ARG_ALONE}"
-      ENVIRONMENT "${environment}REJOIN_BIN=${CMAKE_BINARY_DIR}/bin;REJOIN_FLIGHT_DIR=${CMAKE_BINARY_DIR}/flight;${REJOIN_TSAN_ENVIRONMENT};${REJOIN_ASAN_ENVIRONMENT}")
+  string(APPEND environment
+    "REJOIN_BIN=${CMAKE_BINARY_DIR}/bin;REJOIN_FLIGHT_DIR=${CMAKE_BINARY_DIR}/flight;${REJOIN_TSAN_ENVIRONMENT};${REJOIN_ASAN_ENVIRONMENT}")
+  if(REJOIN_SANITIZE)
+    set(suites ${CMAKE_CURRENT_BINARY_DIR}/${name}_suites.cmake)
+    set(script "")
+    foreach(variable name filter labels environment)
+      string(APPEND script "set(${variable} [==[${${variable}}]==])\n")
+    endforeach()
+    file(GENERATE OUTPUT ${suites} CONTENT "${script}set(serial $<BOOL:${ARG_SERIAL}>)
+set(program [==[$<TARGET_FILE:${name}>]==])
+set(directory [==[${CMAKE_CURRENT_BINARY_DIR}]==])
+include(${PROJECT_SOURCE_DIR}/cmake/suites.cmake)\n")
+    set_property(DIRECTORY APPEND PROPERTY TEST_INCLUDE_FILES ${suites})
+  else()
+    gtest_discover_tests(${name} DISCOVERY_TIMEOUT 60
+      PROPERTIES LABELS ${labels} TIMEOUT ${ARG_TIMEOUT} RUN_SERIAL $<BOOL:${ARG_SERIAL}> ENVIRONMENT "${environment}")
+  endif()
 endfunction()
 
 # rejoin_proto(NAME FILE [IMPORT DIRECTORY] [LINK targets...]): a library of one file's messages.

@@ -42,7 +42,7 @@ void examine_socket(const DoctorSettings& s, const Probes& probes, Findings& fin
   const auto say = [&](Verdict verdict, std::string found, std::string remedy) {
     findings.push_back({verdict, "socket", std::move(found), std::move(remedy)});
   };
-  // Each side takes its own user and root, and so both must be one where neither is root.
+  // The trainer takes its own user's daemon alone.
   if (facts.user != facts.own_user)
     return say(Verdict::fail,
                fmt::format("{} is of user {}'s daemon, and this is user {}", s.socket, facts.user, facts.own_user),

@@ -116,7 +116,7 @@ class NodeServer {
   void follow_plan(bool other_peers);
   void warn_of(const StrangeStream& stream);
   Taken admit(Trainer& trainer, Offering offering, DeviceStream& stream);
-  Taken clear_place(const Trainer& newcomer, const catchup::RankKey& key, std::uint64_t instance);
+  Taken clear_place(const Trainer& newcomer, const catchup::RankKey& key, const proto::RankUp& up);
   static bool has_ended(const Trainer& trainer);
   void look_after(const proto::Inquiry& inquiry);
   void refuse(membership::RankConnection id, const Refusal& refusal);

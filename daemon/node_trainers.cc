@@ -204,7 +204,7 @@ NodeServer::Taken NodeServer::admit(Trainer& trainer, Offering offering, DeviceS
   const catchup::RankKey key{ReplicaId(hello.up().replica()), RankId(hello.up().rank())};
   const auto place = place_of(hello.up().address(), *stream.thread);
   if (!place) return tl::unexpected(place.error());
-  if (auto cleared = clear_place(trainer, key, hello.up().instance()); !cleared) return cleared;
+  if (auto cleared = clear_place(trainer, key, hello.up()); !cleared) return cleared;
   trainer.key = key;
   gone_.erase(key);
   events::record(events::Kind::rank_up, {.replica = key.replica.value,
@@ -245,14 +245,14 @@ NodeServer::Taken NodeServer::admit(Trainer& trainer, Offering offering, DeviceS
 // One process has a place. Whoever else asks for it gets it when that one has ended; one that is silent for too long is
 // not among the trainers any more.
 NodeServer::Taken NodeServer::clear_place(const Trainer& newcomer, const catchup::RankKey& key,
-                                          std::uint64_t instance) {
+                                          const proto::RankUp& up) {
   std::vector<std::pair<membership::RankConnection, Gone>> older;
   for (const auto& [id, other] : trainers_) {
     if (other.key != key) continue;
-    const Gone how = machine_.gone_for(id, instance);
+    const Gone how = has_ended(other) ? Gone::ended : machine_.gone_for(id, up);
     const pid_t pid = other.credentials.pid;  // 0: of another PID namespace, where it tells nobody from another
     const bool connects_anew = pid != 0 && readable_now(other.socket.get()) && pid == newcomer.credentials.pid;
-    if (how != Gone::replaced && !has_ended(other) && !connects_anew)
+    if (how == Gone::ended && !has_ended(other) && !connects_anew)
       return refused_as(
           Why::place,
           fmt::format("process {} of this node, {}, is replica {} rank {}, and gave its last sign of life {:.0f} ms "
@@ -262,7 +262,11 @@ NodeServer::Taken NodeServer::clear_place(const Trainer& newcomer, const catchup
     older.emplace_back(id, how);
   }
   for (const auto& [id, how] : older)
-    drop(id, how == Gone::replaced ? "it connected anew" : "the rank was started again", how);
+    drop(id,
+         how == Gone::replaced ? "it connected anew"
+         : how == Gone::silent ? fmt::format("process {} has come back, which has its place", newcomer.credentials.pid)
+                               : "the rank was started again",
+         how);
   return {};
 }
 

@@ -305,9 +305,13 @@ bool Node::move(RankConnection rank, const std::string& address, const std::stri
   return true;
 }
 
-Node::Gone Node::gone_for(RankConnection rank, std::uint64_t instance) const {
-  auto found = ranks_.find(rank);
-  return found != ranks_.end() && found->second.up.instance() == instance ? Gone::replaced : Gone::ended;
+Node::Gone Node::gone_for(RankConnection rank, const proto::RankUp& newcomer) const {
+  const auto found = ranks_.find(rank);
+  if (found == ranks_.end()) return Gone::ended;
+  const proto::RankUp& older = found->second.up;
+  if (older.instance() == newcomer.instance()) return Gone::replaced;
+  const bool comparable = older.incarnation() == 0 || older.job() == newcomer.job();
+  return comparable && older.incarnation() < newcomer.incarnation() ? Gone::silent : Gone::ended;
 }
 
 Node::Actions Node::on_rank_gone(RankConnection connection, const std::string& reason, Gone how) {

@@ -79,8 +79,11 @@ class Node {
   Actions on_rank_gone(RankConnection rank, const std::string& reason, Gone how);
   // Others find it there from when it is introduced next. True: they have been told of other places, or of none.
   bool move(RankConnection rank, const std::string& address, const std::string& stream_address);
-  // Returns what has become of a rank whose place this process instance takes.
-  Gone gone_for(RankConnection rank, std::uint64_t instance) const;
+  // Returns what becomes of a rank whose place is asked for. replaced: by itself, over another connection. silent: by a
+  // process that the coordinator has registered, while it has not registered this one, or that one later; so is who
+  // comes back after a daemon's restart behind a second process for its place. ended: it has to, or the newcomer is
+  // refused.
+  Gone gone_for(RankConnection rank, const proto::RankUp& newcomer) const;
   Actions on_tick(TimePoint now);  // at least every silence / 8
 
   bool coordinator_up() const { return coordinator_up_; }

@@ -63,7 +63,7 @@ void Daemon::on_hello(std::uint64_t instance_of, membership::RankConnection conn
   Trainer* trainer = world_.trainer(instance_of);
   if (trainer == nullptr || trainer->connection != connection) return;  // it has gone away meanwhile
   const catchup::RankKey key{ReplicaId(up.replica()), RankId(up.rank())};
-  if (!clear_place(*trainer, key, up.instance())) return;
+  if (!clear_place(*trainer, key, up)) return;
   auto view = local::View::of(trainer->state().owner());
   REJOIN_CHECK(view.has_value(), "{}", view.error());
   LocalRank& rank = ranks_[connection];
@@ -90,13 +90,14 @@ void Daemon::on_hello(std::uint64_t instance_of, membership::RankConnection conn
 }
 
 // As NodeServer's: who has the place and lives keeps it. False: the newcomer is refused.
-bool Daemon::clear_place(Trainer& newcomer, const catchup::RankKey& key, std::uint64_t rank_instance) {
+bool Daemon::clear_place(Trainer& newcomer, const catchup::RankKey& key, const proto::RankUp& up) {
   using Gone = membership::Node::Gone;
   std::vector<std::pair<membership::RankConnection, Gone>> older;
   for (const auto& [id, rank] : ranks_) {
     if (rank.key != key) continue;
-    const Gone how = machine_.gone_for(id, rank_instance);
-    if (how != Gone::replaced && world_.trainer(rank.trainer) != nullptr) {
+    const bool lives = world_.trainer(rank.trainer) != nullptr;
+    const Gone how = lives ? machine_.gone_for(id, up) : Gone::ended;
+    if (how == Gone::ended && lives) {
       world_.deliver(newcomer, random.between(1us, 20us), [at = &newcomer, connection = newcomer.connection] {
         at->on_refused(connection, "another process of its node has its place");
       });

@@ -37,7 +37,7 @@ class Daemon final : public Process {
     std::uint64_t job = 0;
   };
   using Command = std::function<void(catchup::Service&, TimePoint)>;
-  bool clear_place(Trainer& newcomer, const catchup::RankKey& key, std::uint64_t rank_instance);
+  bool clear_place(Trainer& newcomer, const catchup::RankKey& key, const proto::RankUp& up);
   void look_after(const proto::Inquiry& inquiry);
   void post(Command command);  // to the stream's thread
   void on_caught_up(const catchup::Service::CompletedRank& completed);

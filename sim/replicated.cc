@@ -38,9 +38,11 @@ void ReplicatedCoordinator::on_message(std::uint64_t link, const proto::FromNode
     }
     return carry_out(machine_->on_message(membership::NodeId(link), forged, world_.now_at(machine)));
   }
+  const auto& up = message.rank_up();
   if (const auto* leads = decisions();
-      leads != nullptr && message.has_rank_up() && world_.is_later(message.rank_up())) {
-    world_.check_that_it_heard_them(message.rank_up());
+      leads != nullptr && message.has_rank_up() && world_.is_later(up) &&
+      (up.heard_epoch() > leads->epoch().value || up.heard_committed() > leads->committed().value)) {
+    world_.check_that_it_heard_them(up);
     if (!outdated_ || outdated_->term != machine_->leader().term())
       outdated_ = Outdated{machine_->leader().term(), leads->epoch(), leads->committed()};
   }

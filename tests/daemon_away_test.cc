@@ -37,6 +37,28 @@ TEST(Session, ATrainerThatWasStoppedWhileItsDaemonWasAwayRegistersWithTheNextOne
   EXPECT_TRUE(eventually([&] { return committed() > then + 5; })) << trainer.output();
 }
 
+// Both look for the next daemon, and either may find it first.
+TEST(Session, ASecondProcessThatComesWhileTheDaemonIsAwayDoesNotGetThePlace) {
+  Job job;
+  job.start(1, 0);
+  auto environment = job.environment(0);
+  Process first({kMinimal}, job.file("first"), environment);
+  const auto committed = [&] { return job.status().value("committed", 0); };
+  ASSERT_TRUE(eventually([&] { return committed() > 5; }));
+  for (int round = 0; round < 3; ++round) {
+    ::kill(job.processes[1]->pid(), SIGKILL);
+    Process second({kMinimal}, job.file(fmt::format("second{}", round)), environment);
+    ASSERT_TRUE(eventually([&] { return second.output().find("it is waited for") != std::string::npos; }));
+    job.processes[1] = nullptr;
+    job.processes[1] = job.start_node(0, {"--connect", job.coordinator});
+    EXPECT_NE(second.wait(std::chrono::seconds(20)), 0);
+    EXPECT_NE(second.output().find("end that process, or give this one another replica or rank"), std::string::npos)
+        << second.output();
+    const int then = committed();
+    EXPECT_TRUE(eventually([&] { return committed() > then + 5; })) << first.output();
+  }
+}
+
 // A trainer, and a daemon at its socket that does what the test says.
 struct Greeted {
   Scratch scratch;

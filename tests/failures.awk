@@ -5,6 +5,9 @@
 inside { output[lines++] = $0 }
 /^Test (Failed|Timeout)|^Test .*[Tt]imed out|^Test not run|^Test.*Exception/ && !inside {
   print "run: failed: " name
-  for (i = 0; i < lines; ++i)
-    if (i >= lines - 12 || output[i] ~ /ERROR|SUMMARY|FAILED|[Ff]ailure|failed:/) print "    " substr(output[i], 1, 240)
+  behind = 0
+  for (i = 0; i < lines; ++i) {
+    if (output[i] ~ /: Failure$/) behind = 6  # what was expected, and what there was
+    if (i >= lines - 12 || behind-- > 0 || output[i] ~ /ERROR|SUMMARY|FAILED|[Ff]ailure|failed:/) print "    " substr(output[i], 1, 240)
+  }
 }

@@ -40,6 +40,23 @@ TEST_F(Places, ASecondProcessIsRefusedWhileTheFirstLives) {
   EXPECT_GT(came, 3u);
 }
 
+// Either may be the first to find the next daemon.
+TEST_F(Places, ASecondProcessThatComesWhileTheDaemonIsAwayDoesNotGetThePlace) {
+  std::uint64_t came = 0;
+  for (std::uint64_t seed = 0; seed < 3 * kOfPlaces; ++seed) {
+    if (stops_the_first(seed) || Shape::of(seed).upgrade) continue;
+    const std::vector<Fault> faults{
+        {.at = 1s, .kind = FaultKind::kill_daemon, .replica = 1},
+        {.at = 1001ms, .kind = FaultKind::second_process, .replica = 1, .lasting = 100ms, .detail = seed}};
+    Outcome outcome = play({.seed = seed, .replicas = 3, .ranks = 2, .faults = faults});
+    ASSERT_FALSE(outcome.violation) << "seed " << seed << ": " << outcome.violation->invariant << ": "
+                                    << outcome.violation->what;
+    EXPECT_EQ(outcome.counts["the second process stays"], 0u) << "seed " << seed;
+    came += outcome.counts["second process"];
+  }
+  EXPECT_GT(came, 3u);
+}
+
 TEST_F(Places, WhoWasReplacedWhileItWasStoppedGoes) {
   std::uint64_t stayed = 0;
   for (std::uint64_t seed = 0; seed < kOfPlaces; ++seed) {

@@ -12,7 +12,7 @@ namespace rejoin::transport::shm {
 
 tl::unexpected<Error> unreadable(pid_t process);  // its memory, as errno says
 // Whether others of this user may look at this process at all: who has changed its user, or whose program's file has
-// capabilities, shows them neither memory nor files (ptrace(2), "Ptrace access mode checking"). Root sees all.
+// capabilities, shows them neither memory nor files (ptrace(2), "Ptrace access mode checking"). Root is not asked.
 Result<> shows_itself();
 
 class PeerProcess {
