@@ -37,26 +37,29 @@ TEST(Session, ATrainerThatWasStoppedWhileItsDaemonWasAwayRegistersWithTheNextOne
   EXPECT_TRUE(eventually([&] { return committed() > then + 5; })) << trainer.output();
 }
 
-// Both look for the next daemon, and either may find it first.
+// It finds the next daemon before the one that has the place does.
 TEST(Session, ASecondProcessThatComesWhileTheDaemonIsAwayDoesNotGetThePlace) {
   Job job;
+  job.silence_ms = "10000";
   job.start(1, 0);
-  auto environment = job.environment(0);
-  Process first({kMinimal}, job.file("first"), environment);
+  Process first({kMinimal}, job.file("first"), job.environment(0));
   const auto committed = [&] { return job.status().value("committed", 0); };
   ASSERT_TRUE(eventually([&] { return committed() > 5; }));
-  for (int round = 0; round < 3; ++round) {
-    ::kill(job.processes[1]->pid(), SIGKILL);
-    Process second({kMinimal}, job.file(fmt::format("second{}", round)), environment);
-    ASSERT_TRUE(eventually([&] { return second.output().find("it is waited for") != std::string::npos; }));
-    job.processes[1] = nullptr;
-    job.processes[1] = job.start_node(0, {"--connect", job.coordinator});
-    EXPECT_NE(second.wait(std::chrono::seconds(20)), 0);
-    EXPECT_NE(second.output().find("end that process, or give this one another replica or rank"), std::string::npos)
-        << second.output();
-    const int then = committed();
-    EXPECT_TRUE(eventually([&] { return committed() > then + 5; })) << first.output();
-  }
+  ::kill(job.processes[1]->pid(), SIGKILL);
+  ASSERT_TRUE(eventually([&] { return first.output().find("the daemon is gone") != std::string::npos; }));
+  ::kill(first.pid(), SIGSTOP);
+  job.processes[1] = nullptr;
+  job.processes[1] = job.start_node(0, {"--connect", job.coordinator});
+  Process second({kMinimal}, job.file("second"), job.environment(0));
+  ASSERT_TRUE(eventually([&] {
+    return job.processes[0]->output().find(" asks for the place of ") != std::string::npos;
+  })) << job.processes[0]->output();
+  ::kill(first.pid(), SIGCONT);
+  EXPECT_NE(second.wait(std::chrono::seconds(20)), 0);
+  EXPECT_NE(second.output().find("end that process, or give this one another replica or rank"), std::string::npos)
+      << second.output();
+  const int then = committed();
+  EXPECT_TRUE(eventually([&] { return committed() > then + 5; })) << first.output();
 }
 
 // A trainer, and a daemon at its socket that does what the test says.
