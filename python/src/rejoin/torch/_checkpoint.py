@@ -15,6 +15,7 @@ import torch
 from rejoin import _native
 from rejoin.errors import InvalidArgument, Mismatch
 from rejoin.torch import _optimizer
+from rejoin.torch._signals import WithinUpdate
 
 if TYPE_CHECKING:
     from rejoin.torch._metrics import Metrics
@@ -39,6 +40,11 @@ def checkpoint_of(session: Session) -> dict[str, Any]:
     """Give the state as `Session.state_dict()` says."""
     if session._model is None or session._optimizer is None or session._updates is None:
         raise InvalidArgument("state_dict() comes after attach()")
+    if session._leaving.signals.holds:
+        raise WithinUpdate(
+            "state_dict() within optimizer.step(), or while this replica catches up: the state is of no one step. Let "
+            "a signal's handler set a flag, and the loop's body call state_dict() after optimizer.step(), if it is set"
+        )
     if session._averaging:
         raise InvalidArgument('state_dict() within averaged(): it is always of the weights; ["average"] has these')
     for tensor in session._tensors:

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from rejoin.torch._signals import Signals
+
 log = logging.getLogger("rejoin")
 
 LONGEST_WAIT_SECONDS = 10.0  # launchers kill what has not ended after 30 s
@@ -49,6 +51,7 @@ class Leaving:
     def __init__(self) -> None:
         self._waits_since: float | None = None
         self._at_once = self._ending = False
+        self.signals = Signals(_on_sigterm)  # the others, which the script may have handlers for
 
     @staticmethod
     def listen() -> None:
@@ -72,7 +75,9 @@ class Leaving:
             self._at_once, self._waits_since = False, None
 
     def look(self) -> None:
-        """Raise `Terminated`, once, where this is no time to go on waiting."""
+        """Raise `Terminated`, once, where this is no time to go on waiting, or what another signal's handler raises."""
+        if self._waits_since is not None:
+            self.signals.look(self._waits_since)
         if _asked_at is None or self._waits_since is None or self._ending:
             return
         waited = time.monotonic() - max(_asked_at, self._waits_since)

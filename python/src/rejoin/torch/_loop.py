@@ -186,35 +186,49 @@ def commit(session: Session, closure: Callable[[], float] | None) -> None:
         with suppress(RejoinError):
             session.leave()
         raise
-    session._updated = True
 
 
 def update(session: Session, step: int) -> None:
-    """Wait for the step's decision, and apply it."""
+    """Wait for the step's decision, and apply it. Handlers of signals wait, and run when all is done."""
+    with session._leaving.signals.held():
+        try:
+            _update(session, step)
+        except BaseException as error:
+            _abandon(session, error)
+            raise
+        if session._in_step:
+            session._updated = True
+
+
+def _update(session: Session, step: int) -> None:
     assert session._updates is not None
     with session._leaving.waiting(at_once=not session._in_step):
         updates = session._native.begin_update()
     session._buckets.follow()
     if updates is None:
         return
-    try:
-        with torch.no_grad():
-            session._updates.look(step)
-            if session._in_step:
-                session._metrics.tell(step)
-            session._updates.apply(step, updates)
-        for tensor in session._tensors:  # a Queue's thread may move them at any time
-            tensor.check_memory()
-        gather_again(session._sharded)
-    except BaseException as error:
-        try:
-            session._native.abandon_update(f"{type(error).__name__}: {error}")
-        except RejoinError as ended:
-            log.error("%s", ended)
-        raise
+    with torch.no_grad():
+        session._updates.look(step)
+        if session._in_step:
+            session._metrics.tell(step)
+        session._updates.apply(step, updates)
+    for tensor in session._tensors:  # a Queue's thread may move them at any time
+        tensor.check_memory()
+    gather_again(session._sharded)
     session._native.end_update(session._stream())
     if session._in_step:  # what has been caught up with was not coded here
         session._updates.scale_feedback(step)
+
+
+# What was raised may have come before the update had begun, or behind its end: then there is none to abandon.
+def _abandon(session: Session, error: BaseException) -> None:
+    try:
+        session._native.abandon_update(f"{type(error).__name__}: {error}")
+    except InvalidArgument:
+        pass
+    except RejoinError as ended:
+        if str(ended) != str(error):
+            log.error("%s", ended)
 
 
 def leave(session: Session) -> None:
@@ -241,4 +255,12 @@ def end(session: Session) -> None:
             session._group.end()
             ends.callback(session._group.shutdown)
         if session._joined:
-            session._native.leave()
+            _leave(session)
+
+
+# Also where an exception, which another thread may raise here anywhere, has kept update() from abandoning.
+def _leave(session: Session) -> None:
+    try:
+        session._native.leave()
+    except InvalidArgument:
+        _abandon(session, InvalidArgument("the script leaves in the midst of it"))

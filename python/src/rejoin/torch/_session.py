@@ -343,6 +343,10 @@ class Session:
         since counts in the next step. The tensors are the live ones, so save them before the loop goes on. A plain
         PyTorch job loads "model" and "optimizer" as they are.
 
+        A signal's handler had better set a flag that the loop's body looks at. Where the signal comes in
+        `optimizer.step()`, or while this replica catches up, it runs behind the update, and may call this; but where
+        the step has waited for others for 10 s, it runs meanwhile, and is refused.
+
         `of`: a checkpoint of torch.distributed.checkpoint, its path or a StorageReader. Then it is what dcp.load() is
         to fill before join(): so much of the state as this one has, also one of other metrics or another number of
         ranks.
