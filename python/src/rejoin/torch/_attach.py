@@ -6,7 +6,7 @@ import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -19,6 +19,8 @@ from rejoin.torch._tensors import Tensor, buckets_of
 
 if TYPE_CHECKING:
     from rejoin.torch._session import Session
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def check(
@@ -156,7 +158,7 @@ def place(session: Session, tensor: Tensor) -> None:
         if (alive := reference()) is not None:
             alive._on_gradient(tensor)
 
-    hook(on_gradient)
+    hook(uncompiled(on_gradient))  # else it is compiled for each parameter, where backward() is
 
 
 # What the optimizer has kept already, say from a checkpoint of plain PyTorch, goes on here.
@@ -182,10 +184,19 @@ def lay(session: Session, column: int) -> None:
     gather_again(session._sharded)
 
 
+def uncompiled(function: Function) -> Function:
+    """Let this run as it is, also where a compiled function calls it.
+
+    Compiled into that, an update has other bits than those of the parts that a replica which catches up applies.
+    """
+    return torch.compiler.disable(function)  # type: ignore[no-any-return, no-untyped-call]
+
+
 def take_calls(
     optimizer: torch.optim.Optimizer, commit: Callable[[Any], float | None], zero_grad: Callable[[bool], None]
 ) -> None:
     """Let the optimizer's calls be the session's."""
+    commit, zero_grad = uncompiled(commit), uncompiled(zero_grad)
 
     def step(_: torch.optim.Optimizer, closure: Any = None) -> float | None:
         return commit(closure)

@@ -265,10 +265,11 @@ class Session:
         if self._ended:
             return
         fetcher = _loop.fetcher_of(self, loader) if loader is not None else None
+        begin_step = _attach.uncompiled(_loop.begin_step)  # it applies updates
         try:
             if not self._joined:
                 self.join()
-            while (step := _loop.begin_step(self)) is not None:
+            while (step := begin_step(self)) is not None:
                 yield step, fetcher.fetch(step.samples, self._native.upcoming) if fetcher else step.samples
                 if not self._updated:
                     raise InvalidArgument(f"step {step.number} has ended without optimizer.step()")
@@ -343,9 +344,8 @@ class Session:
         since counts in the next step. The tensors are the live ones, so save them before the loop goes on. A plain
         PyTorch job loads "model" and "optimizer" as they are.
 
-        A signal's handler had better set a flag that the loop's body looks at. Where the signal comes in
-        `optimizer.step()`, or while this replica catches up, it runs behind the update, and may call this; but where
-        the step has waited for others for 10 s, it runs meanwhile, and is refused.
+        A signal's handler may call it, too: where the signal comes in an update, it runs behind that. Only where the
+        step has waited for others for 10 s does it run meanwhile, and is refused: a flag for the loop's body is better.
 
         `of`: a checkpoint of torch.distributed.checkpoint, its path or a StorageReader. Then it is what dcp.load() is
         to fill before join(): so much of the state as this one has, also one of other metrics or another number of
