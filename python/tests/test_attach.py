@@ -122,6 +122,77 @@ def test_a_buffer_that_the_first_forward_makes_is_refused(tmp_path, monkeypatch)
         one._optimizer.step()
 
 
+class Calibrated(torch.nn.Linear):
+    """It makes a buffer in its third call."""
+
+    calls, given = 0, None
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.register_buffer("shift", None)
+
+    def forward(self, x):
+        self.calls += 1
+        if self.calls == 3:
+            self.shift = torch.ones(2)
+        return super().forward(x)
+
+
+def test_a_buffer_that_comes_in_a_later_step_is_an_error_in_the_log(tmp_path, monkeypatch, caplog):
+    """All replicas would end in the same step, with all that was trained."""
+    model, native = torch.nn.Sequential(Calibrated()), Job(5)
+    one = attached(tmp_path, model)
+    for of in (one, one._buckets, one._updates):
+        monkeypatch.setattr(of, "_native", native)
+    told = {}
+    for step, _ in one.steps():
+        caplog.clear()
+        model(torch.ones(1, 2)).sum().backward()
+        one._optimizer.step()
+        told[step.number] = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert len(told[3]) == 1 and not any(told[step] for step in (1, 2, 4, 5)), "once, and not in each step"
+    assert "step 3: buffer '0.shift' was registered, or got its elements, after attach()" in told[3][0]
+
+
+class Counting(torch.nn.Linear):
+    """It has a count outside of its buffers, and a constant."""
+
+    def __init__(self, counts: bool) -> None:
+        super().__init__(2, 2)
+        self.counts, self.calls = counts, 0
+
+    def forward(self, x):
+        self.calls += self.counts
+        return super().forward(x)
+
+    def get_extra_state(self):
+        return {"calls": self.calls, "scale": torch.ones(2000)}
+
+    def set_extra_state(self, state):
+        self.calls = state["calls"]
+
+
+@pytest.mark.parametrize("counts", [False, True])
+def test_extra_state_is_told_to_be_each_replicas_own_and_refused_where_it_changes(
+    tmp_path, monkeypatch, caplog, counts
+):
+    model, native = torch.nn.Sequential(torch.nn.Linear(2, 2), Counting(counts)), Job(2)
+    one = attached(tmp_path, model)
+    for of in (one, one._buckets, one._updates):
+        monkeypatch.setattr(of, "_native", native)
+    for _ in one.steps():
+        assert "what get_extra_state() gives of module '1' is no part of the session" in caplog.text
+        model(torch.ones(1, 2)).sum().backward()
+        if counts:
+            with pytest.raises(
+                rejoin.InvalidArgument, match="of module '1' changes in a step, .*in persistent buffers"
+            ):
+                one._optimizer.step()
+            return
+        one._optimizer.step()
+    assert one.finished
+
+
 @pytest.mark.parametrize("accumulated", [False, True])
 def test_zero_grad_takes_back_what_was_accumulated_in_a_main_grad(tmp_path, monkeypatch, accumulated):
     """As of a micro-batch that is left out, or of an attack's own pass."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,8 @@ from rejoin.torch._tensors import Tensor, buckets_of
 
 if TYPE_CHECKING:
     from rejoin.torch._session import Session
+
+log = logging.getLogger("rejoin")
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -94,17 +97,31 @@ def take_what_was_done_since(session: Session) -> None:
             tensor.take_changes()
             tensor.note_version()
     refuse_new_buffers(session._model, session._tensors)
+    session._places.extra.note()
 
 
-def refuse_buffers_of_forward(session: Session) -> None:
-    """Raise `InvalidArgument` where a step's forward() has put other parameters into the model, or its first one has
-    made buffers."""
+def refuse_state_of_forward(session: Session) -> None:
+    """Raise `InvalidArgument` where a step's forward() has put other parameters into the model, and in its first steps
+    where it has made buffers or changed what is no part of the session.
+
+    Of buffers that come later there is an error in the log alone: all replicas would end in the same step.
+    """
     if session._model is None or session._places is None:
         return
-    session._places.check()
-    if not session._looked_for_buffers:
-        refuse_new_buffers(session._model, session._tensors)
-        session._looked_for_buffers = True
+    assert session._step is not None and session._updates is not None
+    places = session._places
+    changed = places.check()
+    early = not places.trained or session._updates.settings.early(session._step.number)
+    try:
+        if changed or not places.trained:
+            refuse_new_buffers(session._model, session._tensors)
+        if early:
+            places.extra.check()
+    except InvalidArgument as error:
+        if early:
+            raise
+        log.error("step %d: %s", session._step.number, error)
+    places.trained = True
 
 
 def declare(session: Session, tensors: list[Tensor], bucket_bytes: int) -> None:

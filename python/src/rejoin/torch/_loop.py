@@ -177,7 +177,7 @@ def commit(session: Session, closure: Callable[[], float] | None) -> None:
     for tensor in session._tensors:
         tensor.check_place()
         tensor.check_version()
-    _attach.refuse_buffers_of_forward(session)
+    _attach.refuse_state_of_forward(session)
     session._updates.check(session._step.number)
     session._buckets.bring_rest()
     try:

@@ -1,4 +1,4 @@
-"""Where the model has the session's parameters: what takes the place of one of them would be trained by nobody."""
+"""Where the model has the session's tensors: what takes the place of one of them would be trained by nobody."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rejoin.errors import InvalidArgument
+from rejoin.torch._extra import ExtraState
 from rejoin.torch._sharding import gather_again, gathered_of, parameters_of_fsdp
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Places:
-    """The model's modules and parameters, as they were when they were last looked at."""
+    """The model's modules, parameters and persistent buffers, as they were when they were last looked at."""
 
     def __init__(self, model: torch.nn.Module, tensors: Sequence[Tensor], sharded: list[Any]) -> None:
         """`sharded`: FSDP2's states, which puts other parameters into the modules while it has gathered these."""
@@ -26,12 +27,17 @@ class Places:
         self._seen: list[tuple[torch.nn.Module, list[int]]] = []
         self._of_fsdp: set[int] = set()  # by identity: those in the modules, and those while they are gathered
         self._wanted: list[bool] = []
+        self.extra = ExtraState(model)
+        self.trained = False  # whether a step's forward() has been looked at
 
-    def check(self) -> None:
-        """Raise `InvalidArgument` where something else has taken a parameter's place, or would have to be trained."""
+    def check(self) -> bool:
+        """Raise `InvalidArgument` where something else has taken a parameter's place, or would have to be trained.
+
+        Whether anything is other than before, buffers too.
+        """
         wanted = self._wants()
         if self._seen and wanted == self._wanted and all(self._of(module) == seen for module, seen in self._seen):
-            return
+            return False
         gather_again(self._sharded)
         gathered = {id(one.sharded_param): gathered_of(one) for one in parameters_of_fsdp(self._sharded)}
         self._of_fsdp = {*gathered, *(id(other) for other in gathered.values() if other is not None)}
@@ -53,12 +59,17 @@ class Places:
                 )
         self._seen = [(module, self._of(module)) for module in self._model.modules()]
         self._wanted = wanted
+        return True
 
     # By identity, which a module that is looked at keeps alive. Every step asks: it is to be quick.
     def _of(self, module: torch.nn.Module) -> list[int]:
         inner = list(map(id, module._modules.values()))
         own = [parameter for parameter in module._parameters.values() if id(parameter) not in self._of_fsdp]
-        return [*inner, *map(id, own), *(parameter is not None and parameter.requires_grad for parameter in own)]
+        seen = [*inner, *map(id, own), *(parameter is not None and parameter.requires_grad for parameter in own)]
+        if module._buffers:  # one without elements may get some
+            own_buffers = [b for n, b in module._buffers.items() if n not in module._non_persistent_buffers_set]
+            seen += [id(buffer) if buffer is not None and buffer.numel() > 0 else 0 for buffer in own_buffers]
+        return seen
 
     # Those of FSDP2, which are in the modules by turns as they are and gathered.
     def _wants(self) -> list[bool]:

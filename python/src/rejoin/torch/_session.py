@@ -85,7 +85,6 @@ class Session:
         self._updates: Update | None = None
         self._places: Places | None = None
         self._joined = self._finished = self._ended = self._in_step = self._updated = False
-        self._looked_for_buffers = False
         self._accumulating = self._contributed = self._averaging = False
         self._step: Step | None = None
         self._leaving = Leaving()

@@ -88,7 +88,7 @@ class Settings:
 
     def check(self, step: int) -> None:
         """Refuse, or put back, what has changed before this step is applied."""
-        early = step <= self.restored + _EARLY
+        early = self.early(step)
         if early and not self._lr_follows_steps:
             refuse_schedule(self._optimizer)
         for what, holder, name, before in self._all():
@@ -99,6 +99,10 @@ class Settings:
             if early:
                 raise InvalidArgument(changed)
             self._put(what, holder, name, before, changed, step)
+
+    def early(self, step: int) -> bool:
+        """Whether little is lost where all replicas end in this step."""
+        return step <= self.restored + _EARLY
 
     def _all(self) -> Iterator[tuple[str, dict[str, Any], str, _Before]]:
         for number, (group, of_group) in enumerate(zip(self._optimizer.param_groups, self._of_groups, strict=True)):
