@@ -14,8 +14,8 @@ torch = pytest.importorskip("torch")
 
 from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
 
-from rejoin.errors import InvalidArgument  # noqa: E402
-from rejoin.torch import Batches  # noqa: E402
+from rejoin.errors import InvalidArgument, Unavailable  # noqa: E402
+from rejoin.torch import Batches, Session  # noqa: E402
 from rejoin.torch._data import Fetcher  # noqa: E402
 
 multiprocessing.set_forkserver_preload(["__main__", "torch"])  # once, and not in each worker
@@ -87,6 +87,37 @@ def test_persistent_workers_that_have_died_are_started_again(expected):
     assert fetcher.hits >= 5
     fetcher.stop()
     assert not multiprocessing.active_children()
+
+
+def test_workers_that_die_again_and_again_at_their_start_end_the_trainer(monkeypatch):
+    """As those of a script do that runs from its top in each of them."""
+    batches = Batches(101, seed=1)
+    loader = DataLoader(DATA, batch_sampler=batches, num_workers=1, multiprocessing_context="forkserver")
+    fetcher, dies = Fetcher(loader), RuntimeError("DataLoader worker (pid(s) 7) exited unexpectedly")
+    gives = iter([dies, dies, "a batch", dies, ValueError("no such sample"), dies, dies])
+
+    def begin() -> None:
+        fetcher._sent.extend(batches.coming)
+        fetcher._iterator = given()
+
+    def given():
+        for one in gives:
+            if isinstance(one, Exception):
+                raise one
+            yield one
+
+    monkeypatch.setattr(fetcher, "_begin", begin)
+    steps = [((4 * n, 4 * n + 4),) for n in range(12)]
+    with pytest.raises(Unavailable, match="died 3 times .*pid.s. 7.*__name__ == '__main__'"):
+        for number, ranges in enumerate(steps):
+            fetcher.fetch(ranges, lambda n, number=number: steps[number + 1 :][:n])
+    assert next(gives, None) is None and fetcher.hits == 1
+
+
+def test_a_process_that_runs_the_script_once_more_has_no_session(monkeypatch):
+    monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
+    with pytest.raises(InvalidArgument, match="runs the script from its top: put .* __name__ == '__main__'"):
+        Session(replica=0, rank=0, socket="/nowhere")
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import multiprocessing
 import os
 import select
 import threading
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Sampler
 
-from rejoin.errors import InvalidArgument
+from rejoin.errors import InvalidArgument, Unavailable
 
 Ranges = tuple[tuple[int, int], ...]
 
@@ -30,7 +31,20 @@ _UNFIT = {
 }
 _MOST_AHEAD = 1024  # steps that rejoin_upcoming() tells of
 
+_MOST_DEATHS = 3  # of workers that have given nothing
+
 log = logging.getLogger("rejoin")
+
+
+def refuse_in_worker() -> None:
+    """Raise `InvalidArgument` where Python runs the script once more, for a process that the script has started."""
+    if getattr(
+        multiprocessing.current_process(), "_inheriting", False
+    ):  # by which Python refuses to start more of them
+        raise InvalidArgument(
+            "this process is a DataLoader's worker, or another that multiprocessing has started, which runs the script "
+            "from its top: put what the script does under if __name__ == '__main__':, so that only the trainer does it"
+        )
 
 
 class Batches(Sampler[list[int]]):
@@ -203,6 +217,7 @@ class Fetcher:
         self._sent: deque[Ranges] = deque()  # to this iterator's workers, and not back yet
         self._depth = min(loader.num_workers * (loader.prefetch_factor or 0) + 1, _MOST_AHEAD)  # batches ahead
         self.hits = self.misses = 0
+        self._deaths = 0  # of workers, since they have given something
 
     def fetch(self, ranges: Ranges, upcoming: Callable[[int], Sequence[Sequence[tuple[int, int]]]]) -> Any:
         """Give the collated data of these samples. `upcoming` says what so many of the next steps probably train."""
@@ -241,13 +256,21 @@ class Fetcher:
             self._batches.opened_for = None
 
     def _give_up(self, error: Exception) -> None:
-        log.warning("the DataLoader's workers are started again: %s", error)
         self.stop()
+        if "exited unexpectedly" in str(error):
+            self._deaths += 1
+        if self._deaths >= _MOST_DEATHS:
+            raise Unavailable(
+                f"the DataLoader's workers have died {self._deaths} times without giving anything: {error}. What they "
+                "have written says why; a script with workers does what it does under if __name__ == '__main__':"
+            ) from error
+        log.warning("the DataLoader's workers are started again: %s", error)
 
     def _next(self) -> Any:
         assert self._iterator is not None
         data = next(self._iterator)
         self._sent.popleft()
+        self._deaths = 0
         return data
 
     def stop(self) -> None:

@@ -24,7 +24,7 @@ from rejoin.torch._attributes import told
 from rejoin.torch._buckets import Buckets
 from rejoin.torch._buffers import buffers_of
 from rejoin.torch._checkpoint import checkpoint_of, remedy_in_python, restore, template_of
-from rejoin.torch._data import Batches, Fetcher
+from rejoin.torch._data import Batches, Fetcher, refuse_in_worker
 from rejoin.torch._final import final_save
 from rejoin.torch._fingerprint import fingerprint
 from rejoin.torch._frozen import frozen
@@ -61,6 +61,7 @@ class Session:
         daemon, which ends with it: at log level warn, and as replicaR-HOST, where REJOIN_LOG_LEVEL and REJOIN_NODE do
         not say otherwise.
         """
+        refuse_in_worker()
         self.device = torch.device(device)
         if self.device.type == "cuda" and self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device())
