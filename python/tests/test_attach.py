@@ -122,6 +122,28 @@ def test_a_buffer_that_the_first_forward_makes_is_refused(tmp_path, monkeypatch)
         one._optimizer.step()
 
 
+@pytest.mark.parametrize("how", ["a complex buffer", "memory of another's", "metrics"])
+def test_what_attach_has_refused_may_be_mended_and_attached(tmp_path, how):
+    model, metrics = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 2, bias=False)), ["loss"]
+    if how == "a complex buffer":
+        model.register_buffer("phase", torch.ones(2, dtype=torch.complex64))
+    elif how == "metrics":
+        metrics = ["loss", "loss"]
+    else:
+        model[1].weight.data = model[0].weight.data
+    one, optimizer = session(tmp_path), torch.optim.AdamW(model.parameters())
+    for _ in range(2):
+        with pytest.raises(rejoin.InvalidArgument, match="complex64|lie in the same memory|there twice"):
+            one.attach(model, optimizer, metrics=metrics)
+    if how == "a complex buffer":
+        del model.phase
+    elif how == "memory of another's":
+        model[1].weight.data = model[0].weight.data.clone()
+    one.attach(model, optimizer, metrics=["loss"])
+    with pytest.raises(rejoin.InvalidArgument, match="comes once: .* open another Session"):
+        one.attach(model, optimizer)
+
+
 class Calibrated(torch.nn.Linear):
     """It makes a buffer in its third call."""
 

@@ -7,7 +7,7 @@ import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from types import MethodType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 
@@ -48,6 +48,14 @@ def check(
     _refusals.refuse_step_of_its_own(optimizer)
     if loss_scale is not None and (loss_scale < 1.0 or math.frexp(loss_scale)[0] != 0.5):
         raise InvalidArgument(f"loss_scale={loss_scale}: it is to be a power of 2, such as 65536")
+
+
+def refuse_another() -> NoReturn:
+    """Raise `InvalidArgument`: a session has been attached, or has failed where that can't be done once more."""
+    raise InvalidArgument(
+        "attach() comes once: several models go into one torch.nn.ModuleList, with one optimizer over them, whose "
+        "groups may have settings of their own. After an attach() that has failed, open another Session"
+    )
 
 
 def refuse_overlaps(model: torch.nn.Module, tensors: list[Tensor]) -> None:
@@ -126,8 +134,6 @@ def refuse_state_of_forward(session: Session) -> None:
 
 def declare(session: Session, tensors: list[Tensor], bucket_bytes: int) -> None:
     """Declare the tensors and their buckets, and have the session allocate memory for them."""
-    assert session._model is not None
-    refuse_overlaps(session._model, tensors)
     session._tensors = tensors
     for tensor in tensors:
         kind = type_of(tensor.name, tensor.dtype)

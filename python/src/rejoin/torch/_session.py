@@ -155,10 +155,7 @@ class Session:
         types and devices that can't be.
         """
         if self._model is not None:
-            raise InvalidArgument(
-                "attach() comes once: several models go into one torch.nn.ModuleList, with one optimizer over them, "
-                "whose groups may have settings of their own"
-            )
+            _attach.refuse_another()
         _attach.check(optimizer, max_norm, ema, loss_scale, gradients, metrics)
         self._rules = Rules(max_norm, lr, skip_nonfinite or loss_scale is not None, ema)
         self._ranks = Ranks(self.rank, self._leaving, self._native.check)
@@ -166,9 +163,10 @@ class Session:
             parameters = parameters_of(
                 model, optimizer, self.device, masters, ema is not None, self._ranks.several, gradients, main_grad
             )
-        self._model, self._optimizer, self._sharded = model, optimizer, states_of(model)
-        self._metrics = Metrics(metrics, self.device, self._ranks)
         tensors = [*parameters, *buffers_of(model, self.device)]
+        _attach.refuse_overlaps(model, tensors)
+        self._metrics = Metrics(metrics, self.device, self._ranks)
+        self._model, self._optimizer, self._sharded = model, optimizer, states_of(model)  # what follows comes once
         double = torch.float64
         if self._metrics.names:
             self._metrics.tensor = Tensor("rejoin.metrics", self._metrics.values, dtype=double, gradient_dtype=double)
