@@ -144,6 +144,24 @@ def test_what_attach_has_refused_may_be_mended_and_attached(tmp_path, how):
         one.attach(model, optimizer)
 
 
+def test_a_frozen_parameter_without_plain_values_is_refused_by_name_and_a_conjugate_one_compared(tmp_path):
+    from rejoin.torch._frozen import digest
+
+    for value, told in (
+        (torch.ones(2, 2).to_sparse(), "torch.sparse_coo"),
+        (torch.ones(2, 2, device="meta"), "is on the meta device"),
+    ):
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Module())
+        model[1].table = torch.nn.Parameter(value, requires_grad=False)
+        one = session(tmp_path)
+        one.attach(model, torch.optim.AdamW(model[0].parameters()))
+        with pytest.raises(rejoin.InvalidArgument, match=f"frozen parameter '1.table' .*{told}.* can't be compared"):
+            one.join()
+    value = torch.tensor([1 + 2j, 3 - 1j, 5 + 1j])
+    assert digest(value.conj()) == digest(torch.tensor([1 - 2j, 3 + 1j, 5 - 1j])) != digest(value)
+    assert digest(value.conj().imag) == digest(torch.tensor([-2.0, 1.0, -1.0]))
+
+
 class Calibrated(torch.nn.Linear):
     """It makes a buffer in its third call."""
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from rejoin.errors import InvalidArgument
 from rejoin.torch._ranks import Ranks
 from rejoin.torch._sharding import local
 
@@ -17,7 +18,7 @@ _MASK = (1 << 64) - 1
 
 def digest(tensor: torch.Tensor) -> int:
     """Digest the bytes, where they are. It finds what differs by mistake, such as another checkpoint's weights."""
-    raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    raw = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
     words = torch.nn.functional.pad(raw, (0, -raw.numel() % 8)).view(torch.int64)
     total = raw.numel()
     for begin in range(0, words.numel(), _WORDS):
@@ -40,6 +41,13 @@ def frozen(model: torch.nn.Module, ranks: Ranks, held: Sequence[torch.Tensor] = 
     ]  # others, such as packed ones, have no bytes
     if not named:
         return ""
+    for name, p in named:
+        if p.is_meta or p.layout is not torch.strided:
+            what = "is on the meta device" if p.is_meta else f"has the layout {p.layout}"
+            raise InvalidArgument(
+                f"frozen parameter '{name}' {what}, and can't be compared with those of the other replicas: let it be "
+                "a plain tensor with its values by join(), or take it out of the model"
+            )
     mine = struct.pack(f"<{len(named)}Q", *(digest(p) for _, p in named))
     digests = [0] * len(named)
     for rank, packed in enumerate(ranks.gather("frozen", mine)):
