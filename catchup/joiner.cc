@@ -326,6 +326,16 @@ bool Joiner::send(transport::EndpointId endpoint, const proto::Stream& message) 
   return engine_.send(endpoint, as_bytes(bytes)).has_value();
 }
 
+std::optional<TimePoint> Joiner::unreached_since(TimePoint now) const {
+  if (done_ || expected_.empty()) return std::nullopt;
+  TimePoint since{};
+  for (const auto& [source, known] : expected_) {
+    if (!known.missing_since) return std::nullopt;
+    since = std::max(since, *known.missing_since);
+  }
+  return now - since > deadlines::kUnreachableSource.of(silence_) ? std::optional(since) : std::nullopt;
+}
+
 CatchUpProgress Joiner::progress(TimePoint now) const {
   const auto& manifest = view_.manifest();
   CatchUpProgress progress;

@@ -53,6 +53,7 @@ struct CatchUpProgress {
   double bytes_per_second = 0;
   double seconds = 0;
   bool done = false;
+  std::string unreached;  // why none of the sources has been reached for long, in words
 };
 
 // Several sources have different bytes at one version. One of them is wrong, and the joiner trusts none of them with
@@ -107,6 +108,8 @@ class Joiner {
   // The caller closes the connections of these.
   std::vector<GivenUp> take_given_up() { return std::exchange(given_up_, {}); }
   std::vector<Drift> take_drifts() { return std::exchange(drifts_, {}); }
+  // Since when no source has been there that has sent anything. Nothing where one is, or it has not lasted yet.
+  std::optional<TimePoint> unreached_since(TimePoint now) const;
   CatchUpProgress progress(TimePoint now) const;
 
  private:

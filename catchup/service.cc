@@ -92,6 +92,7 @@ void Service::finish(RankKey key) {
   rank.wanted.clear();
   rank.chain = {};
   rank.given_up.clear();
+  rank.lost_why.clear();
   rank.retry_at = {};
   rank.reported = false;
   std::erase_if(caught_up_,
@@ -144,6 +145,7 @@ void Service::catch_up(RankKey key, const std::set<SourceAddress>& sources, Step
   rank.wanted = sources;
   rank.chain = chain;
   std::erase_if(rank.given_up, [&](const auto& one) { return !chain.fellows.contains(one.first); });
+  std::erase_if(rank.lost_why, [&](const auto& one) { return !sources.contains(one.first); });
   if (!rank.joiner) return;
   rank.joiner->set_distances(distances_of(rank.wanted));
   rank.joiner->expect(replicas_of(rank.wanted), now);
@@ -280,6 +282,7 @@ void Service::poll_again(TimePoint now) {
     if (!rank.joiner) continue;
     busy_ |= !joined;  // its trainer is not watched yet
     rank.joiner->work(now, busy_);
+    tell_of_unreached(key, rank, now);
     for (const auto& fellow : rank.joiner->take_given_up()) part_from(rank, fellow, now);
     for (auto& drift : rank.joiner->take_drifts()) drifts_.emplace_back(key, std::move(drift));
     if (rank.joiner->done() && !rank.reported) {
@@ -294,6 +297,7 @@ std::optional<CatchUpProgress> Service::progress(RankKey key, TimePoint now) con
   if (found == ranks_.end() || !found->second.joiner) return std::nullopt;
   auto progress = found->second.joiner->progress(now);
   progress.passed_on = found->second.passed_on_to_gone;
+  progress.unreached = why_unreached(found->second, now);
   for (const auto& [endpoint, serving] : serving_)
     if (serving.rank == key) progress.passed_on += serving.source->stats().passed_on;
   return progress;

@@ -114,6 +114,8 @@ class Service {
   void arm_doorbells();
 
  private:
+  static constexpr Duration kUnreachedAgain = std::chrono::minutes(1);  // it is logged
+
   struct LocalRank {
     std::uint64_t instance = 0;
     std::unique_ptr<local::View> view;
@@ -137,10 +139,12 @@ class Service {
       Duration pause{};
       bool never = false;
     };
-    std::map<SourceAddress, Retry> given_up;  // of the chain
-    Step committed;                           // as catch_up() was last given it
-    Seldom not_yet_told{kSameLineAgain};      // that it can't catch up yet
-    TimePoint retry_at{};                     // of what could not be registered, or connected with
+    std::map<SourceAddress, Retry> given_up;        // of the chain
+    Step committed;                                 // as catch_up() was last given it
+    Seldom not_yet_told{kSameLineAgain};            // that it can't catch up yet
+    std::map<SourceAddress, std::string> lost_why;  // … a source, the last time
+    Seldom unreached_told{kUnreachedAgain};
+    TimePoint retry_at{};  // of what could not be registered, or connected with
     bool tries_again() const { return !registered || !wanted.empty(); }
     std::map<SourceAddress, transport::EndpointId> sources;  // … and the connections with them
   };
@@ -172,7 +176,9 @@ class Service {
   void on_accepted(const transport::Event& event);
   void on_message(transport::EndpointId endpoint, BytesView bytes);
   void lose(transport::EndpointId endpoint, const std::string& why);
-  void tell_of_loss(const SourceAddress& source, const std::string& why);
+  void tell_of_loss(LocalRank& rank, const SourceAddress& source, const std::string& why);
+  static std::string why_unreached(const LocalRank& rank, TimePoint now);
+  void tell_of_unreached(RankKey key, LocalRank& rank, TimePoint now);
 
   transport::Engine& engine_;
   const transport::Secret secret_;

@@ -1,6 +1,9 @@
 // The service's connections: with sources and other joiners, and from those that are served.
+#include <fmt/ranges.h>
+
 #include <algorithm>
 
+#include "base/bytes.h"
 #include "base/fail.h"
 #include "base/log.h"
 #include "base/refusals.h"
@@ -23,7 +26,7 @@ void Service::connect(RankKey key, LocalRank& rank, const SourceAddress& source,
   const Hello hello{source.job, source.replica.value, key.rank.value, source.incarnation.value,
                     rank.view->manifest().hash()};
   auto endpoint = engine_.connect({source.address.text, secret_}, bytes_of(hello));
-  if (!endpoint) return tell_of_loss(source, endpoint.error().message);
+  if (!endpoint) return tell_of_loss(rank, source, endpoint.error().message);
   rank.sources[source] = *endpoint;
   fetching_[*endpoint] = {key, source, now, fellow};
 }
@@ -94,19 +97,42 @@ void Service::lose(transport::EndpointId endpoint, const std::string& why) {
   auto fetching = fetching_.extract(endpoint);
   if (fetching.empty()) return;
   const auto& [key, source, asked, fellow] = fetching.mapped();
-  tell_of_loss(source, why);
   LocalRank& rank = ranks_.at(key);
+  tell_of_loss(rank, source, why);
   rank.sources.erase(source);
   if (rank.joiner) rank.joiner->on_source_down(source.replica);
 }
 
-void Service::tell_of_loss(const SourceAddress& source, const std::string& why) {
+void Service::tell_of_loss(LocalRank& rank, const SourceAddress& source, const std::string& why) {
+  if (rank.wanted.contains(source)) rank.lost_why[source] = why;
   constexpr std::size_t most = 1024;  // as many replicas as a job can have
   if (losses_.size() >= most && !losses_.contains(source)) losses_.clear();
   const auto left_out = losses_.try_emplace(source, kSameLineAgain).first->second.may_say(clock_.now());
   if (!left_out) return;
   logger().info("catch-up source replica {} is out: {}{}", source.replica, why,
                 *left_out > 0 ? fmt::format(" (and {} times more since it was logged last)", *left_out) : "");
+}
+
+// Of the first sources; what keeps a joiner from them is most often one thing.
+std::string Service::why_unreached(const LocalRank& rank, TimePoint now) {
+  constexpr std::size_t most = 3, longest = 160;
+  const auto since = rank.joiner ? rank.joiner->unreached_since(now) : std::nullopt;
+  if (!since) return {};
+  std::vector<std::string> lines;
+  for (const auto& source : rank.wanted) {
+    if (lines.size() == most) break;
+    const auto why = rank.lost_why.find(source);
+    lines.push_back(fmt::format("replica {} at {}: {}", source.replica, printable(source.address.text, longest),
+                                why == rank.lost_why.end() ? "no answer yet" : printable(why->second, longest)));
+  }
+  const std::size_t others = rank.wanted.size() - lines.size();
+  return fmt::format("it has reached none of its sources for {:.0f} s: {}{}", seconds(now - *since),
+                     fmt::join(lines, "; "), others > 0 ? fmt::format("; and {} others", others) : "");
+}
+
+void Service::tell_of_unreached(RankKey key, LocalRank& rank, TimePoint now) {
+  if (!rank.joiner->unreached_since(now) || !rank.unreached_told.may_say(now)) return;
+  logger().warn("replica {} rank {} can't catch up: {}", key.replica, key.rank, why_unreached(rank, now));
 }
 
 }  // namespace rejoin::catchup

@@ -124,6 +124,20 @@ nlohmann::json stragglers_of(const membership::Coordinator& machine, const JobHi
   return all;
 }
 
+std::vector<std::string> unreached_of(const membership::Coordinator& machine, const JobHistory& history,
+                                      TimePoint now) {
+  std::vector<std::string> all;
+  for (const auto* one : history.reports(now)) {
+    const auto member = std::ranges::find(machine.members(), ReplicaId(one->report.replica()),
+                                          [](const membership::MemberState& m) { return m.replica; });
+    if (one->report.unreached().empty() || member == machine.members().end() || !member->catching_up) continue;
+    all.push_back(fmt::format(
+        "replica {} can't catch up: its daemon {} says of {}. It stays out of the steps until that is mended",
+        member->replica, one->report.node(), one->report.unreached()));
+  }
+  return all;
+}
+
 nlohmann::json status_of(const membership::Coordinator& machine, const NodeListener& nodes, TimePoint now) {
   nlohmann::json json{{"epoch", machine.epoch().value},
                       {"committed", machine.committed().value},

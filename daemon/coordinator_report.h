@@ -35,4 +35,7 @@ nlohmann::json status_of(const WriteTimes& times);
 // Returns who or what makes each step longer than the others would: replicas that compute more slowly, otherwise a hop.
 nlohmann::json stragglers_of(const membership::Coordinator& machine, const JobHistory& history, TimePoint now);
 
+// Returns what daemons tell of members that catch up and reach nobody to catch up from, for the alarms.
+std::vector<std::string> unreached_of(const membership::Coordinator& machine, const JobHistory& history, TimePoint now);
+
 }  // namespace rejoin::daemon

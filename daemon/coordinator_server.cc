@@ -131,6 +131,7 @@ void CoordinatorServer::compact_log() {
 nlohmann::json CoordinatorServer::status() const {
   nlohmann::json json = status_of(machine_, nodes_, now());
   json["stragglers"] = stragglers_of(machine_, history_, now());
+  for (auto& line : unreached_of(machine_, history_, now())) json["alarms"].push_back(std::move(line));
   json["store"] = {{"kind", "file"}, {"leads", true}, {"write_us", status_of(written_)}};
   return json;
 }

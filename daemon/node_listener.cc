@@ -16,6 +16,7 @@ using membership::NodeId;
 namespace {
 
 constexpr std::size_t kMostStrangers = 256;
+constexpr std::size_t kLongestUnreached = 1200;
 constexpr std::size_t kMostHosts = 256;  // of which it is known when a refusal was logged last
 
 // Of "address:port". Of IPv6 a whole network of 64 bits: whoever has one address there has them all.
@@ -37,7 +38,10 @@ void make_printable(proto::FromNode& message) {
     up->set_settings(whole(up->settings()));
     up->set_stream_address(whole(up->stream_address()));
   }
-  if (message.has_report()) message.mutable_report()->set_node(printable(message.report().node(), longest_name));
+  if (message.has_report()) {
+    message.mutable_report()->set_node(printable(message.report().node(), longest_name));
+    message.mutable_report()->set_unreached(printable(message.report().unreached(), kLongestUnreached));
+  }
   if (message.has_replica_status())
     for (auto& peer : *message.mutable_replica_status()->mutable_unreached()) peer.set_why(whole(peer.why()));
   if (message.has_rank_down()) message.mutable_rank_down()->set_reason(whole(message.rank_down().reason()));

@@ -57,7 +57,8 @@ nlohmann::json NodeServer::status() const {
                           {"sources", progress->second.sources},
                           {"joiners", progress->second.fellows},
                           {"from_joiners", progress->second.from_joiners},
-                          {"passed_on", progress->second.passed_on}};
+                          {"passed_on", progress->second.passed_on},
+                          {"unreached", progress->second.unreached}};
     rank["all_reduce"] = {{"operations", trainer.ring.operations()},
                           {"bytes", trainer.ring.bytes_reduced()},
                           {"stale_dropped", trainer.ring.stale_dropped()}};
@@ -141,6 +142,8 @@ proto::Report NodeServer::describe(ReplicaId replica, Duration since_last) {
       stream.set_sources(std::max(stream.sources(), static_cast<std::uint32_t>(one.sources_used)));
       stream.set_from_joiners(stream.from_joiners() + one.from_joiners);
       report.set_passed_on(report.passed_on() + one.passed_on);
+      if (!one.unreached.empty() && report.unreached().empty())
+        report.set_unreached(fmt::format("rank {}: {}", trainer.key->rank, one.unreached));
     }
     const auto before = std::exchange(trainer.reported, trainer.ring);
     for (const auto& hop : trainer.ring.hops()) {

@@ -150,6 +150,8 @@ nlohmann::json ReplicatedServer::status() const {
   if (const auto& why = machine_->snapshot_failed(); !why.empty())
     json["alarms"].push_back(fmt::format("the store takes no snapshot, so that its log grows: {}", why));
   if (auto line = machine_->of_another_job(); !line.empty()) json["alarms"].push_back(std::move(line));
+  if (leads)
+    for (auto& line : unreached_of(*machine_->leading(), history_, now())) json["alarms"].push_back(std::move(line));
   json["stragglers"] = leads ? stragglers_of(*machine_->leading(), history_, now()) : nlohmann::json::array();
   const auto& leader = machine_->leader();
   const auto& failing = machine_->failing();

@@ -213,6 +213,8 @@ void print_roles(const nlohmann::json& status) {
             c.at("verified").get<int>(), c.at("slices").get<int>(), c.at("refetched").get<int>());
       }
       std::cout << "\n";
+      if (const auto why = r.value("catch_up", nlohmann::json::object()).value("unreached", ""); !why.empty())
+        std::cout << "    WARNING " << why << "\n";
       const auto& reduced = r.at("all_reduce");
       if (reduced.at("operations").get<std::uint64_t>() == 0) continue;
       std::cout << fmt::format(

@@ -145,5 +145,38 @@ TEST(Session, ATrainerThatLeavesSaysNothingAfterItsFarewell) {
   EXPECT_EQ(daemon.trainer.output().find("the daemon is gone"), std::string::npos) << daemon.trainer.output();
 }
 
+// Its source's daemon says another address than it has: nobody is at that one.
+TEST(Daemon, WhoseJoinerReachesNoSourceSaysSoAndSoDoesTheCoordinator) {
+  Job job;
+  job.silence_ms = "300";
+  const auto coordinator = job.start_coordinator({"--replicas", "2", "--ranks", "1", "--batch", "8"});
+  const auto first =
+      job.start_node(0, {"--connect", job.coordinator, "--transport", "tcp", "--advertise", "127.255.255.254"});
+  const auto second = job.start_node(1, {"--connect", job.coordinator, "--transport", "tcp"});
+  const auto over_tcp = [&](std::uint32_t replica) {
+    auto environment = job.environment(replica);
+    environment.emplace_back("REJOIN_TRANSPORT=tcp");
+    return environment;
+  };
+  Process a({kMinimal}, job.file("a"), over_tcp(0));
+  auto b = std::make_unique<Process>(std::vector<std::string>{kMinimal}, job.file("b"), over_tcp(1));
+  ASSERT_TRUE(eventually([&] { return job.status().value("committed", 0) > 2; }));
+  EXPECT_TRUE(job.status().at("alarms").empty()) << job.status().at("alarms");
+  ::kill(b->pid(), SIGKILL);
+  b->wait(std::chrono::seconds(10));
+  b = std::make_unique<Process>(std::vector<std::string>{kMinimal}, job.file("b again"), over_tcp(1));
+  const std::string alarm = "replica 1 can't catch up: its daemon node1 says of rank 0: it has reached none of its ";
+  std::string told;
+  EXPECT_TRUE(eventually([&] {
+    told = run({kCli, "status", job.coordinator_status}).output;
+    return told.find("WARNING " + alarm) != std::string::npos;
+  })) << told;
+  EXPECT_NE(told.find(": replica 0 at 127.255.255.254:"), std::string::npos) << told;
+  const std::string log = read_file(job.file("node1.out"));
+  EXPECT_NE(log.find("replica 1 rank 0 can't catch up: it has reached none of its sources "), std::string::npos) << log;
+  const std::string node = run({kCli, "status", job.addresses("node1").at("status").get<std::string>()}).output;
+  EXPECT_NE(node.find("WARNING it has reached none of its sources for "), std::string::npos) << node;
+}
+
 }  // namespace
 }  // namespace rejoin::test

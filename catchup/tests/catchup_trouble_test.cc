@@ -51,6 +51,46 @@ TEST(CatchUpTrouble, WhoseSlicesComeDamagedIsAskedForFewAndOthersForTheRest) {
   }
 }
 
+// A firewall, say, or a wrong address of its source's daemon.
+TEST(CatchUpTrouble, WhoReachesNoSourceSaysWhichAndWhyAndNoMoreWhenItDoes) {
+  Cluster cluster(7);
+  Replica& source = cluster.add(true);
+  cluster.train(1);
+  Replica& joiner = cluster.add(false);
+  const auto unreached = [&] {
+    return joiner.service->progress({joiner.id, RankId(0)}, cluster.clock.now())->unreached;
+  };
+  const auto right = std::exchange(source.address, {"nobody is here"});
+  const auto pass = [&](Duration time) {
+    for (const auto until = cluster.clock.now() + time; cluster.clock.now() < until; cluster.pump(1))
+      cluster.clock.advance(std::chrono::milliseconds(10));
+  };
+  cluster.catch_up(joiner);
+  pass(deadlines::kUnreachableSource.of(deadlines::kSilence) - std::chrono::milliseconds(100));
+  EXPECT_EQ(unreached(), "");
+  pass(std::chrono::milliseconds(300));
+  EXPECT_TRUE(unreached().starts_with("it has reached none of its sources for 10 s: replica 0 at nobody is here: "))
+      << unreached();
+  EXPECT_EQ(unreached().find("no answer yet"), std::string::npos) << unreached();
+  source.address = right;
+  cluster.catch_up(joiner);
+  cluster.train_until_caught_up(joiner, 200, 200);
+  ASSERT_TRUE(joiner.caught_up);
+  EXPECT_EQ(unreached(), "");
+
+  // The way there may be lost later, too.
+  Replica& later = cluster.add(false);
+  cluster.catch_up(later);
+  const auto of_later = [&] { return later.service->progress({later.id, RankId(0)}, cluster.clock.now()); };
+  for (int i = 0; i < 100'000 && of_later()->slices == 0; ++i) cluster.pump(1);
+  ASSERT_GT(of_later()->slices, 0u);
+  cluster.fabric.kill(*source.on_fabric);
+  source.daemon_stopped = true;
+  pass(std::chrono::seconds(30));
+  ASSERT_FALSE(later.caught_up);
+  EXPECT_NE(of_later()->unreached.find("replica 0 at "), std::string::npos) << of_later()->unreached;
+}
+
 // With a limit of the stream a slice is sent some steps after it was asked for, and what comes is of a version after
 // these.
 TEST(CatchUpTrouble, ASliceThatIsSentLateNeedsNoMoreThanTwoStepsOfKeptGradients) {
