@@ -24,7 +24,10 @@ proto::Member& name(const auto& of, proto::Member& member) {
 Actions Coordinator::on_message(NodeId node, const proto::FromNode& message, TimePoint now) {
   now_ = now;
   nodes_[node].hear(now, config_.silence);
-  if (outdated_ && !message.has_heartbeat()) return take();
+  if (outdated_ && !message.has_heartbeat()) {
+    if (message.has_rank_up()) find_outdated(message.rank_up());
+    return take();
+  }
   switch (message.kind_case()) {
     case proto::FromNode::kHello:  // the shell has checked it
       nodes_[node].name = message.hello().node();

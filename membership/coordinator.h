@@ -141,6 +141,7 @@ class Coordinator {
   std::optional<std::string> contradicted(const proto::RankUp& up) const;
   Screened screen(NodeId node, const proto::RankUp& up);
   Screened screen_log(NodeId node, const proto::RankUp& up);
+  void find_outdated(const proto::RankUp& up);
   void register_again(NodeId node, const proto::RankUp& up);
   void register_new(NodeId node, const proto::RankUp& up);
   void refuse(NodeId node, const proto::RankUp& up, refusals::Why why, std::string reason);
@@ -349,6 +350,8 @@ class Coordinator {
   bool unannounced_ = false;             // replicas that came while there was dissent
   std::vector<PlaceClaim> claims_;       // of places that others have
   std::optional<std::string> outdated_;  // the log lacks what it had decided: nothing is decided any more
+  std::set<RankPlace> heard_more_;       // … of which these have heard
+  std::pair<std::uint64_t, std::uint64_t> heard_up_to_;  // … up to this step, in this epoch
   Spoken protocol_;
   std::optional<Spoken> of_coordinators_{Spoken(kProtocolVersion)};
   std::vector<RankVersions> versions_ = std::vector<RankVersions>(1);  // that ranks have, each once

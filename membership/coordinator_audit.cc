@@ -55,12 +55,12 @@ Result<> Coordinator::drop_as_configured() {
     const bool was_used = dropped == nullptr && replica.value < config_.replicas;
     const auto why = fmt::format("--drop-replica {}@{}{}: replica {} is none of those that differ, which are {}",
                                  replica, at, was_used ? " changes nothing" : "", replica, fmt::join(differing_, ", "));
-    if (!was_used) return fail(ErrorCode::invalid_argument, "{}", why);
+    if (!was_used) return fail(ErrorCode::mismatch, "{}", why);  // it never becomes right
     warn("{}", why);
     return {};
   }
   if (dropped != nullptr && !dropped->catching_up && !another_holds(replica))
-    return fail(ErrorCode::invalid_argument, "--drop-replica {}@{}: no other replica has the state", replica, at);
+    return fail(ErrorCode::mismatch, "--drop-replica {}@{}: no other replica has the state", replica, at);
   proto::LogRecord record;
   record.mutable_dropped()->set_step(at.value);
   record.mutable_dropped()->set_replica(replica.value);

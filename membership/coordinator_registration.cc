@@ -137,14 +137,33 @@ Screened Coordinator::screen_log(NodeId node, const proto::RankUp& up) {
     return Screened::handled;
   }
   if (up.heard_epoch() <= epoch_.value && up.heard_committed() <= most_committed_.value) return Screened::goes_on;
-  outdated_ = fmt::format(
-      "the log is an older copy: it ends with step {} in epoch {}, and replica {} rank {} has heard of step {} in "
-      "epoch "
-      "{}. Nothing is decided until the coordinator is started with the whole log, or, to go on from this one, "
-      "without that process",
-      most_committed_, epoch_, up.replica(), up.rank(), up.heard_committed(), up.heard_epoch());
-  warn("{}", *outdated_);
+  find_outdated(up);
   return Screened::handled;
+}
+
+// Once the log is known to be an older copy, all who come and have heard more are named: without them it can go on.
+void Coordinator::find_outdated(const proto::RankUp& up) {
+  if (up.incarnation() == 0 || up.job() != job_) return;
+  if (up.heard_epoch() <= epoch_.value && up.heard_committed() <= most_committed_.value) return;
+  const bool has_place = up.replica() < config_.replicas && up.rank() < config_.ranks;
+  if ((outdated_ && !has_place) || !heard_more_.insert(RankPlace::of(up)).second) return;
+  heard_up_to_ = std::max(heard_up_to_, {up.heard_committed(), up.heard_epoch()});
+  constexpr std::size_t most = 8;
+  std::vector<std::string> names;
+  for (const auto& place : heard_more_)
+    if (names.size() < most) names.push_back(fmt::format("replica {} rank {}", place.replica, place.rank));
+  const std::size_t others = heard_more_.size() - names.size();
+  const bool several = heard_more_.size() > 1;
+  const bool known = outdated_.has_value();
+  outdated_ = fmt::format(
+      "the log is an older copy: it ends with step {} in epoch {}, and {}{} {} of step {} in epoch {}. Nothing is "
+      "decided until the coordinator is started with the whole log, or, to go on from this one, without {}",
+      most_committed_, epoch_, fmt::join(names, ", "), others > 0 ? fmt::format(" and {} others", others) : "",
+      several ? "have heard, at the most," : "has heard", heard_up_to_.first, heard_up_to_.second,
+      several ? "those processes" : "that process");
+  if (!known) return warn("{}", *outdated_);
+  warn("replica {} rank {} has heard of step {} in epoch {}, too, which this log lacks", up.replica(), up.rank(),
+       up.heard_committed(), up.heard_epoch());
 }
 
 // A process that has not been registered yet, or none that anything depended on.

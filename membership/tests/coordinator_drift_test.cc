@@ -155,6 +155,7 @@ TEST(Coordinator, WhoseStateDiffersWithoutAMajorityStopsTheJobThroughRestartsUnt
   Coordinator given_nonsense({.replicas = 2, .ranks = 1, .drop = JobConfig::Drop{ReplicaId(7), Step(1)}});
   const auto refused = given_nonsense.recover(job.log, job.now);
   ASSERT_FALSE(refused);
+  EXPECT_EQ(refused.error().code, ErrorCode::mismatch) << "it never becomes right: nobody is to start it again";
   EXPECT_NE(refused.error().message.find("replica 7 is none of those that differ, which are 0, 1"), std::string::npos)
       << refused.error().message;
   job.restart(JobConfig::Drop{ReplicaId(0), Step(1)});

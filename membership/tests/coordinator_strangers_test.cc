@@ -98,14 +98,36 @@ TEST(Coordinator, WithAnOlderCopyOfItsLogItDecidesNothing) {
   EXPECT_TRUE(again.log.empty());
   EXPECT_FALSE(again.evicted_anybody());
   EXPECT_TRUE(
-      again.waits_for("the log is an older copy: it ends with step 3 in epoch 1, and replica 0 rank 0 has "
-                      "heard of step 5 in epoch 1"));
+      again.waits_for("the log is an older copy: it ends with step 3 in epoch 1, and replica 0 rank 0, replica 0 rank "
+                      "1, replica 1 rank 0, replica 1 rank 1, replica 2 rank 0, replica 2 rank 1 have heard, at the "
+                      "most, of step 5 in epoch 1. Nothing is decided until the coordinator is started with the whole "
+                      "log, or, to go on from this one, without those processes"));
 
   Bench whole(bench.log);
   for (std::uint32_t r : {0u, 1u, 2u}) whole.back_from(bench, r);
   whole.incarnations = bench.incarnations;
   whole.steps(1);
   EXPECT_EQ(whole.coordinator.committed(), Step(6));
+}
+
+TEST(Coordinator, WithAnOlderCopyOfItsLogItNamesSomeOfAllWhoHaveHeardMoreAndCountsTheOthers) {
+  Bench bench({}, {.ranks = 5});
+  bench.start();
+  bench.steps(3);
+  const auto copy = bench.log;
+  bench.steps(2);
+  Bench again(copy, {.ranks = 5});
+  auto first = Bench::introduction(1, 4, 1);
+  first.mutable_rank_up()->set_incarnation(bench.incarnations.at(1));
+  first.mutable_rank_up()->set_job(bench.coordinator.job());
+  first.mutable_rank_up()->set_heard_epoch(1);
+  first.mutable_rank_up()->set_heard_committed(5);
+  again.send(1, first);
+  EXPECT_TRUE(again.waits_for("and replica 1 rank 4 has heard of step 5 in epoch 1. Nothing is decided until the "));
+  EXPECT_TRUE(again.waits_for("or, to go on from this one, without that process"));
+  for (int times = 0; times < 2; ++times)  // the second time their daemons are connected anew
+    for (std::uint32_t r : {2u, 1u, 0u}) again.back_from(bench, r);
+  EXPECT_TRUE(again.waits_for("replica 1 rank 2 and 7 others have heard, at the most, of step 5 in epoch 1"));
 }
 
 // Nobody was left where the copy ends, so nobody who comes back is waited for.
