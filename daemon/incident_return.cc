@@ -141,6 +141,8 @@ std::string IncidentStory::what_it_cost() const {
   std::string text;
   if (took && median) text = fmt::format("about {} for everybody", lasting(std::max<std::int64_t>(*took - *median, 0)));
   else text = "how much time everybody lost is unknown";
+  if (incident_.lost.empty() && !incident_.shows_no_epoch)
+    return capital(text) + ", and so is whether anybody was taken out.";
   if (incident_.lost.empty()) return capital(text) + "; no step was lost, and nobody was taken out.";
   for (auto replica : incident_.lost) {
     std::uint64_t until = commits_.empty() ? 0 : commits_.back().step;

@@ -202,6 +202,8 @@ std::string IncidentStory::who_noticed() const {
 
 std::string IncidentStory::what_was_decided() const {
   const auto* decided = decision();
+  if (decided == nullptr && !incident_.shows_no_epoch)
+    return "Unknown: no recording of a coordinator, or of another replica's trainer, that goes on past it is here.";
   if (decided == nullptr) return "No epoch began for it: nobody was taken out.";
   std::string members;
   for (const auto& [replica, catching_up] : decided->members)
@@ -268,10 +270,10 @@ const IncidentStory::Step* IncidentStory::commit_after(std::int64_t at) const {
   return found == commits_.end() ? nullptr : &*found;
 }
 
-// Since the one before it. Nothing where none is known, or the job was rolled back in between.
+// Since that of the step before it. Nothing where that is not known, or the job was rolled back in between.
 std::optional<std::int64_t> IncidentStory::time_of(const Step& commit) const {
   const Step* before = &commit == commits_.data() ? nullptr : &commit - 1;
-  if (before == nullptr || before->step >= commit.step) return std::nullopt;
+  if (before == nullptr || before->step + 1 != commit.step) return std::nullopt;
   return commit.at - before->at;
 }
 
@@ -293,6 +295,11 @@ std::string IncidentStory::which_step() const {
         "The steps around it are not recorded any more: the first one that is is step {}, committed {} UTC.",
         next->step, clock(next->at));
   const auto took = time_of(*next);
+  if (const auto& before = *(next - 1); !took && before.step < next->step)
+    return fmt::format(
+        "Unknown: of the steps after {}, the last one that is recorded before it, the next recorded one is step "
+        "{}, committed {} UTC.",
+        before.step, next->step, clock(next->at));
   if (!took)
     return fmt::format(
         "The job was rolled back after it: the next step that was committed is step {}, once more, at {} UTC.",

@@ -156,6 +156,28 @@ bool lost_together(const Recording& one, const Recording& other, const Recording
          });
 }
 
+// Whether a coordinator, or a trainer of a replica that has not ended then, was there before and has gone on: until a
+// step was committed, or for so long that an epoch would have begun; of who begins it a while is enough.
+bool shows_epochs_after(const Incident& incident, const Recordings& recordings) {
+  std::set<std::uint32_t> ended;
+  for (const auto* one : incident.ended)
+    if (const auto place = place_of(*one)) ended.insert(place->first);
+  return std::ranges::any_of(recordings.all, [&](const Recording& one) {
+    const auto place = place_of(one);
+    const bool would_know = decides(one) || (place && took_part(one) && !ended.contains(place->first));
+    if (!would_know || std::ranges::find(incident.ended, &one) != incident.ended.end() || one.events.empty())
+      return false;
+    if (one.events.front().at > incident.at ||
+        one.begins[static_cast<std::size_t>(events::Ring::incidents)] > incident.at)
+      return false;
+    return last_event(one) - incident.at > (decides(one) ? kTogether : kMostToDecide) ||
+           std::ranges::any_of(one.events, [&](const RecordedEvent& event) {
+             return event.at > incident.at &&
+                    (event.kind == events::Kind::commit || event.kind == events::Kind::committed);
+           });
+  });
+}
+
 }  // namespace
 
 bool said_that_it_ends(const Recording& recording) {
@@ -195,7 +217,9 @@ std::string Incident::title() const {
   std::string names;
   for (const auto* one : ended)
     if (lost.empty()) names += fmt::format("{}{}", names.empty() ? "" : ", ", one->who);
-  if (!decision) return fmt::format("the end of {}, without a new epoch", names);
+  if (!decision)
+    return fmt::format("the end of {}, {}", names,
+                       shows_no_epoch ? "without a new epoch" : "and whether an epoch began for it is not recorded");
   if (lost.empty()) return fmt::format("epoch {}, of the same members", epoch);
   return fmt::format("epoch {}, without replica {}", epoch, replicas);
 }
@@ -230,6 +254,7 @@ Incidents find_incidents(const Recordings& recordings) {
       others.back().ended.push_back(one);
     else others.push_back({.at = last_event(*one), .decision = {}, .lost = {}, .ended = {one}});
   }
+  for (auto& one : others) one.shows_no_epoch = shows_epochs_after(one, recordings);
   found.all.insert(found.all.end(), others.begin(), others.end());
   std::ranges::stable_sort(found.all, {}, &Incident::at);
   return found;

@@ -29,6 +29,8 @@ struct Incident {
   std::vector<const Recording*> ended;  // without a word, in the order of time
   std::string title() const;            // "epoch 4, without replica 1"
   std::uint64_t epoch = 0;
+  // Without a decision: somebody's recording goes on past it who would have entered, or begun, an epoch.
+  bool shows_no_epoch = true;
 };
 
 struct Incidents {

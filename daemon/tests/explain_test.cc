@@ -133,6 +133,29 @@ TEST(Explain, ADaemonOrCoordinatorThatEndsWithoutAnEpochIsAnIncidentOfItsOwn) {
   EXPECT_THAT(lines, Contains(HasSubstr("no step was lost, and nobody was taken out")));
 }
 
+// The lost node's files alone, which are copied first.
+TEST(Explain, WithoutARecordingOfWhoWentOnItIsUnknownWhetherAnybodyWasTakenOutAndWhatAStepTook) {
+  Job job;
+  for (std::uint64_t step = 1; step <= 10; ++step)
+    job.r1.add(static_cast<std::int64_t>(step) * 100 * ms - 1 * ms, Kind::committed, {.epoch = 1, .step = step});
+  for (std::uint64_t step = 16; step <= 20; ++step)
+    job.r1_again.add(static_cast<std::int64_t>(step) * 100 * ms + 51 * ms, Kind::committed, {.epoch = 4, .step = step});
+  job.comes_back();
+  job.ends();
+  for (const bool with_daemon : {false, true}) {
+    std::vector<Recording> all{job.r1.recording(), job.r1_again.recording()};
+    if (with_daemon) all.push_back(job.node.recording());
+    const auto lines = told(all);
+    ASSERT_FALSE(lines.empty());
+    EXPECT_THAT(lines[0], HasSubstr("the end of r1.0, and whether an epoch began for it is not recorded"));
+    EXPECT_THAT(lines, Contains(HasSubstr("Decided: Unknown: no recording of a coordinator, or of another replica's")));
+    EXPECT_THAT(lines, Contains(HasSubstr("The step: Unknown: of the steps after 10, the last one that is recorded "
+                                          "before it, the next recorded one is step 16, committed ")));
+    EXPECT_THAT(lines, Contains(HasSubstr("Cost: How much time everybody lost is unknown, and so is whether anybody")));
+    EXPECT_THAT(lines, Not(Contains(HasSubstr("nobody was taken out"))));
+  }
+}
+
 TEST(Explain, AMachineThatIsLostIsOneIncidentAndTwoEndsOnOneThatLivesAreTwo) {
   const auto titles = [](bool machine) {
     Job job;
