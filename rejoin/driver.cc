@@ -301,10 +301,7 @@ void Driver::on_plan(const proto::Plan& plan, TimePoint now) {
   if (meaning == Meaning::evicted) return put_out("a step was committed without it", now);
   if (meaning == Meaning::nothing) return;
   if (meaning == Meaning::over || meaning == Meaning::cut_short) {
-    if (over_ = meaning == Meaning::over; over_)
-      logger().warn(
-          "the job was finished with step {} before this replica had a part in it: its state is not the job's",
-          plan.committed());
+    if (over_ = meaning == Meaning::over; over_) brought_last_ = tell_of_over(config_.from, plan);
     else logger().warn("the job is finished with step {}: its coordinator has that as --steps now", plan.committed());
     finished_ = true;
     current_.reset();

@@ -20,6 +20,7 @@
 #include "membership/prospect.h"
 #include "membership/rank.h"
 #include "membership/round_trips.h"
+#include "rejoin/position.h"
 #include "rejoin/state_audit.h"
 
 namespace rejoin {
@@ -32,6 +33,7 @@ struct DriverConfig {
   std::uint64_t plan_hash = 0;  // digest of tensors and buckets, equal on all ranks `rank`
   proto::Declaration declared;  // the tensors and settings that plan_hash stands for
   std::string card;             // the trainer's text for the same rank of other replicas
+  Position from;                // of the state that the rank comes with
   bool weighs = false;          // the trainer multiplies its gradients with StepView::weight
   ftar::Options ring;
   // How long a step may wait for a trainer that computes, until enough steps have shown how long they take here: the
@@ -127,6 +129,7 @@ class Driver {
   const membership::Samples& committed_trained() const { return committed_trained_; }  // in all steps up to there
   bool finished() const { return finished_; }
   bool over() const { return over_; }  // it finished before this replica had a part in it: the state is untouched
+  bool brought_last() const { return brought_last_; }  // … but it came with the state of the last step
   const std::optional<Error>& failure() const { return failure_; }
   std::uint64_t revision() const { return revision_; }  // changes with any of these
 
@@ -235,7 +238,7 @@ class Driver {
   } computed_;
   std::optional<StepView> current_;
   std::uint64_t committed_ = 0;
-  bool committed_contributes_ = false, finished_ = false, over_ = false;
+  bool committed_contributes_ = false, finished_ = false, over_ = false, brought_last_ = false;
   std::uint32_t committed_contributors_ = 0;
   membership::Samples committed_trained_;
   std::optional<Error> failure_;

@@ -86,6 +86,7 @@ Result<> ProgressThread::join(const Position& from, std::uint64_t digest, Durati
                    .plan_hash = state_.plan_hash(),
                    .declared = state_.declaration(),
                    .card = card_,
+                   .from = from,
                    .weighs = weighs_,
                    .ring = {.chunk_bytes = config_.chunk_bytes,
                             .chunks_in_flight = config_.chunks_in_flight,
@@ -369,6 +370,7 @@ void ProgressThread::publish() {
     committed_trained_ = driver_->committed_trained();
     finished_ = driver_->finished();
     over_ = driver_->over();
+    brought_last_ = driver_->brought_last();
     current_ = driver_->step();
     if (epoch_ != driver_->machine().epoch()) note_epoch();
   }

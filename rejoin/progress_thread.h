@@ -47,7 +47,8 @@ class ProgressThread {
   // The calls that wait do so for at most the config's patience without a sign of the daemon, and end with `cancelled`
   // after interrupt(). The trainer's thread makes them.
   Result<std::optional<StepView>> wait_for_step(std::uint64_t after);  // returns the first step later than `after`
-  bool over() const;  // the job had ended before this replica had a part in it
+  bool over() const;          // the job had ended before this replica had a part in it
+  bool brought_last() const;  // … and its state is that of the last step, with which it came
   // Says whether the contributors of the trainer's step are all there, with the same step, and stay so for `during`.
   bool intact(std::chrono::milliseconds during);
   Result<> may_go_on() const;  // fails after a failure or an interrupt
@@ -200,7 +201,7 @@ class ProgressThread {
   // much later.
   TimePoint taken_at_{}, wanted_at_{}, occupied_at_{};
   bool taken_contributes_ = false;  // it works on that step as a contributor
-  bool registered_ = false, finished_ = false, over_ = false;
+  bool registered_ = false, finished_ = false, over_ = false, brought_last_ = false;
   bool intact_ = true;  // nobody who contributes with the trainer to its step was lost, or begins it in another epoch
   Epoch epoch_;         // the present one
   // The contributors to it, and those to the trainer's step: their incarnations, sorted.

@@ -52,6 +52,11 @@ bool ProgressThread::over() const {
   return over_;
 }
 
+bool ProgressThread::brought_last() const {
+  const std::lock_guard lock(mutex_);
+  return brought_last_;
+}
+
 // Where the coordinator has another --steps now. A trainer between two steps finds the job finished, as otherwise.
 void ProgressThread::end_step_that_is_cut_short() {
   std::unique_lock lock(mutex_);

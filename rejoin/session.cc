@@ -99,6 +99,7 @@ class SessionImpl final : public Session {
     auto view = progress_->wait_for_step(last_);
     if (!view) return tl::unexpected(view.error());
     if (!*view) {
+      if (progress_->brought_last()) last_ = joined_from_.step();
       if (progress_->over()) complete_version_ = joined_from_.step(), stands_ = joined_from_;
       return std::optional<Step>{};
     }

@@ -337,8 +337,9 @@ class Session {
   // nothing before the first step, and while this replica catches up, when its weights are of several versions. After a
   // commit() with a stream it is the version that work queued on that stream afterwards sees.
   virtual std::optional<std::uint64_t> version() const = 0;
-  // Returns the last step that commit() has ended here, contributing or catching up, for schedules and logs. It says
-  // nothing of the state.
+  // Returns the last step that commit() has ended here, contributing or catching up, for schedules and logs; of a
+  // replica that came to a finished job with the state of its last step, that step. Otherwise it says nothing of the
+  // state.
   virtual std::uint64_t committed() const = 0;
   // For trainers with connections of their own to the step's other contributors (Step::cards()): waits for up to
   // `during`, and returns true if all of these are still in the step then. False: one of them may be lost, or begin the

@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include "base/fail.h"
+#include "base/log.h"
 
 namespace rejoin {
 
@@ -67,6 +68,21 @@ Error of_no_one_step() {
   return {ErrorCode::unavailable,
           "position() of a state that is of no one step: this replica has not begun one, catches up, or is within "
           "commit(); take the checkpoint between steps, on a replica whose step contributes()"};
+}
+
+bool tell_of_over(const Position& from, const proto::Plan& plan) {
+  membership::Samples its;
+  for (const auto& [begin, end] : from.trained()) its.add(begin, end);
+  const bool is_of_last =
+      from.step() == plan.committed() && its == membership::Samples(plan.trained(), membership::kMostSamples);
+  if (is_of_last)
+    logger().info(
+        "the job was finished with step {} before this replica had a part in it: it came with the state of that step",
+        plan.committed());
+  else
+    logger().warn("the job was finished with step {} before this replica had a part in it: its state is not the job's",
+                  plan.committed());
+  return is_of_last;
 }
 
 Position position_after(std::uint64_t step, const membership::Samples& trained) {

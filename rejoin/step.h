@@ -10,6 +10,9 @@ namespace rejoin {
 Result<std::optional<Session::Step>> step_of(StepView view, bool weighted);
 // Of the state after it, without a digest.
 Position position_after(std::uint64_t step, const membership::Samples& trained);
+// Says that the job was finished before this replica had a part in it, and returns whether the state that it came with
+// is that of the last step, as far as step and samples say.
+bool tell_of_over(const Position& from, const proto::Plan& plan);
 // Errors: `mismatch`, where a state of this digest is not the position's.
 Result<> check_restored(const Position& position, std::uint64_t digest);
 // Of an optimizer that has not come to the end of this step's update.

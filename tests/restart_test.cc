@@ -179,6 +179,30 @@ TEST(Restart, WithTheCoordinatorsLogItIsTheSame) {
   job.expect_each_sample_once();
 }
 
+// Somebody wants the result of a job that is finished.
+TEST(Restart, OfAFinishedJobWithTheCheckpointOfItsLastStepGivesItsState) {
+  Job job;
+  job.steps = 40;
+  job.start_daemons();
+  job.start_trainers();
+  const std::string digest = job.digest();
+  ASSERT_EQ(job.checkpoint(), 40u);
+  const auto digest_of_others = [&] {
+    job.trainers.clear();
+    for (const char* output : {"trainer0", "trainer1"}) std::filesystem::remove(job.file(output));
+    job.start_trainers();
+    return job.digest();
+  };
+  const std::string not_its = "was finished with step 40 before this replica had a part in it: its state is not the ";
+  const auto says = [&] { return job.trainers[0]->output().find(not_its) != std::string::npos; };
+  EXPECT_EQ(digest_of_others(), digest);
+  EXPECT_FALSE(says()) << job.trainers[0]->output();
+  std::filesystem::remove_all(job.directory);
+  std::filesystem::create_directory(job.directory);
+  EXPECT_NE(digest_of_others(), digest);
+  EXPECT_TRUE(says()) << job.trainers[0]->output();
+}
+
 TEST(Restart, ACheckpointThatIsDamagedOrNotWholeIsRefusedWithTheReason) {
   Job job;
   ASSERT_TRUE(job.dies_after_checkpoint(20));

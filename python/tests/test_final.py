@@ -112,8 +112,20 @@ def test_what_is_written_counts_for_this_job_and_this_state_alone(tmp_path):
 
 def test_who_has_not_the_jobs_last_state_writes_nothing_and_who_left_before_as_it_leads(tmp_path):
     late, left, led = session(leads=True), session(), session(leads=True)
-    late._step, left.finished, led.finished = None, False, False
+    late._step, late.committed, left.finished, led.finished = None, 0, False, False
     for one, writes in ((late, False), (left, False), (led, True)):
+        with _final.final_save(one, tmp_path / "gpt.pt") as mine:
+            assert mine == writes
+
+
+def test_who_comes_to_a_finished_job_with_the_checkpoint_of_its_last_step_writes_the_result(tmp_path):
+    again, other, waits = session(), session(), session()
+    for one in (again, other, waits):
+        one._step = None
+    other.version, waits.finished = 5, False
+    beside_other = session()
+    beside_other._step, beside_other._ranks.gather = None, lambda name, mine, **more: [mine, b"0"]
+    for one, writes in ((other, False), (beside_other, False), (waits, False), (again, True)):
         with _final.final_save(one, tmp_path / "gpt.pt") as mine:
             assert mine == writes
 

@@ -10,7 +10,7 @@ from rejoin.torch import _final
 
 def session(step=7, digest=1, since=0.0, leads=False, leaving=False) -> SimpleNamespace:
     ranks = SimpleNamespace(
-        rank=0, first_says=lambda name, first: first(), gather=lambda *_, **more: [], say=lambda *_: None,
+        rank=0, first_says=lambda name, first: first(), gather=lambda name, mine, **more: [mine], say=lambda *_: None,
         leave_together=lambda name: None,
     )  # fmt: skip
     return SimpleNamespace(

@@ -24,6 +24,30 @@ TEST(Driver, WhoWasStoppedBetweenTwoLooksKnowsItWhenItHearsThatItIsOut) {
   EXPECT_NE(rank.put_out().find("this process was silent for 5.0 s"), std::string::npos);
 }
 
+// A job that is looked at once more: the checkpoint of its last step is the job's state, and no other one is.
+TEST(Driver, WhoComesToAFinishedJobWithTheStateOfItsLastStepKnowsIt) {
+  const auto brought_last = [](const Position& from) {
+    Alone rank({}, {}, 64, kSilence, from);
+    rank.register_it();
+    proto::ToNode message;
+    auto& plan = *message.mutable_plan();
+    plan.set_epoch(3);
+    plan.set_step(41);
+    plan.set_committed(40);
+    plan.set_finished(true);
+    auto& trained = *plan.add_trained();
+    trained.set_begin(0);
+    trained.set_end(400);
+    rank.driver->on_control_message(message, rank.now);
+    EXPECT_TRUE(rank.driver->over() && rank.driver->finished());
+    return rank.driver->brought_last();
+  };
+  EXPECT_TRUE(brought_last({40, {{0, 100}, {100, 400}}, 7}));
+  EXPECT_FALSE(brought_last({20, {{0, 200}}, 7}));
+  EXPECT_FALSE(brought_last({40, {{0, 399}}, 7})) << "another job's, with as many steps";
+  EXPECT_FALSE(brought_last({}));
+}
+
 TEST(Driver, WhoWasStoppedAndHasLookedSinceKnowsIt) {
   Alone rank;
   rank.register_it();

@@ -30,7 +30,7 @@ struct Alone {
   TimePoint now{1h};
 
   explicit Alone(const ftar::Options& ring = {}, Duration between_rooms = {}, std::uint64_t elements = 64,
-                 Duration first_steps = kSilence)
+                 Duration first_steps = kSilence, const Position& from = {})
       : fabric({.between_rooms = between_rooms}, clock) {
     spdlog::set_level(spdlog::level::off);
     const auto tensor = state.add({.name = "weights", .count = elements});
@@ -38,6 +38,7 @@ struct Alone {
     EXPECT_TRUE(engine->listen({}));
     driver.emplace(DriverConfig{.replica = ReplicaId(100),
                                 .instance = 1,
+                                .from = from,
                                 .ring = ring,
                                 .patience = kSilence,
                                 .first_steps = first_steps,

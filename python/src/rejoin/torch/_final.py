@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from rejoin.errors import Unavailable
 
 if TYPE_CHECKING:
+    from rejoin.torch._ranks import Ranks
     from rejoin.torch._session import Session
 
 log = logging.getLogger("rejoin")
@@ -82,12 +83,22 @@ class _Turn:
             os.close(self._file)
 
 
+# It has trained it; or it has come, on all of its ranks, to a finished job with a checkpoint of its last step.
+def _has_last_state(session: Session, ranks: Ranks) -> bool:
+    if session._step is not None:
+        return True
+    if not session.finished:
+        return False
+    mine = 0 < session.committed == session.version
+    return b"0" not in ranks.gather(f"final {session._saves} has its state", b"1" if mine else b"0", patient=True)
+
+
 @contextmanager
 def final_save(session: Session, path: str | os.PathLike[str]) -> Iterator[bool]:
     """Let one replica write, and the others wait for it: `Session.final_save()`."""
     path = Path(path)
     ranks = session._ranks
-    if session._step is None or session.version is None or ranks is None:
+    if session.version is None or ranks is None or not _has_last_state(session, ranks):
         log.warning("replica %d has not the job's last state, and leaves %s to those that have", session.replica, path)
         yield False
         return

@@ -327,7 +327,7 @@ class Session:
 
     @property
     def committed(self) -> int:
-        """The last step that has ended here."""
+        """The last step that has ended here, or that of the state which this replica brought to the finished job."""
         return self._native.committed()
 
     def state_digest(self) -> int:
@@ -378,7 +378,8 @@ class Session:
         raises, the next one's is true. Whose turn it is a lock says, of a small file beside `path` (`gpt.pt.saved`):
         where replicas have disks of their own, one writes on each. It is true where `leads` is, and nobody waits,
         when replicas have left before the job's end, or the file system has no locks. On a replica that came back when
-        the job was finished it is false at once. With several ranks all of them enter the block.
+        the job was finished, without the checkpoint of its last step, it is false at once. With several ranks all of
+        them enter the block.
         """
         return final_save(self, path)
 
