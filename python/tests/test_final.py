@@ -42,6 +42,15 @@ def test_where_all_die_in_their_final_saves_the_job_does_not_end_as_if_all_was_w
     assert not (tmp_path / "final.pt").exists()
 
 
+def test_where_all_have_died_so_the_checkpoint_of_the_last_step_gives_the_result(tmp_path):
+    job = Job(tmp_path, "--save-every", "10", steps=20, kill={0: ("final", 20), 1: ("final", 20)})
+    job.process.communicate(timeout=240)
+    assert not (tmp_path / "final.pt").exists()
+    assert torch.load(tmp_path / "checkpoint.pt", weights_only=True)["rejoin"]["rank0"]["version"] == 20
+    Job(tmp_path, "--restore", steps=20).wait()
+    assert torch.load(tmp_path / "final.pt", weights_only=True)["rejoin"]["rank0"]["version"] == 20
+
+
 def process(path: Path, name: str) -> forked.Popen:
     started = forked.Popen([str(Path(__file__).with_name("writer.py")), str(path), name], env=dict(os.environ))
     RUNNING.append(started)
