@@ -153,6 +153,12 @@ std::string IncidentStory::who_noticed() const {
                      to = incident_.at + (decision() != nullptr ? kSecond / 10 : 10 * kSecond);
   const bool of_coordinator = culprit_ != nullptr && decides(*culprit_),
              of_daemon = culprit_ != nullptr && !place_of(*culprit_);
+  const auto concerns = [&](std::uint32_t replica) {
+    return is_lost(replica) || (incident_.lost.empty() && std::ranges::any_of(incident_.ended, [&](const auto* one) {
+                                  const auto place = place_of(*one);
+                                  return place && place->first == replica;
+                                }));
+  };
   std::vector<Found> found;
   const auto look = [&](auto fits) {
     const auto one = first(from, to, [&](const Recording& in, const RecordedEvent& event) {
@@ -162,11 +168,11 @@ std::string IncidentStory::who_noticed() const {
     if (one) found.push_back(one);
   };
   look([&](const RecordedEvent& e) {
-    return (e.kind == events::Kind::rank_down || e.kind == events::Kind::rank_left) && is_lost(e.numbers.replica);
+    return (e.kind == events::Kind::rank_down || e.kind == events::Kind::rank_left) && concerns(e.numbers.replica);
   });
-  look([&](const RecordedEvent& e) { return e.kind == events::Kind::peer_lost && is_lost(e.numbers.replica); });
+  look([&](const RecordedEvent& e) { return e.kind == events::Kind::peer_lost && concerns(e.numbers.replica); });
   look([&](const RecordedEvent& e) {
-    return e.kind == events::Kind::accused && e.numbers.b == 0 && is_lost(e.numbers.replica);
+    return e.kind == events::Kind::accused && e.numbers.b == 0 && concerns(e.numbers.replica);
   });
   if (of_daemon) {
     look([&](const RecordedEvent& e) { return e.kind == events::Kind::node_lost && e.first_text() == culprit_->who; });

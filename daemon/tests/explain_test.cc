@@ -153,6 +153,8 @@ TEST(Explain, WithoutARecordingOfWhoWentOnItIsUnknownWhetherAnybodyWasTakenOutAn
                                           "before it, the next recorded one is step 16, committed ")));
     EXPECT_THAT(lines, Contains(HasSubstr("Cost: How much time everybody lost is unknown, and so is whether anybody")));
     EXPECT_THAT(lines, Not(Contains(HasSubstr("nobody was taken out"))));
+    EXPECT_THAT(lines[2], HasSubstr(with_daemon ? "Daemon node1 said of rank 0: its process 11 ended, 2.0 ms later"
+                                                : "Noticed: Nobody's recording says who noticed"));
   }
 }
 
