@@ -114,6 +114,7 @@ class World {
     std::uint64_t version = 0;
     membership::Samples trained;  // up to there
     std::vector<Bytes> columns;   // of each tensor, one after the other
+    std::size_t records = 0;      // of the log, when it was written
   };
   std::optional<Checkpoint> checkpoint_of(std::uint32_t replica, std::uint32_t rank) const;
   void write_checkpoint(std::uint32_t replica, std::uint32_t rank, Checkpoint checkpoint);

@@ -64,7 +64,13 @@ void World::end_older_log(bool whole) {
   for (std::size_t i = 0; i < before.put_back_to; ++i)
     if (const auto& record = before.records[i]; record.has_committed()) last = record.committed().step();
     else if (record.has_rolled_back()) last = record.rolled_back().version();
-  for (auto& of_replica : checkpoints_) of_replica.erase(of_replica.upper_bound(last), of_replica.end());
+  // What was written since the copy was made is of what is given up, also where the copy has that step.
+  const auto written_since = [&](const auto& of_version) {
+    return of_version.first > last || std::ranges::any_of(of_version.second, [&](const auto& of_rank) {
+             return of_rank.second.records > before.put_back_to;
+           });
+  };
+  for (auto& of_replica : checkpoints_) std::erase_if(of_replica, written_since);
   count("went on from the older log");
 }
 

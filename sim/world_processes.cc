@@ -132,6 +132,7 @@ std::optional<World::Checkpoint> World::checkpoint_of(std::uint32_t replica, std
 void World::write_checkpoint(std::uint32_t replica, std::uint32_t rank, Checkpoint checkpoint) {
   auto& written = checkpoints_[replica];
   const std::uint64_t version = checkpoint.version;
+  checkpoint.records = whole_log_ ? whole_log_->records.size() : log_.size();
   written[version][rank] = std::move(checkpoint);
   if (written[version].size() == shape.ranks) written.erase(written.begin(), written.find(version));
 }

@@ -150,8 +150,8 @@ TEST_P(CheckpointTransfer, WhatCancelledThrowsPassesThroughWhenTheStateIsWithdra
 
 TEST(CheckpointServer, AChildIsToldThatItIsItsParentsAndWaitsForNothing) {
   for (const std::string transport : {"tcp", "shm", "tcp;threads=2"}) {
+    const Bytes bytes = some_bytes(3 * MiB, 1);  // before its server, which ends before what it offers
     auto server = CheckpointServer::open({.transport = transport}).value();
-    const Bytes bytes = some_bytes(3 * MiB, 1);
     ASSERT_TRUE(server->publish(1, "", {bytes}));
     const pid_t child = ::fork();
     if (child == 0) {
