@@ -26,6 +26,7 @@
 #include "base/flight_ring.h"
 #include "base/log.h"
 #include "base/no_signals.h"
+#include "base/populate.h"
 
 namespace rejoin::flight {
 
@@ -222,8 +223,7 @@ Result<> try_open(const std::string& directory, const std::string& who, const st
   (void)::flock(file.get(), LOCK_EX | LOCK_NB);
   // All of it now: a page that can't be had later would end this process, as would a file that is larger than it may
   // be.
-  int error = largest_file() >= kSizes.bytes() ? EINTR : EFBIG;
-  for (int tries = 0; error == EINTR && tries < 100; ++tries) error = ::posix_fallocate(file.get(), 0, kSizes.bytes());
+  const int error = largest_file() >= kSizes.bytes() ? allocate(file, kSizes.bytes()) : EFBIG;
   auto memory = error == 0 ? Mapping::of(file, kSizes.bytes()) : fail(ErrorCode::exhausted, "{}", std::strerror(error));
   if (!memory) {
     ::unlinkat(folder->get(), name.c_str(), 0);

@@ -40,18 +40,22 @@ Result<> populate(std::span<std::byte> memory) {
   }
 }
 
-Result<> reserve(const Fd& memfd, std::size_t size) {
-  if (overcommits()) return {};
+int allocate(const Fd& file, std::size_t size) {
   std::size_t most = 16 * MiB;  // a signal undoes at most so much, and others may come as fast as a piece takes
   for (std::size_t at = 0; at < size;) {
     const std::size_t piece = std::min(most, size - at);
-    const int error = ::posix_fallocate(memfd.get(), static_cast<off_t>(at), static_cast<off_t>(piece));
-    if (error == EINTR) most = std::max(most / 2, 64 * KiB);
-    if (error == EINTR) continue;
-    if (error != 0) return cannot_be_had(size, std::strerror(error));
-    at += piece;
+    const int error = ::posix_fallocate(file.get(), static_cast<off_t>(at), static_cast<off_t>(piece));
+    if (error == 0) at += piece;
+    else if (error == EINTR) most = std::max(most / 2, 64 * KiB);
+    else return error;
   }
-  return {};
+  return 0;
+}
+
+Result<> reserve(const Fd& memfd, std::size_t size) {
+  if (overcommits()) return {};
+  const int error = allocate(memfd, size);
+  return error == 0 ? Result<>() : cannot_be_had(size, std::strerror(error));
 }
 
 }  // namespace rejoin

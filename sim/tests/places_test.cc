@@ -3,8 +3,7 @@
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
-#include "base/log.h"
-#include "sim/world.h"
+#include "sim/tests/simulated.h"
 
 namespace rejoin::sim {
 namespace {
@@ -13,9 +12,7 @@ using namespace std::chrono_literals;
 
 constexpr std::uint64_t kOfPlaces = 20;
 
-struct Places : testing::Test {
-  void SetUp() override { init_logging("sim", "off"); }
-};
+struct Places : Quiet {};
 
 Outcome play_one(FaultKind kind, Duration lasting, std::uint64_t seed, std::uint64_t detail) {
   const Fault fault{.at = 1s, .kind = kind, .replica = 1, .lasting = lasting, .detail = detail};
@@ -30,8 +27,7 @@ TEST_F(Places, ASecondProcessIsRefusedWhileTheFirstLives) {
   for (std::uint64_t seed = 0; seed < kOfPlaces; ++seed) {
     if (stops_the_first(seed) || Shape::of(seed).upgrade) continue;
     Outcome outcome = play_one(FaultKind::second_process, 100ms, seed, seed);
-    ASSERT_FALSE(outcome.violation) << "seed " << seed << ": " << outcome.violation->invariant << ": "
-                                    << outcome.violation->what;
+    ASSERT_TRUE(holds(outcome)) << "seed " << seed;
     EXPECT_EQ(outcome.counts["the second process stays"], 0u) << "seed " << seed;
     EXPECT_EQ(outcome.counts["trainer gave up"], outcome.counts["second process"]) << "seed " << seed;
     EXPECT_EQ(outcome.counts["epoch begun"], 1u) << "seed " << seed;
@@ -49,8 +45,7 @@ TEST_F(Places, ASecondProcessThatComesWhileTheDaemonIsAwayDoesNotGetThePlace) {
         {.at = 1s, .kind = FaultKind::kill_daemon, .replica = 1},
         {.at = 1001ms, .kind = FaultKind::second_process, .replica = 1, .lasting = 100ms, .detail = seed}};
     Outcome outcome = play({.seed = seed, .replicas = 3, .ranks = 2, .faults = faults});
-    ASSERT_FALSE(outcome.violation) << "seed " << seed << ": " << outcome.violation->invariant << ": "
-                                    << outcome.violation->what;
+    ASSERT_TRUE(holds(outcome)) << "seed " << seed;
     EXPECT_EQ(outcome.counts["the second process stays"], 0u) << "seed " << seed;
     came += outcome.counts["second process"];
   }
@@ -62,8 +57,7 @@ TEST_F(Places, WhoWasReplacedWhileItWasStoppedGoes) {
   for (std::uint64_t seed = 0; seed < kOfPlaces; ++seed) {
     if (!stops_the_first(seed)) continue;
     Outcome outcome = play_one(FaultKind::second_process, 2s, seed, seed);
-    ASSERT_FALSE(outcome.violation) << "seed " << seed << ": " << outcome.violation->invariant << ": "
-                                    << outcome.violation->what;
+    ASSERT_TRUE(holds(outcome)) << "seed " << seed;
     stayed += outcome.counts["the second process stays"];
   }
   EXPECT_GT(stayed, 3u);
@@ -74,8 +68,7 @@ TEST_F(Places, ADaemonThatStopsWithinItsIntroductionIsHeardWhenItGoesOn) {
   for (std::uint64_t seed = 0; seed < kOfPlaces; ++seed)
     for (const auto lasting : {50ms, 1000ms}) {
       Outcome outcome = play_one(FaultKind::stop_introduction, lasting, seed, seed);
-      ASSERT_FALSE(outcome.violation) << "seed " << seed << ": " << outcome.violation->invariant << ": "
-                                      << outcome.violation->what;
+      ASSERT_TRUE(holds(outcome)) << "seed " << seed;
       stopped += outcome.counts["stopped within an introduction"];
     }
   EXPECT_GT(stopped, 3u);
@@ -89,8 +82,7 @@ TEST_F(Places, ARelayThatIsBackWithinTheSilenceCostsNobodyAPlace) {
       if (shape.relays == 0 || shape.upgrade) continue;
       Outcome outcome = play_one(kind, 60ms, seed, seed);
       const std::string what = fmt::format("{} with seed {}", to_string(kind), seed);
-      ASSERT_FALSE(outcome.violation) << what << ": " << outcome.violation->invariant << ": "
-                                      << outcome.violation->what;
+      ASSERT_TRUE(holds(outcome)) << what;
       EXPECT_EQ(outcome.counts["trainer gave up"], 0u) << what;
       EXPECT_EQ(outcome.counts["epoch begun"], 1u) << what;
       relays += shape.relays;
@@ -103,8 +95,7 @@ TEST_F(Places, AnotherJobsCoordinatorCostsNobodyAPlace) {
   for (std::uint64_t seed = 0; seed < kOfPlaces; ++seed) {
     if (Shape::of(seed).upgrade) continue;
     Outcome outcome = play_one(FaultKind::other_job, 600ms, seed, seed);
-    ASSERT_FALSE(outcome.violation) << "seed " << seed << ": " << outcome.violation->invariant << ": "
-                                    << outcome.violation->what;
+    ASSERT_TRUE(holds(outcome)) << "seed " << seed;
     EXPECT_EQ(outcome.counts["trainer gave up"], 0u) << "seed " << seed;
     EXPECT_EQ(outcome.counts["epoch begun"], 1u) << "seed " << seed;
     came += outcome.counts["coordinator of another job"];
@@ -117,8 +108,7 @@ TEST_F(Places, AnOlderLogCostsNothingWhereTheWholeOneIsPutBack) {
   for (std::uint64_t seed = 0; seed < kOfPlaces; ++seed) {
     if (Shape::of(seed).upgrade) continue;
     Outcome outcome = play_one(FaultKind::older_log, 600ms, seed, seed);
-    ASSERT_FALSE(outcome.violation) << "seed " << seed << ": " << outcome.violation->invariant << ": "
-                                    << outcome.violation->what;
+    ASSERT_TRUE(holds(outcome)) << "seed " << seed;
     older += outcome.counts["went on from the older log"];
     if (outcome.counts["the whole log put back"] == 0) continue;
     ++whole;
