@@ -141,7 +141,7 @@ class Coordinator {
   std::optional<std::string> contradicted(const proto::RankUp& up) const;
   Screened screen(NodeId node, const proto::RankUp& up);
   Screened screen_log(NodeId node, const proto::RankUp& up);
-  void find_outdated(const proto::RankUp& up);
+  bool find_outdated(const proto::RankUp& up);
   void register_again(NodeId node, const proto::RankUp& up);
   void register_new(NodeId node, const proto::RankUp& up);
   void refuse(NodeId node, const proto::RankUp& up, refusals::Why why, std::string reason);

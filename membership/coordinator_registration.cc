@@ -136,17 +136,16 @@ Screened Coordinator::screen_log(NodeId node, const proto::RankUp& up) {
       strangers_[RankPlace::of(up)] = {node, up.instance(), std::move(what)};
     return Screened::handled;
   }
-  if (up.heard_epoch() <= epoch_.value && up.heard_committed() <= most_committed_.value) return Screened::goes_on;
-  find_outdated(up);
-  return Screened::handled;
+  return find_outdated(up) ? Screened::handled : Screened::goes_on;
 }
 
 // Once the log is known to be an older copy, all who come and have heard more are named: without them it can go on.
-void Coordinator::find_outdated(const proto::RankUp& up) {
-  if (up.incarnation() == 0 || up.job() != job_) return;
-  if (up.heard_epoch() <= epoch_.value && up.heard_committed() <= most_committed_.value) return;
+// Returns whether this one has.
+bool Coordinator::find_outdated(const proto::RankUp& up) {
+  if (up.incarnation() == 0 || up.job() != job_) return false;
+  if (up.heard_epoch() <= epoch_.value && up.heard_committed() <= most_committed_.value) return false;
   const bool has_place = up.replica() < config_.replicas && up.rank() < config_.ranks;
-  if ((outdated_ && !has_place) || !heard_more_.insert(RankPlace::of(up)).second) return;
+  if ((outdated_ && !has_place) || !heard_more_.insert(RankPlace::of(up)).second) return true;
   heard_up_to_ = std::max(heard_up_to_, {up.heard_committed(), up.heard_epoch()});
   constexpr std::size_t most = 8;
   std::vector<std::string> names;
@@ -161,9 +160,11 @@ void Coordinator::find_outdated(const proto::RankUp& up) {
       most_committed_, epoch_, fmt::join(names, ", "), others > 0 ? fmt::format(" and {} others", others) : "",
       several ? "have heard, at the most," : "has heard", heard_up_to_.first, heard_up_to_.second,
       several ? "those processes" : "that process");
-  if (!known) return warn("{}", *outdated_);
-  warn("replica {} rank {} has heard of step {} in epoch {}, too, which this log lacks", up.replica(), up.rank(),
-       up.heard_committed(), up.heard_epoch());
+  if (known)
+    warn("replica {} rank {} has heard of step {} in epoch {}, too, which this log lacks", up.replica(), up.rank(),
+         up.heard_committed(), up.heard_epoch());
+  else warn("{}", *outdated_);
+  return true;
 }
 
 // A process that has not been registered yet, or none that anything depended on.
