@@ -68,8 +68,9 @@ void send_all(NodeListener& nodes, const std::vector<std::pair<std::vector<membe
     if (message.has_heartbeat() || message.has_leads()) stamp(bytes);
     if (message.has_refused()) refusals::count(static_cast<refusals::Why>(message.refused().why()));
     if (message.has_plan()) flight::set_job(message.plan().job());
-    for (auto node : to) nodes.send(node, bytes);
+    // Before anybody hears it and acts on it: this process may be killed in between.
     if (message.has_plan() && message.plan().finished()) events::record(events::Kind::finished);
+    for (auto node : to) nodes.send(node, bytes);
   }
   for (auto node : close) nodes.close(node);
 }
