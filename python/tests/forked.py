@@ -213,10 +213,12 @@ class _Subprocess:
         return getattr(subprocess, name)
 
     @staticmethod
-    def Popen(command: list[str], env: dict[str, str], stdout: IO[bytes], stderr: int, preexec_fn) -> object:
+    def Popen(
+        command: list[str], env: dict[str, str], stdin: int, stdout: IO[bytes], stderr: int, preexec_fn
+    ) -> object:
         if os.path.normpath(command[0]) != os.path.normpath(sys.executable):
-            return subprocess.Popen(command, env=env, stdout=stdout, stderr=stderr, preexec_fn=preexec_fn)
-        assert stderr == subprocess.STDOUT
+            return subprocess.Popen(command, env=env, stdin=stdin, stdout=stdout, stderr=stderr, preexec_fn=preexec_fn)
+        assert (stdin, stderr) == (subprocess.DEVNULL, subprocess.STDOUT)
         pid = os.fork()
         if pid:
             return _Process(pid)

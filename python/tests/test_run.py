@@ -2,6 +2,9 @@
 
 import json
 import os
+import pty
+import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -26,9 +29,11 @@ from pathlib import Path
 from rejoin import run
 
 class Job(run.Job):
+    log = None
+
     def start(self):
         for number, program in enumerate(sys.argv[2:]):
-            self._replicas.append(self._start(run.Kept(f"replica {number}", ["bash", "-c", program], None, None)))
+            self._replicas.append(self._start(run.Kept(f"replica {number}", ["bash", "-c", program], None, self.log)))
             self.started(number)
 
     def started(self, number):
@@ -36,12 +41,13 @@ class Job(run.Job):
 """
 
 
-def job_of(directory: Path, *programs: str, more: str = "", leave_within: float = 60) -> subprocess.Popen:
+def job_of(directory: Path, *programs: str, more: str = "", leave_within: float = 60, stdin=None) -> subprocess.Popen:
     script = JOB + more
     script += f"\nsettings = argparse.Namespace(deaths_a_minute=10, ranks=1, leave_within={leave_within})\n"
     script += "sys.exit(Job(settings, Path(sys.argv[1])).run())\n"
     command = [sys.executable, "-c", script, str(directory), *programs]
-    job = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    job = subprocess.Popen(command, stdin=stdin, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                           start_new_session=stdin is not None)  # fmt: skip
     RUNNING.append(job)
     return job
 
@@ -122,6 +128,84 @@ def test_a_replica_that_does_not_leave_is_killed_with_what_it_has_started(tmp_pa
     assert "replica 0 has not left, and is killed" in told
     assert "replica 1 has not left" not in told
     until(lambda: not any(is_there(int(pid)) for pid in pids.read_text().split()), 10)
+
+
+# As most people's train.sh: a shell, which SIGTERM ends at once, and behind it the program that trains.
+def behind_a_shell(directory: Path) -> str:
+    program = f"trap 'touch {directory}/left; sleep 0.5; exit 0' TERM; while :; do sleep 0.05; done"
+    return f"bash -c {shlex.quote(f'echo $$ >> {directory}/trainers; {program}')}; exit $?"
+
+
+def trainers(directory: Path) -> list[int]:
+    told = directory / "trainers"
+    return [int(pid) for pid in told.read_text().split()] if told.exists() else []
+
+
+def test_who_trains_behind_a_shell_is_asked_to_leave_and_waited_for(tmp_path):
+    job = job_of(tmp_path, behind_a_shell(tmp_path))
+    until(lambda: trainers(tmp_path))
+    job.terminate()
+    _, told = job.communicate(timeout=60)
+    assert job.returncode == 0, told
+    assert "killed" not in told.replace("they are killed", "")
+    assert (tmp_path / "left").exists()
+    assert not is_there(trainers(tmp_path)[0])
+
+
+def test_who_trains_behind_a_shell_does_not_outlive_it(tmp_path):
+    job = job_of(tmp_path, f"echo $$ > {tmp_path}/shell; {behind_a_shell(tmp_path)}")
+    until(lambda: trainers(tmp_path))
+    os.kill(int((tmp_path / "shell").read_text()), signal.SIGKILL)
+    until(lambda: len(trainers(tmp_path)) == 2)
+    until(lambda: not is_there(trainers(tmp_path)[0]), 10)
+    assert not (tmp_path / "left").exists()
+    job.terminate()
+    _, told = job.communicate(timeout=60)
+    assert job.returncode == 0, told
+
+
+def test_what_a_program_leaves_running_that_ends_well_goes_on(tmp_path):
+    uploads = tmp_path / "uploads"
+    job = job_of(tmp_path, f"(sleep 1000 & echo $! > {uploads}) >&/dev/null; exit 0")
+    _, told = job.communicate(timeout=60)
+    assert (job.returncode, told) == (0, "")
+    (pid,) = uploads.read_text().split()
+    assert is_there(int(pid))
+    os.kill(int(pid), signal.SIGKILL)
+
+
+def test_a_program_that_asks_the_terminal_hears_that_there_is_nobody(tmp_path):
+    ours, its = pty.openpty()
+    job = job_of(tmp_path, f"read -r line; echo $? > {tmp_path}/heard", stdin=its)
+    _, told = job.communicate(timeout=60)
+    os.close(ours)
+    os.close(its)
+    assert (job.returncode, told, (tmp_path / "heard").read_text()) == (0, "", "1\n")
+
+
+# Its last words are told once; and before the job's first step its deaths need not come within a minute.
+def test_a_program_that_dies_again_and_again_is_told_with_its_last_words(tmp_path):
+    log = tmp_path / "replica0.log"
+    log.write_text("of an earlier job\n")
+    more = f"""
+        self._look_at, self._arguments.deaths_a_minute = run.time.monotonic() + 3600, 3
+
+    log = Path({str(log)!r})
+
+    def _status(self):
+        return {{"committed": 0}}
+
+    def _again(self, process, what):
+        process.died = [at - 60 for at in process.died]
+        return super()._again(process, what)
+"""
+    job = job_of(tmp_path, "echo Traceback; echo \"NameError: name 'lodaer', $$\"; exit 1", more=more)
+    _, told = job.communicate(timeout=60)
+    words = f"{log} ends so:\nTraceback\nNameError: name 'lodaer', N\n"
+    again = "rejoin-run: replica 0 ended with status 1, and is started again"
+    assert re.sub(", [0-9]+\n", ", N\n", told) == f"{again}. {words}" + 2 * f"{again}\n" + (
+        f"rejoin-run: replica 0 ended with status 1, as often before: the job ends. {words}"
+    )
 
 
 def test_a_signal_that_comes_twice_at_once_kills_nobody(tmp_path):
@@ -281,7 +365,7 @@ def test_a_job_ends_at_once_where_the_settings_of_a_daemon_are_wrong(tmp_path):
     assert job.returncode == 1, told
     assert told == (
         "rejoin-run: node0 ended with status 2: its settings are wrong, and would be again: the job ends. "
-        f"{tmp_path}/node0.log ends so:\nwhat is wrong\n\n"
+        f"{tmp_path}/node0.log ends so:\nwhat is wrong\n"
     )
 
 

@@ -32,7 +32,7 @@ from typing import Any
 
 from rejoin import _native
 from rejoin._job_variables import of_daemons, without_addresses
-from rejoin._kept import WAITED_FOR, Kept, how, kill_group
+from rejoin._kept import WAITED_FOR, Kept, adopt, bury, how
 from rejoin._programs import path
 from rejoin._run_commands import by_torchrun
 
@@ -195,6 +195,8 @@ class Job:
     def run(self) -> int:
         """Keep all running until each replica has ended in peace; gives the exit status."""
         signal.pthread_sigmask(signal.SIG_BLOCK, WAITED_FOR)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # who started this may have ignored it
+        adopt()
         try:
             self.start()
             while not all(replica.ended for replica in self._replicas):
@@ -209,6 +211,7 @@ class Job:
                     self._kill()
                 if time.monotonic() >= self._look_at:
                     self._look_at_waits()
+                bury(self._all)
                 for process in self._all:
                     if not self._look_after(process):
                         return 1
@@ -227,18 +230,16 @@ class Job:
                   "they are killed")  # fmt: skip
         self._ending, self._asked_at, self._kill_at, self._look_at = True, now, now + within, math.inf
         for replica in self._replicas:
-            if replica.process is not None and replica.process.poll() is None:
-                replica.process.terminate()
-            else:
+            if replica.again_at:  # it has ended before
                 replica.ended, replica.again_at = True, 0.0
 
     # What was stopped, or hangs in a call of the system or of a GPU, does not leave.
     def _kill(self) -> None:
         self._kill_at = math.inf
         for replica in self._replicas:
-            if replica.process is not None and replica.process.poll() is None:
+            if not replica.ended:
                 self._say(f"{replica.name} has not left, and is killed")
-                kill_group(replica.process)
+                replica.kill()
 
     # False: it can't be kept running.
     def _look_after(self, process: Kept) -> bool:
@@ -250,10 +251,12 @@ class Job:
                 return self._again(process, f"can't be started ({error})")
         if process.ended or process.again_at or process.process is None:
             return True
-        status = process.process.poll()
-        if status is None:
-            return True
         is_replica = process in self._replicas
+        if is_replica and self._ending and process.leaves():
+            return True
+        if process.status() is None:
+            return True
+        status = process.end()
         if is_replica and (status == 0 or self._ending):
             process.ended = True
             return True
@@ -261,37 +264,40 @@ class Job:
             self._died_at_the_end.add(process.name)
         if not is_replica and status == _WRONG_SETTINGS:
             self._say(f"{process.name} ended with {how(status)}: its settings are wrong, and would be again: the job "
-                      f"ends. {self._tail(process)}")  # fmt: skip
+                      f"ends. {process.last_words()}")  # fmt: skip
             return False
         return self._again(process, f"ended with {how(status)}")
 
     def _again(self, process: Kept, what: str) -> bool:
-        now = time.monotonic()
-        process.died = [at for at in process.died if now - at < 60] + [now]
-        if len(process.died) > self._arguments.deaths_a_minute:
-            self._say(f"{process.name} {what}, as often before: the job ends. {self._tail(process)}")
+        now, most = time.monotonic(), self._arguments.deaths_a_minute
+        if len(process.died) >= most and self._look_at < math.inf:
+            self._look_at_waits()
+        has_begun = self._look_at == math.inf
+        process.died = [at for at in process.died if now - at < 60 or not has_begun] + [now]
+        words = process.last_words()
+        if len(process.died) > most:
+            self._say(f"{process.name} {what}, as often before: the job ends. {words}")
             return False
-        self._say(f"{process.name} {what}, and is started again")
+        known = re.sub("[0-9]", "", words[words.rfind("\n") :])  # times and numbers of processes go on
+        killed = process.process is not None and process.process.returncode == -signal.SIGKILL
+        said = "" if killed or process.told == known else f". {words}"
+        if said:
+            process.told = known
+        self._say(f"{process.name} {what}, and is started again{said}")
         process.again_at = now + min(0.1 * 2 ** (len(process.died) - 1), 5.0)
         return True
 
-    def _tail(self, process: Kept) -> str:
-        if process.output is None:
-            return ""
-        return f"{process.output} ends so:\n{process.output.read_text(errors='replace')[-2000:]}"
-
     def _stop(self) -> None:
-        running = [one.process for one in self._all if one.process is not None and one.process.poll() is None]
-        for process in running:
-            process.terminate()
         by_torchrun = self._arguments.ranks > 1
         deadline = time.monotonic() + (_TORCHRUN_ENDS_WITHIN_SECONDS if by_torchrun else _ENDS_WITHIN_SECONDS)
-        for process in running:
-            try:
-                process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                kill_group(process)
-                process.wait()
+        while any([one.leaves() for one in self._all]) and time.monotonic() < deadline:
+            signal.sigtimedwait({signal.SIGCHLD}, max(0.0, deadline - time.monotonic()))
+            bury(self._all)
+        for one in self._all:
+            one.kill()
+        for one in self._all:
+            if one.process is not None:
+                one.end()
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -319,7 +325,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--directory", type=Path, help="for sockets and logs, kept afterwards (default: a fresh one)")
     parser.add_argument("--show", action="store_true", help="replicas write to this terminal, not into logs")
     parser.add_argument(
-        "--deaths-a-minute", type=int, default=10, help="of one process, before the job is given up (default: 10)"
+        "--deaths-a-minute",
+        type=int,
+        default=10,
+        help="of one process, before the job is given up; or as many before its first step (default: 10)",
     )
     parser.add_argument("command", nargs=argparse.REMAINDER, help="your script, after --: python train.py …")
     return parser
