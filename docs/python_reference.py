@@ -122,7 +122,8 @@ def show_module(module, given):
 def show_run():
     tree, _ = tree_of("rejoin.run")
     yield f"## rejoin-run\n\n{text_of(tree)}\n\n| option | |\n|---|---|"
-    for call in ast.walk(next(one for one in tree.body if getattr(one, "name", "") == "_parser")):
+    commands, _ = tree_of("rejoin._run_commands")
+    for call in ast.walk(next(one for one in commands.body if getattr(one, "name", "") == "run_parser")):
         if isinstance(call, ast.Call) and getattr(call.func, "attr", "") == "add_argument":
             told = {word.arg: getattr(word.value, "value", None) for word in call.keywords}
             name = call.args[0].value

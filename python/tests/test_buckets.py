@@ -55,3 +55,17 @@ def test_a_bucket_is_handed_over_behind_all_streams_that_its_gradients_came_on(m
         first, second = (sides[stream] for _, stream in native.handed_over)
         assert set(first.waits_for) == {main, branch} and second.waits_for == [main]
         first.waits_for.clear(), second.waits_for.clear()
+
+
+# What a float16 gradient has to hold then is more than what the script sees.
+def test_gradients_of_float16_that_are_weighed_are_warned_of_once(caplog):
+    buckets = Buckets(Native(), torch.device("cpu"))
+    values = [torch.nn.Parameter(torch.zeros(2, dtype=dtype)) for dtype in (torch.float32, torch.float16)]
+    buckets.add([Tensor(f"t{i}", v, group=0, bucket=0, gradient=v.data) for i, v in enumerate(values[:1])])
+    buckets.begin(42)
+    assert not caplog.messages
+    buckets.add([Tensor("narrow", values[1], group=0, bucket=1, gradient=values[1].data)])
+    for weight in (1, 42, 42, 1, 40):
+        buckets.begin(weight)
+    (told,) = caplog.messages
+    assert "multiplied by theirs, 42 here" in told and "'narrow', are infinite from 1560 on" in told

@@ -2,9 +2,6 @@
 
 import json
 import os
-import pty
-import re
-import shlex
 import signal
 import socket
 import subprocess
@@ -21,6 +18,7 @@ from test_job import RUNNING  # noqa: E402
 from test_waits import is_there  # noqa: E402
 
 from rejoin import run  # noqa: E402
+from rejoin._job_variables import of_scripts  # noqa: E402
 
 # A job of these programs in the place of replicas, without a coordinator and daemons.
 JOB = """
@@ -128,84 +126,6 @@ def test_a_replica_that_does_not_leave_is_killed_with_what_it_has_started(tmp_pa
     assert "replica 0 has not left, and is killed" in told
     assert "replica 1 has not left" not in told
     until(lambda: not any(is_there(int(pid)) for pid in pids.read_text().split()), 10)
-
-
-# As most people's train.sh: a shell, which SIGTERM ends at once, and behind it the program that trains.
-def behind_a_shell(directory: Path) -> str:
-    program = f"trap 'touch {directory}/left; sleep 0.5; exit 0' TERM; while :; do sleep 0.05; done"
-    return f"bash -c {shlex.quote(f'echo $$ >> {directory}/trainers; {program}')}; exit $?"
-
-
-def trainers(directory: Path) -> list[int]:
-    told = directory / "trainers"
-    return [int(pid) for pid in told.read_text().split()] if told.exists() else []
-
-
-def test_who_trains_behind_a_shell_is_asked_to_leave_and_waited_for(tmp_path):
-    job = job_of(tmp_path, behind_a_shell(tmp_path))
-    until(lambda: trainers(tmp_path))
-    job.terminate()
-    _, told = job.communicate(timeout=60)
-    assert job.returncode == 0, told
-    assert "killed" not in told.replace("they are killed", "")
-    assert (tmp_path / "left").exists()
-    assert not is_there(trainers(tmp_path)[0])
-
-
-def test_who_trains_behind_a_shell_does_not_outlive_it(tmp_path):
-    job = job_of(tmp_path, f"echo $$ > {tmp_path}/shell; {behind_a_shell(tmp_path)}")
-    until(lambda: trainers(tmp_path))
-    os.kill(int((tmp_path / "shell").read_text()), signal.SIGKILL)
-    until(lambda: len(trainers(tmp_path)) == 2)
-    until(lambda: not is_there(trainers(tmp_path)[0]), 10)
-    assert not (tmp_path / "left").exists()
-    job.terminate()
-    _, told = job.communicate(timeout=60)
-    assert job.returncode == 0, told
-
-
-def test_what_a_program_leaves_running_that_ends_well_goes_on(tmp_path):
-    uploads = tmp_path / "uploads"
-    job = job_of(tmp_path, f"(sleep 1000 & echo $! > {uploads}) >&/dev/null; exit 0")
-    _, told = job.communicate(timeout=60)
-    assert (job.returncode, told) == (0, "")
-    (pid,) = uploads.read_text().split()
-    assert is_there(int(pid))
-    os.kill(int(pid), signal.SIGKILL)
-
-
-def test_a_program_that_asks_the_terminal_hears_that_there_is_nobody(tmp_path):
-    ours, its = pty.openpty()
-    job = job_of(tmp_path, f"read -r line; echo $? > {tmp_path}/heard", stdin=its)
-    _, told = job.communicate(timeout=60)
-    os.close(ours)
-    os.close(its)
-    assert (job.returncode, told, (tmp_path / "heard").read_text()) == (0, "", "1\n")
-
-
-# Its last words are told once; and before the job's first step its deaths need not come within a minute.
-def test_a_program_that_dies_again_and_again_is_told_with_its_last_words(tmp_path):
-    log = tmp_path / "replica0.log"
-    log.write_text("of an earlier job\n")
-    more = f"""
-        self._look_at, self._arguments.deaths_a_minute = run.time.monotonic() + 3600, 3
-
-    log = Path({str(log)!r})
-
-    def _status(self):
-        return {{"committed": 0}}
-
-    def _again(self, process, what):
-        process.died = [at - 60 for at in process.died]
-        return super()._again(process, what)
-"""
-    job = job_of(tmp_path, "echo Traceback; echo \"NameError: name 'lodaer', $$\"; exit 1", more=more)
-    _, told = job.communicate(timeout=60)
-    words = f"{log} ends so:\nTraceback\nNameError: name 'lodaer', N\n"
-    again = "rejoin-run: replica 0 ended with status 1, and is started again"
-    assert re.sub(", [0-9]+\n", ", N\n", told) == f"{again}. {words}" + 2 * f"{again}\n" + (
-        f"rejoin-run: replica 0 ended with status 1, as often before: the job ends. {words}"
-    )
 
 
 def test_a_signal_that_comes_twice_at_once_kills_nobody(tmp_path):
@@ -351,7 +271,7 @@ def test_the_page_is_named_and_what_variables_say_of_another_daemon_is_not_taken
         job.terminate()
         told = job.communicate(timeout=60)[1]
     assert "is started again" not in told
-    assert not {"REJOIN_DATA_LISTEN", "REJOIN_ADVERTISE"} & run.without_addresses(os.environ).keys()
+    assert not {"REJOIN_DATA_LISTEN", "REJOIN_ADVERTISE"} & of_scripts(os.environ, 1).keys()
 
 
 # It would have the same settings again.
@@ -367,6 +287,38 @@ def test_a_job_ends_at_once_where_the_settings_of_a_daemon_are_wrong(tmp_path):
         "rejoin-run: node0 ended with status 2: its settings are wrong, and would be again: the job ends. "
         f"{tmp_path}/node0.log ends so:\nwhat is wrong\n"
     )
+
+
+def test_the_page_is_named_again_when_it_has_moved(tmp_path):
+    job = started(tmp_path)
+    page = lines_until(job, "logs are in").split("http://")[1].split("/")[0]
+    host, port = page.split(":")
+    (pid,) = (int(each.name) for each in Path("/proc").glob("[0-9]*") if named(each, "coordinator", job.pid))
+    os.kill(pid, signal.SIGSTOP)
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as other:
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: bound(other, host, int(port)))
+        moved = lines_until(job, "now")
+    assert "the page is at http://" in moved and page not in moved
+    job.terminate()
+    job.communicate(timeout=60)
+
+
+def named(process: Path, name: str, parent: int) -> bool:
+    try:
+        words = (process / "cmdline").read_bytes().split(b"\0")
+        return name.encode() in words and int((process / "stat").read_text().rpartition(")")[2].split()[1]) == parent
+    except OSError:
+        return False
+
+
+def bound(other: socket.socket, host: str, port: int) -> bool:
+    try:
+        other.bind((host, port))
+        other.listen()
+    except OSError:
+        return False
+    return True
 
 
 def test_a_second_one_in_the_same_directory_is_refused_and_leaves_the_first_ones_files(tmp_path):

@@ -36,3 +36,13 @@ def of_daemons(environment: Mapping[str, str]) -> dict[str, str]:
     for name in ("COORDINATOR", "JOB"):
         variables.pop(f"REJOIN_{name}", None)
     return variables
+
+
+def of_scripts(environment: Mapping[str, str], ranks: int) -> dict[str, str]:
+    """Give what scripts take of them: which rank one is, is said here, or by torchrun where a replica has several."""
+    variables = without_addresses(environment)
+    for name in ("REJOIN_RANK", "RANK", "WORLD_SIZE"):
+        variables.pop(name, None)
+    if ranks == 1:
+        variables["REJOIN_RANK"] = "0"
+    return variables

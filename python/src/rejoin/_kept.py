@@ -15,7 +15,9 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _LAST_LINES, _LAST_BYTES = 20, 4000  # of what a process has said: a traceback
 
-WAITED_FOR = frozenset({signal.SIGCHLD, signal.SIGTERM, signal.SIGINT})
+# nohup's programs do not hear that the terminal is gone; what is ignored and waited for would be heard all the same.
+_OF_TERMINAL = {signal.SIGHUP} - {number for number in [signal.SIGHUP] if signal.getsignal(number) == signal.SIG_IGN}
+WAITED_FOR = frozenset({signal.SIGCHLD, signal.SIGTERM, signal.SIGINT} | _OF_TERMINAL)
 
 
 # In a group of its own: Ctrl-C at a terminal is for rejoin-run, which ends replicas before their daemons.

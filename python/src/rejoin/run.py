@@ -30,17 +30,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rejoin import _native
-from rejoin._job_variables import of_daemons, without_addresses
+from rejoin._job_variables import of_daemons, of_scripts
 from rejoin._kept import WAITED_FOR, Kept, adopt, bury, how
 from rejoin._programs import path
-from rejoin._run_commands import by_torchrun
+from rejoin._run_commands import by_torchrun, run_parser
 
-_WRONG_SETTINGS = 2  # of a daemon's exit statuses
+_WRONG_SETTINGS, _CAN_NOT_WRITE = 2, 4  # of a daemon's exit statuses
+_FULL_BYTES = 64 << 10  # a disk with less room is full
+_FULL_SAID_EVERY_SECONDS = 60.0
+_FULL_TRIED_EVERY_SECONDS = 5.0
 _ENDS_WITHIN_SECONDS = 10.0
 _TORCHRUN_ENDS_WITHIN_SECONDS = 40.0  # it gives its workers 30
 _DIRECTLY = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the coordinator is on this machine
 _LOOKS_EVERY_SECONDS = 10.0  # at what the job waits for, until it goes on
+_LISTENS_WITHIN_SECONDS = 2.0  # a coordinator that is started again
 _LONGEST_SOCKET = 107  # bytes of its name
 _ONE_SIGNAL_SECONDS = 1.0  # Ctrl-C may come from the terminal, and again from who started this
 
@@ -53,6 +56,7 @@ class Job:
         self._arguments, self._directory = arguments, directory
         self._all: list[Kept] = []
         self._replicas: list[Kept] = []
+        self._coordinator_variables: dict[str, str] = {}
         self._ending = False
         self._asked_at = 0.0
         self._kill_at = math.inf  # the replicas that have not left
@@ -61,6 +65,8 @@ class Job:
         self._was_finished = False  # before anything was trained
         self._died_at_the_end: set[str] = set()  # replicas, after the last commit
         self._told: set[str] = set()
+        self._full_said_at = -math.inf
+        self._page, self._page_at = "", math.inf  # where it is, and when that is to be looked up again
         self._addresses = directory / "coordinator.json"
         self._key = directory / "job.key"
         try:
@@ -112,10 +118,11 @@ class Job:
             "--log-directory", str(self._directory / "log"), "--listen", "127.0.0.1:0",
             *["--constant-batch"] * given.constant_batch, *["--balance-batches"] * given.balance_batches,
         )  # fmt: skip
-        address, page = self._address(coordinator, "coordinator"), self._address(coordinator, "status")
+        self._coordinator_variables = coordinator.environment
+        address, self._page = self._address(coordinator, "coordinator"), self._address(coordinator, "status")
         # Started again, it is to be found where it was.
         coordinator.command[coordinator.command.index("--listen") + 1] = address
-        self._say(f"the page is at http://{page}/; logs are in {self._directory}")
+        self._say(f"the page is at http://{self._page}/; logs are in {self._directory}")
         self._look_at_the_start()
         for replica in range(given.replicas):
             socket = self._socket_of(replica)
@@ -123,7 +130,7 @@ class Job:
             threads = max(1, (os.cpu_count() or 1) // (given.replicas * given.ranks))
             environment = {
                 "OMP_NUM_THREADS": str(threads),  # more than there are cores would wait for each other
-                **without_addresses(os.environ),
+                **of_scripts(os.environ, given.ranks),
                 "REJOIN_SOCKET": str(socket),
                 "REJOIN_REPLICA": str(replica),
             }
@@ -164,6 +171,10 @@ class Job:
     # The exit status: 1 where all that had the last state have died before their scripts had ended.
     def _look_at_the_end(self) -> int:
         status = self._status()
+        if not (self._ending or self._was_finished or self._committed is None or status.get("finished", True)):
+            if status["committed"] == self._committed:
+                self._say("no step was committed: the scripts have ended without one")
+            return 0
         if not status.get("finished") or self._was_finished:
             return 0
         self._say(f"finished: step {status['committed']} is committed")
@@ -182,6 +193,8 @@ class Job:
             self._committed = status.get("committed")
         if status and status["committed"] != self._committed:
             self._look_at = math.inf
+            for name in ("REJOIN_ROLL_BACK_TO", "REJOIN_DROP_REPLICA"):  # an operator's word is for one loss
+                self._coordinator_variables.pop(name, None)
             return
         for line in status.get("waiting_for", []):
             known = re.sub(r"[0-9.]+ m?s\b", "", line)  # times in it go on
@@ -191,6 +204,15 @@ class Job:
                     " (with rejoin-run REJOIN_ROLL_BACK_TO=STEP in its environment)" if "--roll-back-to" in line else ""
                 )
                 self._say(f"the job waits for {line}{hint}")
+
+    # A coordinator that was started again may have found its port taken.
+    def _look_for_page(self) -> None:
+        self._page_at = math.inf
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            page = str(json.loads(self._addresses.read_text())["status"])
+            if page != self._page:
+                self._page = page
+                self._say(f"the page is at http://{page}/ now")
 
     def run(self) -> int:
         """Keep all running until each replica has ended in peace; gives the exit status."""
@@ -203,7 +225,7 @@ class Job:
                 now = time.monotonic()
                 waits = [process.again_at for process in self._all if process.again_at]
                 heard = signal.sigtimedwait(
-                    WAITED_FOR, max(0.0, min([*waits, self._kill_at, self._look_at, now + 3600]) - now)
+                    WAITED_FOR, max(0.0, min([*waits, self._kill_at, self._look_at, self._page_at, now + 3600]) - now)
                 )
                 if heard is not None and heard.si_signo != signal.SIGCHLD:
                     self._end()
@@ -211,6 +233,8 @@ class Job:
                     self._kill()
                 if time.monotonic() >= self._look_at:
                     self._look_at_waits()
+                if time.monotonic() >= self._page_at:
+                    self._look_for_page()
                 bury(self._all)
                 for process in self._all:
                     if not self._look_after(process):
@@ -245,6 +269,8 @@ class Job:
     def _look_after(self, process: Kept) -> bool:
         if process.again_at and time.monotonic() >= process.again_at:
             process.again_at = 0.0
+            if process.name == "coordinator":
+                self._page_at = time.monotonic() + _LISTENS_WITHIN_SECONDS
             try:
                 process.start()
             except (OSError, subprocess.SubprocessError) as error:  # no process, no memory: as if it had died at once
@@ -266,7 +292,25 @@ class Job:
             self._say(f"{process.name} ended with {how(status)}: its settings are wrong, and would be again: the job "
                       f"ends. {process.last_words()}")  # fmt: skip
             return False
+        if (not is_replica and status == _CAN_NOT_WRITE) or self._disk_is_full():
+            return self._wait_for_disk(process, how(status))
         return self._again(process, f"ended with {how(status)}")
+
+    def _disk_is_full(self) -> bool:
+        with contextlib.suppress(OSError):
+            return shutil.disk_usage(self._directory).free < _FULL_BYTES
+        return False
+
+    # Those that live hold the state, and the job waits for a coordinator that can write: nobody gains by its end.
+    def _wait_for_disk(self, process: Kept, status: str) -> bool:
+        now = time.monotonic()
+        process.again_at = now + _FULL_TRIED_EVERY_SECONDS
+        if now - self._full_said_at >= _FULL_SAID_EVERY_SECONDS:
+            self._full_said_at = now
+            why = "is full: free space" if self._disk_is_full() else f"has trouble: {process.last_words()}\nsee to it"
+            self._say(f"{process.name} ended with {status}, and is tried again every {_FULL_TRIED_EVERY_SECONDS:g} s: "
+                      f"the disk of {self._directory} {why}; the job waits")  # fmt: skip
+        return True
 
     def _again(self, process: Kept, what: str) -> bool:
         now, most = time.monotonic(), self._arguments.deaths_a_minute
@@ -300,43 +344,9 @@ class Job:
                 one.end()
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="rejoin-run",
-        description="A whole job on this machine: the coordinator, and for each replica a daemon and your script. "
-        "What dies is started again, until the job is finished.",
-    )
-    parser.add_argument("--version", action="version", version=f"rejoin {_native.version()}")
-    parser.add_argument("--replicas", type=int, default=2, help="replicas of the job (default: %(default)s)")
-    parser.add_argument("--ranks", type=int, default=1, help="ranks of a replica, by torchrun (default: %(default)s)")
-    parser.add_argument("--batch", type=int, default=1, help="samples of a replica in a step (default: %(default)s)")
-    parser.add_argument(
-        "--constant-batch", action="store_true", help="replicas × batch samples in each step, however few contribute"
-    )
-    parser.add_argument(
-        "--balance-batches", action="store_true", help="replicas that are slower than others train fewer samples"
-    )
-    parser.add_argument("--steps", type=int, default=0, help="steps of the job; 0: no end (default: %(default)s)")
-    parser.add_argument("--silence-ms", type=int, default=2000, help="how long a peer may be silent (default: 2000)")
-    parser.add_argument(
-        "--leave-within", type=float, default=60.0, metavar="SECONDS",
-        help="after a signal: a replica that has not left by then is killed, as at a second signal (default: 60)",
-    )  # fmt: skip
-    parser.add_argument("--directory", type=Path, help="for sockets and logs, kept afterwards (default: a fresh one)")
-    parser.add_argument("--show", action="store_true", help="replicas write to this terminal, not into logs")
-    parser.add_argument(
-        "--deaths-a-minute",
-        type=int,
-        default=10,
-        help="of one process, before the job is given up; or as many before its first step (default: 10)",
-    )
-    parser.add_argument("command", nargs=argparse.REMAINDER, help="your script, after --: python train.py …")
-    return parser
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `rejoin-run`."""
-    parser = _parser()
+    parser = run_parser()
     given = parser.parse_args(arguments)
     if given.command[:1] == ["--"]:
         given.command = given.command[1:]

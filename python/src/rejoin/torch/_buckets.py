@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
 from rejoin import _native
@@ -9,6 +11,8 @@ from rejoin.errors import InvalidArgument
 from rejoin.torch._buffers import check_sums
 from rejoin.torch._sharding import local
 from rejoin.torch._tensors import Tensor
+
+log = logging.getLogger("rejoin")
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -30,6 +34,7 @@ class Buckets:
         self._next = 0  # to be handed over in this step
         self._holds_last = True  # the last bucket, until the gradients that went out before it are found unchanged
         self._weight = 1  # of this step's gradients
+        self._warned = False  # of float16
         self._steps = 0
         self._newest: dict[int, int] = {}  # by storage: the version of the gradient in it that came last in this step
         # What backward() queues after a hand-over is not to wait for it. By turns, so that one bucket's gradients are
@@ -43,6 +48,8 @@ class Buckets:
 
     def begin(self, weight: int = 1) -> None:
         """Begin a step, whose gradients count so much: no gradient has come."""
+        if weight != 1 and self._weight == 1:
+            self._warn_of_float16(weight)
         self._weight = weight
         self._steps += 1
         for bucket in self._buckets:
@@ -54,6 +61,17 @@ class Buckets:
         self._missing, self._next, self._holds_last = [len(bucket) for bucket in self._buckets], 0, True
         self._came_on = [set() for _ in self._buckets]
         self._newest.clear()
+
+    def _warn_of_float16(self, weight: int) -> None:
+        narrow = [t.name for bucket in self._buckets for t in bucket if t.gradient.dtype == torch.float16]
+        if narrow and not self._warned:
+            self._warned = True
+            log.warning(
+                "replicas have different numbers of samples, and gradients are multiplied by theirs, %d here: those of "
+                "float16, such as that of '%s', are infinite from %d on; attach(gradients=torch.float32) has room, and "
+                "loss_scale= lowers the scale then",
+                weight, narrow[0], 65504 // weight + 1,
+            )  # fmt: skip
 
     def bring(self, tensor: Tensor) -> None:
         """Take a parameter's gradient, and hand over the buckets that are full with it."""

@@ -1,0 +1,180 @@
+"""What rejoin-run does with programs that have a shell before them, a terminal, a full disk, or nothing to do."""
+
+import os
+import pty
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+from test_run import job_of, until  # noqa: E402
+from test_waits import is_there  # noqa: E402
+
+from rejoin._job_variables import of_scripts  # noqa: E402
+from rejoin._run_commands import by_torchrun  # noqa: E402
+
+
+# As most people's train.sh: a shell, which SIGTERM ends at once, and behind it the program that trains.
+def behind_a_shell(directory: Path) -> str:
+    program = f"trap 'touch {directory}/left; sleep 0.5; exit 0' TERM; while :; do sleep 0.05; done"
+    return f"bash -c {shlex.quote(f'echo $$ >> {directory}/trainers; {program}')}; exit $?"
+
+
+def trainers(directory: Path) -> list[int]:
+    told = directory / "trainers"
+    return [int(pid) for pid in told.read_text().split()] if told.exists() else []
+
+
+def test_who_trains_behind_a_shell_is_asked_to_leave_and_waited_for(tmp_path):
+    job = job_of(tmp_path, behind_a_shell(tmp_path))
+    until(lambda: trainers(tmp_path))
+    job.terminate()
+    _, told = job.communicate(timeout=60)
+    assert job.returncode == 0, told
+    assert "killed" not in told.replace("they are killed", "")
+    assert (tmp_path / "left").exists()
+    assert not is_there(trainers(tmp_path)[0])
+
+
+def test_who_trains_behind_a_shell_does_not_outlive_it(tmp_path):
+    job = job_of(tmp_path, f"echo $$ > {tmp_path}/shell; {behind_a_shell(tmp_path)}")
+    until(lambda: trainers(tmp_path))
+    os.kill(int((tmp_path / "shell").read_text()), signal.SIGKILL)
+    until(lambda: len(trainers(tmp_path)) == 2)
+    until(lambda: not is_there(trainers(tmp_path)[0]), 10)
+    assert not (tmp_path / "left").exists()
+    job.terminate()
+    _, told = job.communicate(timeout=60)
+    assert job.returncode == 0, told
+
+
+def test_what_a_program_leaves_running_that_ends_well_goes_on(tmp_path):
+    uploads = tmp_path / "uploads"
+    job = job_of(tmp_path, f"(sleep 1000 & echo $! > {uploads}) >&/dev/null; exit 0")
+    _, told = job.communicate(timeout=60)
+    assert (job.returncode, told) == (0, "")
+    (pid,) = uploads.read_text().split()
+    assert is_there(int(pid))
+    os.kill(int(pid), signal.SIGKILL)
+
+
+def test_a_program_that_asks_the_terminal_hears_that_there_is_nobody(tmp_path):
+    ours, its = pty.openpty()
+    job = job_of(tmp_path, f"read -r line; echo $? > {tmp_path}/heard", stdin=its)
+    _, told = job.communicate(timeout=60)
+    os.close(ours)
+    os.close(its)
+    assert (job.returncode, told, (tmp_path / "heard").read_text()) == (0, "", "1\n")
+
+
+# Its last words are told once; and before the job's first step its deaths need not come within a minute.
+def test_a_program_that_dies_again_and_again_is_told_with_its_last_words(tmp_path):
+    log = tmp_path / "replica0.log"
+    log.write_text("of an earlier job\n")
+    more = f"""
+        self._look_at, self._arguments.deaths_a_minute = run.time.monotonic() + 3600, 3
+
+    log = Path({str(log)!r})
+
+    def _status(self):
+        return {{"committed": 0}}
+
+    def _again(self, process, what):
+        process.died = [at - 60 for at in process.died]
+        return super()._again(process, what)
+"""
+    job = job_of(tmp_path, "echo Traceback; echo \"NameError: name 'lodaer', $$\"; exit 1", more=more)
+    _, told = job.communicate(timeout=60)
+    words = f"{log} ends so:\nTraceback\nNameError: name 'lodaer', N\n"
+    again = "rejoin-run: replica 0 ended with status 1, and is started again"
+    assert re.sub(", [0-9]+\n", ", N\n", told) == f"{again}. {words}" + 2 * f"{again}\n" + (
+        f"rejoin-run: replica 0 ended with status 1, as often before: the job ends. {words}"
+    )
+
+
+# It holds the decisions, and those that live hold the state: the job waits for who can make room.
+def test_a_job_on_a_full_disk_waits_and_says_so_once(tmp_path):
+    goes_on = tmp_path / "goes_on"
+    more = f"""
+        again = Path(sys.argv[1]) / "again"
+        program = f"[[ -e {{again}} ]] && touch {goes_on} && exec sleep 60; touch {{again}}; exit 4"
+        self._start(run.Kept("coordinator", ["bash", "-c", program], {{**os.environ}}, None))
+        self._arguments.deaths_a_minute, run._FULL_TRIED_EVERY_SECONDS = 0, 0.1
+
+    def _disk_is_full(self):
+        return True
+"""
+    leaves = f"until [[ -e {goes_on} ]]; do sleep 0.05; done"
+    job = job_of(tmp_path, leaves, more=more)
+    _, told = job.communicate(timeout=60)
+    assert job.returncode == 0, told
+    assert told == (
+        "rejoin-run: coordinator ended with status 4, and is tried again every 0.1 s: the disk of "
+        f"{tmp_path} is full: free space; the job waits\n"
+    )
+
+
+def test_a_terminal_that_is_closed_lets_replicas_leave_as_ctrl_c_does(tmp_path):
+    leaves = f"trap 'touch {tmp_path}/left; exit 0' TERM; touch {tmp_path}/waits; while :; do sleep 0.05; done"
+    job = job_of(tmp_path, leaves)
+    until((tmp_path / "waits").exists)
+    job.send_signal(signal.SIGHUP)
+    _, told = job.communicate(timeout=60)
+    assert job.returncode == 0 and (tmp_path / "left").exists(), told
+
+
+def test_what_nohup_starts_does_not_hear_of_its_terminal():
+    asks = "import signal; from rejoin._kept import WAITED_FOR; print(signal.SIGHUP in WAITED_FOR)"
+    for ignores, heard in (("trap '' HUP; ", "False"), ("", "True")):
+        command = ["bash", "-c", f'{ignores}exec "$@"', "bash", sys.executable, "-c", asks]
+        assert subprocess.run(command, capture_output=True, text=True, timeout=60).stdout.strip() == heard
+
+
+def test_a_job_whose_scripts_train_nothing_says_so(tmp_path):
+    more = """
+        self._committed = 0
+
+    def _status(self):
+        return {"finished": False, "committed": 0}
+"""
+    _, told = job_of(tmp_path, "exit 0", more=more).communicate(timeout=60)
+    assert told == "rejoin-run: no step was committed: the scripts have ended without one\n"
+
+
+# A shell may have the variables of another launcher's rank.
+def test_scripts_hear_of_no_other_rank_than_theirs():
+    shell = {"REJOIN_RANK": "1", "RANK": "3", "WORLD_SIZE": "8", "REJOIN_ADVERTISE": "host", "HOME": "/"}
+    assert of_scripts(shell, 1) == {"REJOIN_RANK": "0", "HOME": "/"}
+    assert of_scripts(shell, 2) == {"HOME": "/"}
+
+
+def test_torchrun_starts_the_python_that_was_named():
+    assert by_torchrun(2, ["/venv/bin/python3.11", "x.py"])[-3:] == ["/venv/bin/python3.11", "-u", "x.py"]
+    assert by_torchrun(2, ["./my_python.sh", "x.py"])[-2:] == ["./my_python.sh", "x.py"]
+
+
+# It would roll the job back again after the next loss.
+def test_a_word_of_the_operators_is_not_given_again_once_the_job_has_gone_on(tmp_path):
+    log = tmp_path / "words"
+    more = f"""
+        program = "echo ${{REJOIN_ROLL_BACK_TO-none}} >> {log}; exit 1"
+        self._coordinator_variables = {{**os.environ, "REJOIN_ROLL_BACK_TO": "0"}}
+        self._committed = 0
+        self._start(run.Kept("coordinator", ["bash", "-c", program], self._coordinator_variables, None))
+
+    def _again(self, process, what):
+        self._look_at_waits()
+        return super()._again(process, what)
+
+    def _status(self):
+        return {{"finished": False, "committed": int(Path({str(log)!r}).read_text().count("\\n") > 1)}}
+"""
+    job = job_of(tmp_path, f"until [[ $(wc -l < {log}) == 3 ]]; do sleep 0.05; done", more=more)
+    _, told = job.communicate(timeout=60)
+    assert log.read_text() == "0\n0\nnone\n", told
