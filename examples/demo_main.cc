@@ -84,6 +84,7 @@ Result<int> demo(Settings& s, const Plan& plan) {
     report["loss"]["last_without_failure"] = baseline.report()["loss"]["last"];
   }
   if (!s.quiet) std::printf("\n%s%s", loss_curve(run.story(), 72, 12).c_str(), summary(report).c_str());
+  std::fputs(run.left_out().c_str(), stderr);
   if (!s.json.empty()) {
     std::ofstream out(s.json);
     out << report.dump(2) << "\n";

@@ -123,6 +123,17 @@ Result<Plan> plan_of(const Faults& faults, const JobSettings& job) {
     if (step != 0)
       if (auto right = check_step(fmt::format("{} {}", flag, step), step, job); !right)
         return tl::unexpected(right.error());
+  // Of two that differ nobody can say which is wrong: the job would stop, and wait for an operator.
+  if (plan.drift && job.replicas < 3)
+    return fail(ErrorCode::invalid_argument,
+                "--drift {}: it takes three replicas to say which one differs; give "
+                "--replicas 3, or more",
+                faults.drift);
+  if (faults.flip_bit != 0 && job.replicas < 2)
+    return fail(ErrorCode::invalid_argument,
+                "--flip-bit {}: one replica has nobody to compare its results with; give "
+                "--replicas 2, or more",
+                faults.flip_bit);
   if ((faults.kill_source || faults.kill_joiner) && plan.ranks.empty() && !plan.drift)
     return fail(ErrorCode::invalid_argument, "{}: nobody catches up in this run; give --kill REPLICA.RANK@STEP, too",
                 faults.kill_source ? "--kill-source" : "--kill-joiner");

@@ -49,6 +49,21 @@ Result<> Run::go() {
   return {};
 }
 
+std::string Run::left_out() const {
+  std::string all;
+  const auto add = [&](const char* flag, bool planned, bool done, const char* why) {
+    if (planned && !done) all += fmt::format("{} did not come about: {} before the last step\n", flag, why);
+  };
+  add("--kill-source", s_.kill_source, source_killed_, "nobody caught up from it");
+  add("--kill-joiner", s_.kill_joiner, joiner_killed_, "nobody caught up");
+  for (const auto& [flag, kind, step] : {std::tuple("--kill-leader", "kill_leader", s_.kill_leader),
+                                         {"--pause-leader", "pause_leader", s_.pause_leader},
+                                         {"--kill-etcd", "kill_etcd", s_.kill_etcd},
+                                         {"--pause-etcd", "pause_etcd", s_.pause_etcd}})
+    add(flag, step != 0, lead_broken_.contains(kind), "there was no such leader");
+  return all;
+}
+
 nlohmann::json Run::report() const {
   auto report = story_.report(s_.job, job_.log_paths());
   for (const auto& [name, status] : stores_.items()) {
@@ -188,6 +203,9 @@ Result<> Run::react(const Event& event) {
     story_.did({now_ns(), "kill_daemon", plan_.daemon->rank.replica, 0, step + 1});
     return job_.restart_daemon(plan_.daemon->rank.replica);
   }
+  if (event.kind == "stopped")
+    return fail(ErrorCode::unavailable, "the job has stopped at step {}, and waits for an operator: {}", step,
+                event.fields.value("reason", ""));
   if (event.kind == "rank_down") job_.end_stopped(static_cast<std::uint32_t>(event.number("replica")));
   // As soon as the stream of a joiner has begun, one of its sources dies.
   if (s_.kill_source && !source_killed_ && event.kind == "catch_up" && event.number("bytes") > 0 &&

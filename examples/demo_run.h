@@ -27,6 +27,7 @@ class Run {
   bool has_started() const { return has_started_; }  // all of the job's processes
   const Story& story() const { return story_; }
   nlohmann::json report() const;
+  std::string left_out() const;  // of what was asked for: lines, or nothing
 
  private:
   // What trainers are started with for what is planned: where to wait for their end, what to get wrong.

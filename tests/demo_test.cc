@@ -303,6 +303,15 @@ TEST(Demo, ATrainersFailureIsShownInItsOwnWords) {
   std::filesystem::remove_all(ended.output.substr(kept, std::string("/tmp/rejoin-demo-XXXXXX").size()));
 }
 
+TEST(Demo, AFaultThatDidNotComeAboutIsNamed) {
+  const Ended ended = run({binaries() + "/rejoin-demo", "--data", REJOIN_DATA, "--replicas", "2", "--ranks", "1",
+                           "--params", "20000", "--steps", "4", "--kill", "1.0@3", "--kill-source", "--no-baseline"});
+  EXPECT_EQ(ended.status, 0) << ended.output;
+  EXPECT_NE(ended.output.find("--kill-source did not come about: nobody caught up from it before the last step\n"),
+            std::string::npos)
+      << ended.output;
+}
+
 // Before anything has run: in it the fault would have no effect, or another one.
 TEST(Demo, WhatCannotBeDoneIsRefusedAsItWasTyped) {
   struct Case {
@@ -316,6 +325,8 @@ TEST(Demo, WhatCannotBeDoneIsRefusedAsItWasTyped) {
            {{"--hang", "1.2@3"}, "--hang 1.2@3" + run_of},
            {{"--kill-daemon", "7@50"}, "--kill-daemon 7@50" + run_of},
            {{"--drift", "5@10"}, "--drift 5@10" + run_of},
+           {{"--replicas", "2", "--drift", "1@10"}, "--drift 1@10: it takes three replicas to say which one differs"},
+           {{"--replicas", "1", "--flip-bit", "10"}, "--flip-bit 10: one replica has nobody to compare"},
            {{"--kill-coordinator", "100000"}, "--kill-coordinator 100000" + run_of},
            {{"--pause-coordinator", "150"}, "--pause-coordinator 150" + run_of},
            {{"--pause-all", "150"}, "--pause-all 150" + run_of},
