@@ -63,7 +63,9 @@ class Service {
         silence_(options.silence),
         clock_(clock),
         pacer_(options.limit_bytes_per_second),
-        refusals_(kSameLineAgain) {}
+        refusals_(kSameLineAgain) {
+    engine_.set_prompt();  // a joiner digests what has come
+  }
   ~Service();
 
   // Gives the service a local trainer's memory, until remove_rank(). `instance` tells the trainer's process from others
