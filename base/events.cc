@@ -64,8 +64,10 @@ void emit(std::string_view kind, const Fields& fields) {
                                  json_text(speaker), json_text(kind));
   for (const auto& [name, value] : fields) line += fmt::format(",{}:{}", json_text(name), shown(value));
   line += "}\n";
-  // One write of one line. A full disk, or a file that may not grow, costs the events, not the process.
-  const NoFileSizeSignal none;
+  // One write of one line, in this thread: it has to be there before others act on what it tells, whoever is killed.
+  // See "Log files on disks that stand still". A full disk, or a file that may not grow, costs the events, not the
+  // process.
+  const NoSignalsOfWriting none;
   if (::write(file.get(), line.data(), line.size()) < 0) written = false;
 }
 

@@ -5,6 +5,8 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "base/log_file.h"
+
 namespace rejoin {
 
 tl::unexpected<Error> fail_errno(std::string_view what) {
@@ -17,6 +19,7 @@ tl::unexpected<Error> fail_errno(std::string_view what) {
 }
 
 void check_failed(const char* file, int line, const char* expression, std::string_view message) {
+  wait_for_log();
   std::fprintf(stderr, "%s:%d: check failed: %s%s%.*s\n", file, line, expression, message.empty() ? "" : ": ",
                static_cast<int>(message.size()), message.data());
   std::fflush(stderr);

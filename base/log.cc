@@ -3,7 +3,7 @@
 #include <fcntl.h>
 #include <poll.h>
 #include <spdlog/pattern_formatter.h>
-#include <spdlog/sinks/base_sink.h>
+#include <spdlog/sinks/sink.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/un.h>
@@ -13,7 +13,8 @@
 #include <atomic>
 #include <cerrno>
 #include <climits>
-#include <iterator>
+#include <cstdint>
+#include <cstdlib>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -23,43 +24,69 @@
 
 #include "base/clock.h"
 #include "base/fd.h"
+#include "base/log_file.h"
+#include "base/no_cancel.h"
+#include "base/no_signals.h"
 
 namespace rejoin {
 
 namespace {
 
-class StandardError : public spdlog::sinks::base_sink<std::mutex> {
- protected:
-  void sink_it_(const spdlog::details::log_msg& message) override {
-    spdlog::memory_buf_t line;
-    (void)descriptor();  // which looks what it is
-    const std::string priority = is_journal_ ? fmt::format("<{}>", priority_of(message.level)) : "";
-    if (left_out_ > 0)
-      fmt::format_to(std::back_inserter(line), "{}... {} lines were left out, since nobody read them\n", priority,
-                     left_out_);
-    line.append(priority);
-    formatter_->format(message, line);
-    // Whoever reads may be about to; and the last words of a process are worth waiting for.
-    const int patience = message.level == spdlog::level::critical ? 1000 : left_out_ > 0 ? 0 : 10;  // ms
-    if (!put(rest_, patience)) return ++left_out_, void();
-    rest_.assign(line.data(), line.size());
-    const bool begun = !put(rest_, patience) && rest_.size() < line.size();
-    left_out_ = rest_.empty() || begun ? 0 : left_out_ + 1;
-    if (!begun) rest_.clear();
+// What all loggers of this process have in common. It lives as long as that.
+class StandardError {
+ public:
+  // In a child of fork() another one than its parent's, whose locks others may have held, whose thread is not there,
+  // and whose lines the parent writes.
+  static StandardError& its() {
+    auto* present = present_.load(std::memory_order_acquire);
+    if (present != nullptr && present->process_ == ::getpid()) return *present;
+    auto made = std::unique_ptr<StandardError>(new StandardError(present));
+    return present_.compare_exchange_strong(present, made.get(), std::memory_order_acq_rel) ? *made.release()
+                                                                                            : *present;
   }
-  void flush_() override {}
+
+  void say(const spdlog::details::log_msg& message) {
+    const NoCancel no_cancel;
+    std::unique_lock lock(mutex_);
+    const bool last_words = message.level == spdlog::level::critical;
+    (void)descriptor();  // which looks what it is
+    const std::string head = is_journal_ ? fmt::format("<{}>", priority_of(message.level)) : "";
+    spdlog::memory_buf_t line;
+    line.append(head);
+    formatter_.format(message, line);
+    if (S_ISREG(seen_.stx_mode)) {
+      const std::uint64_t device = std::uint64_t{seen_.stx_dev_major} << 32 | seen_.stx_dev_minor;
+      const auto number = file_.put({line.data(), line.size()}, {STDERR_FILENO, device, seen_.stx_ino}, last_words);
+      if (number) return lock.unlock(), file_.wait_for(*number, last_words);
+    }  // where no thread is to be had it is written here
+    // Whoever reads may be about to; and the last words of a process are worth waiting for.
+    const int patience = last_words ? 1000 : lines_.left_out() > 0 ? 0 : 10;  // ms
+    lines_.say({line.data(), line.size()}, head, "since nobody read them",
+               [&](std::string& text) { return put(text, patience); });
+  }
+  void wait() {
+    const NoCancel no_cancel;
+    file_.wait_for_all();
+  }
 
  private:
+  explicit StandardError(StandardError* parents) : parents_(parents), process_(::getpid()) {}
   // Where lines go now: a program may put another file in the place of its standard error. A pipe or a terminal takes
-  // part of a line where it is opened anew, which does not change it for others.
+  // part of a line where it is opened anew, which does not change it for others. What it is the kernel knows: a server
+  // of NFS that is away is not asked.
   int descriptor() {
-    struct stat now {};
-    if (::fstat(STDERR_FILENO, &now) != 0) return STDERR_FILENO;
-    if (now.st_dev != seen_.st_dev || now.st_ino != seen_.st_ino || now.st_rdev != seen_.st_rdev) {
+    struct statx now {};
+    if (::statx(STDERR_FILENO, "", AT_EMPTY_PATH | AT_STATX_DONT_SYNC, STATX_TYPE | STATX_INO, &now) != 0) {
+      seen_ = {}, own_ = {}, is_journal_ = false;
+      return STDERR_FILENO;
+    }
+    if (now.stx_mode != seen_.stx_mode || now.stx_ino != seen_.stx_ino || now.stx_dev_major != seen_.stx_dev_major ||
+        now.stx_dev_minor != seen_.stx_dev_minor || now.stx_rdev_major != seen_.stx_rdev_major ||
+        now.stx_rdev_minor != seen_.stx_rdev_minor) {
       seen_ = now;
       is_journal_ = leads_to_journal();
       own_ = {};
-      if (S_ISFIFO(now.st_mode) || S_ISCHR(now.st_mode))
+      if (S_ISFIFO(now.stx_mode) || S_ISCHR(now.stx_mode))
         own_ = Fd(::open("/proc/thread-self/fd/2", O_WRONLY | O_NONBLOCK | O_NOCTTY | O_CLOEXEC));
     }
     return own_ ? own_.get() : STDERR_FILENO;
@@ -91,9 +118,11 @@ class StandardError : public spdlog::sinks::base_sink<std::mutex> {
       if (ready >= 0 || errno != EINTR) return ready > 0;
     }
   }
-  // As much of it as is taken.
+  // As much of it as is taken. Where nobody reads a pipe any more, or the file may not grow, this is no signal for a
+  // program's thread that happens to have something to say.
   bool put(std::string& text, int patience) {
     const int to = descriptor();
+    const NoSignalsOfWriting none;
     while (!text.empty()) {
       if (!has_room(to, std::chrono::milliseconds(patience))) return false;
       const ssize_t wrote = ::write(to, text.data(), std::min<std::size_t>(text.size(), PIPE_BUF));
@@ -104,21 +133,35 @@ class StandardError : public spdlog::sinks::base_sink<std::mutex> {
     return true;
   }
 
+  inline static std::atomic<StandardError*> present_ = nullptr;
+  [[maybe_unused]] StandardError* const parents_;  // where this is a child
+  const pid_t process_;
+  std::mutex mutex_;  // guards all that follows, but for what file_ guards itself
+  // As rejoin explain has times, whatever zone each machine of a job is in.
+  spdlog::pattern_formatter formatter_{"%Y-%m-%dT%H:%M:%S.%eZ %-5l [%n] %v", spdlog::pattern_time_type::utc};
   bool is_journal_ = false;
-  struct stat seen_ {};
-  Fd own_;            // the same file, opened anew
-  std::string rest_;  // of a line of which a part is out
-  std::size_t left_out_ = 0;
+  struct statx seen_ {};
+  Fd own_;  // the same file, opened anew
+  WholeLines lines_;
+  LogFile file_;
+};
+
+// Its lines look as they do, whatever spdlog is told.
+class Sink final : public spdlog::sinks::sink {
+ public:
+  void log(const spdlog::details::log_msg& message) override { StandardError::its().say(message); }
+  void flush() override { wait_for_log(); }
+  void set_pattern(const std::string&) override {}
+  void set_formatter(std::unique_ptr<spdlog::formatter>) override {}
 };
 
 }  // namespace
 
+void wait_for_log() { StandardError::its().wait(); }
+
 std::shared_ptr<spdlog::sinks::sink> standard_error() {
-  auto its = std::make_shared<StandardError>();
-  // As rejoin explain has times, whatever zone each machine of a job is in.
-  its->set_formatter(std::make_unique<spdlog::pattern_formatter>("%Y-%m-%dT%H:%M:%S.%eZ %-5l [%n] %v",
-                                                                 spdlog::pattern_time_type::utc));
-  return its;
+  [[maybe_unused]] static const int once = std::atexit(wait_for_log);
+  return std::make_shared<Sink>();
 }
 
 void init_logging(const std::string& who, const std::string& level) {

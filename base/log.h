@@ -21,10 +21,10 @@ spdlog::logger& logger();
 // Null: the default one again; those before are given back, so nobody may be writing any more.
 void set_logger(std::shared_ptr<spdlog::logger> its);
 
-// Standard error, which nobody may read: a terminal that was stopped, a full pipe. Who logs stands still for 10 ms at
-// most (one second for a critical line). What is not taken is left out, and how much is said with the next line. A line
-// has the date and the time in UTC, the level and the logger's name; where it goes to systemd's journal, the level as
-// that knows it before. Any thread.
+// Standard error, which nobody may read: a terminal that was stopped, a full pipe; a file's disk may stand still
+// (log_file.h). Who logs stands still for 10 ms at most (one second for a critical line). What is not taken is left
+// out, and how much is said with the next line. A line has the date and the time in UTC, the level and the logger's
+// name; where it goes to systemd's journal, the level as that knows it before. One for all loggers. Any thread.
 std::shared_ptr<spdlog::sinks::sink> standard_error();
 
 }  // namespace rejoin

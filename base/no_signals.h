@@ -5,6 +5,7 @@
 #include <signal.h>
 #include <sys/resource.h>
 
+#include <cerrno>
 #include <cstdint>
 #include <initializer_list>
 
@@ -32,25 +33,31 @@ inline std::uint64_t largest_file() {
   return ::getrlimit(RLIMIT_FSIZE, &limit) == 0 ? limit.rlim_cur : RLIM_INFINITY;
 }
 
-// While it lives, a file that this thread may not let grow (RLIMIT_FSIZE) is an error, EFBIG, and no SIGXFSZ, which
-// ends a process unless it says otherwise.
-class NoFileSizeSignal {
+// While it lives, what this thread can't write is an error: EFBIG where a file may not grow (RLIMIT_FSIZE), EPIPE where
+// nobody reads a pipe any more; and no SIGXFSZ or SIGPIPE, which end a process unless it says otherwise.
+class NoSignalsOfWriting {
  public:
-  NoFileSizeSignal() {
-    ::sigemptyset(&this_);
-    ::sigaddset(&this_, SIGXFSZ);
-    ::pthread_sigmask(SIG_BLOCK, &this_, &before_);
+  NoSignalsOfWriting() {
+    sigset_t both;
+    ::sigemptyset(&both);
+    for (const int one : {SIGXFSZ, SIGPIPE}) ::sigaddset(&both, one);
+    ::pthread_sigmask(SIG_BLOCK, &both, &before_);
+    ::sigemptyset(&new_);
+    for (const int one : {SIGXFSZ, SIGPIPE})
+      if (::sigismember(&before_, one) == 0) ::sigaddset(&new_, one);
   }
-  ~NoFileSizeSignal() {
+  ~NoSignalsOfWriting() {
+    const int error = errno;
     constexpr timespec now{};
-    while (::sigismember(&before_, SIGXFSZ) == 0 && ::sigtimedwait(&this_, nullptr, &now) == SIGXFSZ) {
+    while (::sigtimedwait(&new_, nullptr, &now) > 0) {
     }
     ::pthread_sigmask(SIG_SETMASK, &before_, nullptr);
+    errno = error;
   }
-  NoFileSizeSignal(const NoFileSizeSignal&) = delete;
+  NoSignalsOfWriting(const NoSignalsOfWriting&) = delete;
 
  private:
-  sigset_t this_, before_;
+  sigset_t new_, before_;  // blocked by this
 };
 
 }  // namespace rejoin

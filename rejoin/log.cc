@@ -3,6 +3,7 @@
 #include <spdlog/sinks/base_sink.h>
 #include <spdlog/spdlog.h>
 
+#include <atomic>
 #include <memory>
 #include <mutex>
 
@@ -14,23 +15,27 @@ namespace rejoin {
 namespace {
 
 // One that stays, so that no thread ever logs to a logger that is being replaced.
-class Redirect final : public spdlog::sinks::base_sink<std::mutex> {
+class Redirect final : public spdlog::sinks::base_sink<spdlog::details::null_mutex> {
  public:
   void set(LogSink other) {
-    const std::lock_guard lock(mutex_);
+    const std::lock_guard lock(one_at_a_time_);
     sink_ = std::move(other);
+    to_program_ = static_cast<bool>(sink_);
   }
 
  private:
   void sink_it_(const spdlog::details::log_msg& message) override {
-    if (!sink_) return stderr_->log(message);
-    sink_(level_of(message.level), {message.payload.data(), message.payload.size()});
+    if (!to_program_) return stderr_->log(message);  // without a lock: a thread may have had it that no child has
+    const std::lock_guard lock(one_at_a_time_);
+    if (sink_) sink_(level_of(message.level), {message.payload.data(), message.payload.size()});
   }
   void flush_() override {}
   static LogLevel level_of(spdlog::level::level_enum level) {
     return level >= spdlog::level::err ? LogLevel::error : static_cast<LogLevel>(level);
   }
+  std::mutex one_at_a_time_;
   LogSink sink_;
+  std::atomic<bool> to_program_ = false;
   const std::shared_ptr<spdlog::sinks::sink> stderr_ = standard_error();  // a trainer does not stand still for it
 };
 

@@ -44,6 +44,7 @@ allowed = {
     (r"\bgetenv\(", "daemon/service_manager.cc"),  # systemd says there, and nowhere else, where it listens
     (r"\bgetenv\(", "nccl/devices.cc"),  # NCCL and its plugins are configured by the environment
     (r"\bgetenv\(", "tests/process.h"),
+    (r"\bgetenv\(", "tests/slow_file.cc"),  # it is preloaded, and has no other way to be told
     (r"\bgetenv\(", "transport/tests/backends.h"),
     (r"\bsleep_for\(|\busleep\(|\bsleep\(", "tests/process.h"),        # polls other processes
     (r"\bsleep_for\(|\busleep\(|\bsleep\(", "device/tests/library.h"),  # polls a GPU, which may be made of threads
