@@ -26,6 +26,17 @@ Result<> check_text(const std::string& text) {
   return fail(ErrorCode::invalid_argument, "'{}' is not text in UTF-8", printable(text, text.size()));
 }
 
+// A log's line, a page and a metric name it, each as one line.
+Result<> check_name(const std::string& text) {
+  if (auto right = check_text(text); !right) return right;
+  if (const std::string shown = printable(text, text.size()); shown != text)
+    return fail(ErrorCode::invalid_argument,
+                "'{}' has a character that does not print, such as the end of a line: give a name that is one line "
+                "without any",
+                shown);
+  return {};
+}
+
 Result<> check_address(const std::string& text) {
   if (auto parts = transport::SocketAddress::split(text); !parts) return tl::unexpected(parts.error());
   return {};
@@ -133,7 +144,7 @@ ValueCheck advertised_host() {
   return {"HOST", [](const std::string& text) { return transport::check_advertised(text); }};
 }
 
-ValueCheck node_name() { return {"", check_text}; }
+ValueCheck node_name() { return {"", check_name}; }
 
 ValueCheck socket_name() {
   return {"", [](const std::string& text) -> Result<> {

@@ -89,6 +89,13 @@ TEST(Settings, ANameHostOrSocketThatIsNotUtf8IsRefused) {
   EXPECT_EQ(refusal({"--name", "café", "--advertise", "café", "--socket", "/tmp/café"}), "");
 }
 
+TEST(Settings, ANameWithACharacterThatDoesNotPrintIsRefused) {
+  for (const char letter : {'\n', '\t', '\x1b', '\x7f'})
+    EXPECT_EQ(refusal({"--name", std::string("a") + letter + "b"}),
+              "--name: 'a?b' has a character that does not print, such as the end of a line: give a name that is one "
+              "line without any");
+}
+
 TEST(Settings, WhatIsRightIsTaken) {
   EXPECT_EQ(refusal({"--coordinator", "--listen", "[::1]:0", "--status", "localhost:65535", "--steps", "0",
                      "--start-patience-ms", "0", "--roll-back-to", "0", "--round-trips", "off", "--log-level", "off"}),
