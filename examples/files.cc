@@ -69,11 +69,33 @@ Result<> Directory::save(std::uint32_t rank, const Position& position,
   return {};
 }
 
-void Directory::append_metric(const SessionConfig& config, const Session::Step& step, const std::string& what) const {
-  std::ofstream out(fmt::format("{}/metrics.{}.{}", path_, config.replica, config.rank), std::ios::app);
+std::string Directory::metrics(const SessionConfig& config) const {
+  return fmt::format("{}/metrics.{}.{}", path_, config.replica, config.rank);
+}
+
+// By doing so: rights alone don't tell it of every file system.
+Result<> Directory::check(const SessionConfig& config) const {
+  const std::string checkpoint_to_be = fmt::format("{}.{}", checkpoint(config.rank), ::getpid());
+  for (const auto& path : {checkpoint_to_be, metrics(config)}) {
+    const Fd file(::open(path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666));
+    if (!file)
+      return fail(ErrorCode::invalid_argument,
+                  "can't write {}: {}; DIRECTORY has to be there, and to let checkpoints and metrics be written", path,
+                  std::strerror(errno));
+  }
+  std::error_code ignored;  // in the way of nobody
+  std::filesystem::remove(checkpoint_to_be, ignored);
+  return {};
+}
+
+Result<> Directory::append_metric(const SessionConfig& config, const Session::Step& step,
+                                  const std::string& what) const {
+  std::ofstream out(metrics(config), std::ios::app);
   out << "step " << step.number();
   for (const auto& range : step.batch()) out << " samples " << range.begin << " " << range.end;
   out << " " << what << "\n";
+  if (!out.flush()) return fail(ErrorCode::io, "can't write {}: {}", metrics(config), std::strerror(errno));
+  return {};
 }
 
 }  // namespace rejoin::demo

@@ -24,11 +24,14 @@ class Directory {
   // Fills `state` with the checkpoint's; where there is none it stays as it is, and the position is a fresh job's.
   Result<Position> restore(std::uint32_t rank, const std::vector<std::span<std::byte>>& state) const;
   Result<> save(std::uint32_t rank, const Position& position, const std::vector<std::span<std::byte>>& state) const;
+  // Whether checkpoints and this rank's metrics can be written there. Errors: `invalid_argument`.
+  Result<> check(const SessionConfig& config) const;
   // A line of metrics.
-  void append_metric(const SessionConfig& config, const Session::Step& step, const std::string& what) const;
+  Result<> append_metric(const SessionConfig& config, const Session::Step& step, const std::string& what) const;
 
  private:
   std::string checkpoint(std::uint32_t rank) const;
+  std::string metrics(const SessionConfig& config) const;
   const std::string path_;
 };
 

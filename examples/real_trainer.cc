@@ -8,6 +8,7 @@
 #include <csignal>
 #include <cstdio>
 #include <map>
+#include <utility>
 
 #include "base/command_line.h"
 #include "examples/files.h"
@@ -88,6 +89,13 @@ Result<> train(Session& session, const SessionConfig& config, const std::string&
     norms[step] = static_cast<float>(std::sqrt(sum));
   });
 
+  bool lost = false;  // a job is not ended for want of its metrics, but it is said
+  const auto write_down = [&](const Session::Step& step, const std::string& what) {
+    const auto written = directory.append_metric(config, step, what);
+    if (!written && !std::exchange(lost, true))
+      std::fprintf(stderr, "metrics from step %llu on are not all there: %s\n",
+                   static_cast<unsigned long long>(step.number()), written.error().message.c_str());
+  };
   const std::size_t held_out = text.size() / 10;  // the end of the text is never trained on
   for (;;) {
     auto begun = session.begin_step();
@@ -122,15 +130,13 @@ Result<> train(Session& session, const SessionConfig& config, const std::string&
     // So what coding (--coding) has lost of these gradients counts no more in the next step than they have in this one.
     if (auto told = session.scale_feedback(step.number(), clip_of(norms.at(step.number()))); !told) return told;
     norms.erase(norms.begin(), norms.find(step.number()));  // … and from then on it is given no earlier step's updates
-    directory.append_metric(
-        config, step, fmt::format("loss {:.4f} norm {:.4f} rate {:.6f}", mean_loss[0], norms.at(step.number()), rate));
+    write_down(step, fmt::format("loss {:.4f} norm {:.4f} rate {:.6f}", mean_loss[0], norms.at(step.number()), rate));
     if (!step.leads() || step.number() % settings.every != 0) continue;
     // One replica does this for all, between two steps; the others wait for it in the next one.
     const auto position = session.position();
     if (!position) return tl::unexpected(position.error());
     if (auto saved = directory.save(config.rank, *position, state); !saved) return saved;
-    directory.append_metric(config, step,
-                            fmt::format("evaluated {:.4f}", demo::evaluate(shape, weights, text, held_out)));
+    write_down(step, fmt::format("evaluated {:.4f}", demo::evaluate(shape, weights, text, held_out)));
   }
   const auto digest = session.state_digest();
   if (!digest) return tl::unexpected(digest.error());
@@ -157,6 +163,8 @@ int main(int argc, char** argv) {
   if (const auto status = line.parse(argc, argv)) return *status;
   const auto text = demo::read_text(data);
   if (!text) return std::fprintf(stderr, "%s\n", text.error().message.c_str()), 2;
+  if (auto writable = demo::Directory(directory).check(config); !writable)  // before anybody waits for its state
+    return std::fprintf(stderr, "%s\n", writable.error().message.c_str()), 2;
   auto session = Session::open(config);
   if (!session) return std::fprintf(stderr, "%s\n", session.error().message.c_str()), 2;
   running = session->get();

@@ -179,6 +179,24 @@ TEST(Restart, WithTheCoordinatorsLogItIsTheSame) {
   job.expect_each_sample_once();
 }
 
+// It would train until its first checkpoint, and then end in the middle of the job.
+TEST(Restart, ATrainerWhoseDirectoryCannotBeWrittenToIsRefusedBeforeItJoins) {
+  Daemons job;
+  std::ofstream(job.file("no directory")) << "a file";
+  std::filesystem::create_directories(job.file("metrics taken/metrics.0.0"));
+  for (const std::string directory : {"not there", "no directory", "metrics taken"}) {
+    Process trainer({kTrainer, REJOIN_DATA, job.file(directory), "--every", "20"}, job.file("output"),
+                    {"REJOIN_REPLICA=0", "REJOIN_RANK=0", "REJOIN_SOCKET=" + job.socket(0)});
+    EXPECT_EQ(trainer.wait(kLimit), 2) << directory;
+    const std::string said = trainer.output();
+    EXPECT_NE(said.find("can't write " + job.file(directory)), std::string::npos) << said;
+    EXPECT_NE(said.find("DIRECTORY has to be there, and to let checkpoints and metrics be written"), std::string::npos)
+        << said;
+  }
+  EXPECT_TRUE(std::filesystem::exists(job.file("metrics taken")));
+  EXPECT_FALSE(std::filesystem::exists(job.file("not there"))) << "it may be misspelt";
+}
+
 // Somebody wants the result of a job that is finished.
 TEST(Restart, OfAFinishedJobWithTheCheckpointOfItsLastStepGivesItsState) {
   Job job;
