@@ -144,6 +144,11 @@ std::string round_trips_of(const nlohmann::json& member) {
                      us.at("farthest").get<double>() * 1e-3);
 }
 
+// An older coordinator does not say it.
+std::string samples_of(const nlohmann::json& member) {
+  return member.contains("samples") ? std::to_string(member.at("samples").get<std::uint64_t>()) : "-";
+}
+
 void print_roles(const nlohmann::json& status) {
   if (status.contains("coordinator_role")) {
     const auto& c = status.at("coordinator_role");
@@ -161,9 +166,9 @@ void print_roles(const nlohmann::json& status) {
     for (const auto& m : c.at("members"))
       std::cout << fmt::format(
           "  {:<8} {:<12} {:<12} {:<8} {:<{}}{:<{}}{}\n", m.at("replica").get<int>(), m.at("incarnation").get<int>(),
-          m.at("has_left").get<bool>() ? "has left" : m.at("role").get<std::string>(),
-          m.value("samples", std::uint64_t{}), m.at("reduced").get<int>(), far || located ? 25 : 0,
-          far ? round_trips_of(m) : "", far && located ? 17 : 0, m.value("location", std::string()));
+          m.at("has_left").get<bool>() ? "has left" : m.at("role").get<std::string>(), samples_of(m),
+          m.at("reduced").get<int>(), far || located ? 25 : 0, far ? round_trips_of(m) : "", far && located ? 17 : 0,
+          m.value("location", std::string()));
     std::cout << near;
     for (const auto& out : c.at("out")) std::cout << "  " << outage_line(out) << "\n";
     for (const auto& one : c.value("stragglers", nlohmann::json::array()))

@@ -304,6 +304,12 @@ void Log::make_room(std::uint64_t at) const {
   (void)disk_.write(file_.get(), zeros.data(), zeros.size(), static_cast<off_t>(at));
 }
 
+Log::~Log() {
+  if (!file_ || failed_ || tail_.empty()) return;  // without a tail it has not been read as sound
+  if (file_size().value_or(0) <= end_ + kMarkBytes || !tail_is_there()) return;
+  give_room_back();
+}
+
 void Log::give_room_back() const { (void)::ftruncate(file_.get(), static_cast<off_t>(end_ + kMarkBytes)); }
 
 // Errors of a file system that can't tell just now say nothing of the file.

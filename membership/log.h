@@ -79,6 +79,9 @@ class Log {
   // Opens or creates DIRECTORY/decisions.log and reads what is in it. Errors: `refused` where another process has it
   // open; `not_found` where it holds nothing and archives are beside it, since it is lost then.
   static Result<Log> open(const std::string& directory, Disk disk = Disk::real());
+  Log(Log&&) = default;
+  Log& operator=(Log&&) = default;
+  ~Log();  // an orderly end: without the room behind the records, which an older release takes for a torn tail
   const std::vector<proto::LogRecord>& records() const { return records_; }  // those that it had when it was opened
   void forget_records() { records_ = {}; }
   std::uint64_t size() const { return end_; }             // the bytes that recovery would read
@@ -92,6 +95,7 @@ class Log {
   bool failed() const { return failed_; }  // says whether append() takes no more
 
  private:
+  Log() = default;
   Result<Fd> write_next(const proto::LogRecord& snapshot, std::uint64_t& end) const;
   Result<> put_in_place();
   Result<> finish_compaction() const;

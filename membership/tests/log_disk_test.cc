@@ -188,6 +188,37 @@ TEST_F(LogFile, MostAppendsChangeNoSizeOfTheFile) {
   EXPECT_EQ(parse_one_file(path)->torn, 0u) << "the room is no trace of a crash";
 }
 
+// An older release takes zeros behind the records for what a crash has left.
+TEST_F(LogFile, AnOrderlyEndGivesTheRoomBack) {
+  std::uint64_t end = 0;
+  for (const std::uint64_t step : {1, 2}) {
+    auto log = Log::open(directory, without_sync());
+    ASSERT_TRUE(log);
+    EXPECT_EQ(log->bytes_cut(), 0u);
+    ASSERT_TRUE(log->append({commit(step)}));
+    end = log->size();
+    EXPECT_GT(std::filesystem::file_size(path), end + 1000);
+    Log moved = std::move(*log);
+    EXPECT_GT(std::filesystem::file_size(path), end + 1000) << "it goes on";
+  }
+  const auto bytes = read_file(path);
+  EXPECT_LT(bytes.size(), end + 100) << "the last mark alone";
+  EXPECT_EQ(parse_one_file(path)->end(), bytes.size()) << "all of it is sound";
+  EXPECT_EQ(read_log(path)->size(), 2u);
+  (void)Log::open(directory, without_sync());
+  EXPECT_EQ(read_file(path), bytes) << "where it has none there is none to give back";
+}
+
+// What is there then is nobody's room.
+TEST_F(LogFile, AnEndThatFindsAnotherFileInItsPlaceLeavesItAsItIs) {
+  auto log = Log::open(directory, without_sync());
+  ASSERT_TRUE(log && log->append({commit(1)}));
+  const std::string others(std::filesystem::file_size(path), 'x');
+  put(Bytes(as_bytes(others).begin(), as_bytes(others).end()));
+  log = tl::unexpected(Error{});
+  EXPECT_EQ(read_file(path), others);
+}
+
 TEST_F(LogFile, WhereTheDiskHasNoRoomAppendsGoOnWithout) {
   Disk disk = Disk::real();
   disk.write = [](int fd, const void* bytes, std::size_t size, off_t at) -> ssize_t {
