@@ -5,6 +5,22 @@
 
 namespace rejoin::membership {
 
+namespace {
+
+// What a step deals, which is within the bounds, where nothing of a step before is left over.
+std::string text_of_shares(std::uint64_t units, std::uint64_t unit, const std::vector<Speed>& speeds,
+                           const Balance& balance) {
+  std::vector<ReplicaId> contributors;
+  for (const auto& one : speeds) contributors.push_back(one.replica);
+  const auto dealt = deal(units, contributors, balance);
+  const auto [least, most] = std::ranges::minmax_element(dealt);
+  const auto who = [&](auto one) { return contributors[static_cast<std::size_t>(one - dealt.begin())]; };
+  return fmt::format("of {} in a step from {} (replica {}) to {} (replica {})", units * unit, *least * unit, who(least),
+                     *most * unit, who(most));
+}
+
+}  // namespace
+
 // All members, by the log, and besides them all that may be taken back or wait to be admitted, weigh their gradients,
 // and all that may take over the lead read what is written of shares: so that these need not be given up at once for
 // one.
@@ -95,13 +111,8 @@ std::optional<Balance> Coordinator::change_of_balance(Step step) {
   if (!change) return std::nullopt;
   balanced_at_ = step;
   paces_.begin_again();
-  const auto [least, most] =
-      std::ranges::minmax_element(change->shares, {}, [](const auto& one) { return one.second; });
-  note(
-      "from step {} on replicas share the samples by how fast they are: from {:.2f} (replica {}) to {:.2f} (replica "
-      "{}) "
-      "times an equal share",
-      step.value + 2, least->second * 1e-3, least->first, most->second * 1e-3, most->first);
+  note("from step {} on replicas share the samples by how fast they are: {}", step.value + 2,
+       text_of_shares(ledger_.units(speeds.size()), ledger_.unit(), speeds, *change));
   return change;
 }
 

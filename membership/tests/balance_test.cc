@@ -236,7 +236,7 @@ TEST(Coordinator, WhoIsSlowerGetsFewerSamplesAndIsNamed) {
   EXPECT_EQ(job.samples(), (PerReplica{{0, 10}, {1, 10}, {2, 10}})) << "as the plan before has foretold";
   ASSERT_EQ(job.coordinator.stragglers().size(), 1u);
   EXPECT_EQ(job.coordinator.stragglers()[0].replica, ReplicaId(2));
-  EXPECT_NE(job.news.find("from step 10 on replicas share the samples"), std::string::npos) << job.news;
+  EXPECT_NE(job.news.find(": of 30 in a step from 6 (replica 2) to 12 (replica 1)"), std::string::npos) << job.news;
   job.train(1);
   EXPECT_EQ(job.samples(), (PerReplica{{0, 12}, {1, 12}, {2, 6}})) << "in units of two ranks";
   EXPECT_EQ(job.weights(), job.samples());
