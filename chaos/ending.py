@@ -1,4 +1,5 @@
 """What is looked at when a job has ended, as it should or not."""
+import json
 import os
 import re
 import subprocess
@@ -39,6 +40,21 @@ def look_for_remains(run):
             remains += host.run(sockets)
     for what in remains:
         run.checker.violate("nothing-left", what)
+
+
+def word_for_step_0(run):
+    """What an operator says to give up all, by the coordinator that leads; None while none says how far it has come."""
+    for seat in run.wiring.coordinators:
+        command = [f"{run.settings.binaries}/rejoin", "status", run.job.addresses.get(seat.name, {}).get("status", ""),
+                   "--json"]
+        try:
+            status = subprocess.run([*seat.host.prefix, *command], capture_output=True, text=True, timeout=10)
+            role = json.loads(status.stdout)["coordinator_role"]
+        except (subprocess.TimeoutExpired, ValueError, KeyError):
+            continue
+        if role["store"]["leads"]:
+            return f"0@{role['committed'] + role['steps_rolled_back']}"
+    return None
 
 
 def waits_for(run):

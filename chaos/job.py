@@ -88,7 +88,7 @@ class Job:
         if self.settings.several:
             more += ["--store", etcd.endpoints(self.wiring.members), "--job", "chaos"]
         if self.roll_back_to is not None:
-            more += ["--roll-back-to", str(self.roll_back_to)]
+            more += ["--roll-back-to", self.roll_back_to]
         return self.daemon_arguments(seat.name, more)
 
     def renew_coordinators(self):

@@ -124,8 +124,9 @@ class Run:
     def operate(self):
         """After a true loss the operator says that the job may start from what there is; for this once."""
         if self.checker.true_loss and not self.active and self.job.roll_back_to is None:
-            self.log("    the operator: --roll-back-to 0")
-            self.restart_coordinators(roll_back_to=0)
+            if word := ending.word_for_step_0(self):
+                self.log(f"    the operator: --roll-back-to {word}")
+                self.restart_coordinators(roll_back_to=word)
         elif not self.checker.true_loss and self.job.roll_back_to is not None:
             self.job.roll_back_to = None
             self.job.renew_coordinators()

@@ -47,11 +47,11 @@ void bind(CommandLine& line, Config& c) {
                "share: what its memory has to hold")
       .real_range(1, 16);
   line.setting("--steps", c.steps, "REJOIN_STEPS", "coordinator: steps of the job; 0: no end").check(whole_number());
-  line.add("--roll-back-to", c.roll_back_to,
-           "coordinator: where nobody is left with the state of the last committed step, go on from a checkpoint as "
-           "old as this step; what was trained since is given up, and trained again")
-      .environment("REJOIN_ROLL_BACK_TO")
-      .check(or_none(whole_number()));
+  line.setting("--roll-back-to", c.roll_back_to, "REJOIN_ROLL_BACK_TO",
+               "coordinator: where nobody is left with the state of the last committed step, go on from a checkpoint "
+               "as old as this step; what was trained since is given up, and trained again: STEP@STEPS, as the status "
+               "says, or STEP where the job goes back for the first time")
+      .check(or_none(roll_back_word()));
   line.setting("--start-patience-ms", c.start_patience_ms, "REJOIN_START_PATIENCE_MS",
                "coordinator: a job that has lost everybody starts again without the replicas that have not come for so "
                "long; 0: 15 times the silence")
@@ -163,7 +163,7 @@ membership::JobConfig job_of(const Config& c) {
                                         .at_most = static_cast<std::uint32_t>(std::lround(c.balance_at_most * 1000))},
                             .steps = c.steps,
                             .silence = std::chrono::milliseconds(c.silence_ms),
-                            .roll_back_to = c.roll_back_to ? std::optional(Step(*c.roll_back_to)) : std::nullopt,
+                            .roll_back_to = parse_roll_back(c.roll_back_to),
                             .start_patience = std::chrono::milliseconds(c.start_patience_ms)};
   job.links.full_mesh_members = c.full_mesh_members;
   job.round_trips = c.round_trips != "off";

@@ -27,8 +27,7 @@ struct Config {
   bool constant_batch = false, balance_batches = false;
   double balance_at_least = 0.5, balance_at_most = 1.5;  // of an equal share
   std::uint64_t batch = 1, steps = 0, silence_ms = deadlines::kSilence.count(), start_patience_ms = 0;
-  std::optional<std::uint64_t> roll_back_to;
-  std::string audit = "auto", drop_replica, round_trips = "auto";
+  std::string audit = "auto", roll_back_to, drop_replica, round_trips = "auto";
   std::optional<std::uint32_t> end_with;  // a process
   std::string relay, key_file, other_key_file, status, address_file, log_level = "info", events, flight;
   StoreSettings store;

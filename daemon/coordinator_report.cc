@@ -203,7 +203,10 @@ nlohmann::json status_of(const membership::Coordinator& machine, const NodeListe
   json["blocked_on"] = nlohmann::json::array();
   for (auto replica : machine.blocked_on()) json["blocked_on"].push_back(replica.value);
   json["steps_rolled_back"] = machine.steps_rolled_back();
-  if (auto step = machine.wants_roll_back()) json["wants_roll_back_to"] = step->value;
+  if (auto step = machine.wants_roll_back()) {
+    json["wants_roll_back_to"] = step->value;
+    json["roll_back_word"] = machine.word_for(*step).text();
+  }
   if (machine.wants_log()) json["wants_log"] = true;
   json["registered"] = nlohmann::json::array();
   for (const auto& [id, replica] : machine.replicas())

@@ -97,6 +97,24 @@ ValueCheck replica_at_step() {
           }};
 }
 
+std::optional<membership::JobConfig::RollBack> parse_roll_back(std::string_view text) {
+  const auto at = text.find('@');
+  std::uint64_t to = 0, said_at = 0;
+  if (!parse_number(text.substr(0, at), to)) return std::nullopt;
+  if (at == std::string_view::npos) return membership::JobConfig::RollBack{Step(to)};
+  if (!parse_number(text.substr(at + 1), said_at)) return std::nullopt;
+  return membership::JobConfig::RollBack{Step(to), said_at};
+}
+
+ValueCheck roll_back_word() {
+  return {"STEP@STEPS", [](const std::string& text) -> Result<> {
+            if (parse_roll_back(text)) return {};
+            return fail(ErrorCode::invalid_argument,
+                        "'{}' is not a step, as a number from 0 to {}, or STEP@STEPS, as the job's status says it",
+                        text, ~std::uint64_t{0});
+          }};
+}
+
 ValueCheck number_from_0() {
   return {"", [](const std::string& text) -> Result<> {
             constexpr double most = 1e9;

@@ -7,6 +7,7 @@
 
 #include "base/command_line.h"
 #include "base/ids.h"
+#include "membership/job_config.h"
 
 namespace rejoin::daemon {
 
@@ -28,6 +29,8 @@ ValueCheck flight_directory();  // or off
 ValueCheck audit_period();      // auto, off, or steps
 ValueCheck replica_at_step();   // REPLICA@STEP
 std::optional<std::pair<ReplicaId, Step>> parse_replica_at_step(std::string_view text);
+ValueCheck roll_back_word();  // STEP, or STEP@STEPS
+std::optional<membership::JobConfig::RollBack> parse_roll_back(std::string_view text);
 // For settings that may be left out: a settings file then says "".
 ValueCheck or_none(ValueCheck right);
 ValueCheck location();  // NAME/NAME…

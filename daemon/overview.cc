@@ -197,7 +197,8 @@ json of_coordinator(const json& c, const JobHistory& history, TimePoint now) {
     o[key] = shortened_texts(c.at(key));
   if (c.contains("versions") && c.at("versions").at("mixed").get<bool>())
     o["mixed"] = shortened(versions_line(c.at("versions")), kLongestText);
-  if (c.contains("wants_roll_back_to")) o["wants_roll_back_to"] = c.at("wants_roll_back_to");
+  for (const char* key : {"wants_roll_back_to", "roll_back_word"})
+    if (c.contains(key)) o[key] = c.at(key);
   o["replicas"] = history.states().size();
   o["states"] = run_lengths(history.states());
   put_training(o, c, history, now);

@@ -141,7 +141,8 @@ nlohmann::json ReplicatedServer::status() const {
     for (const char* of_leader : {"waiting_for", "alarms", "refused", "blocked_on", "registered"})
       json[of_leader] = nlohmann::json::array();
   if (!leads)
-    for (const char* of_leader : {"wants_roll_back_to", "wants_log", "versions"}) json.erase(of_leader);
+    for (const char* of_leader : {"wants_roll_back_to", "roll_back_word", "wants_log", "versions"})
+      json.erase(of_leader);
   if (const auto word = machine_->unheeded_word(); !word.empty()) json["alarms"].push_back(word);
   const std::string given_up = copy_->given_up();
   if (!given_up.empty())

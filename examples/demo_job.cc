@@ -99,7 +99,7 @@ Result<> Job::start_coordinator(Coordinator& one) {
                                      address_file,
                                      "--events",
                                      events_directory()};
-  if (gives_up_) arguments.insert(arguments.end(), {"--roll-back-to", "0"});
+  if (!roll_back_word_.empty()) arguments.insert(arguments.end(), {"--roll-back-to", roll_back_word_});
   if (etcd_) {
     const std::string store = "etcd:" + etcd_->endpoints();
     arguments.insert(arguments.end(), {"--store", store, "--job", "demo", "--name", one.name});
@@ -286,20 +286,21 @@ Result<> Job::on_ended(pid_t pid, int status, TimePoint now) {
 Result<> Job::answer_coordinators(TimePoint now) {
   if (died_.size() < settings_.replicas || now - asked_ < kAsksEvery) return {};
   asked_ = now;
-  const bool wanted = std::any_of(coordinators_.begin(), coordinators_.end(), [](const Coordinator& one) {
+  std::string wanted;
+  for (const auto& one : coordinators_) {
     const auto status = nlohmann::json::parse(get(one.status, "/status"), nullptr, false);
-    return one.pid > 0 && status.contains("coordinator_role") &&
-           status.at("coordinator_role").contains("wants_roll_back_to");
-  });
-  if (!wanted) return {};
+    if (one.pid > 0 && status.contains("coordinator_role"))
+      if (auto word = status.at("coordinator_role").value("roll_back_word", ""); !word.empty()) wanted = word;
+  }
+  if (wanted.empty()) return {};
   died_.clear();
-  gives_up_ = true;
+  roll_back_word_ = wanted;
   for (auto& one : coordinators_) {
     if (one.pid > 0) end(std::exchange(one.pid, 0));
     one.lost.reset();
     if (auto started = start_coordinator(one); !started) return started;
   }
-  gives_up_ = false;
+  roll_back_word_.clear();
   return {};
 }
 

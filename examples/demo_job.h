@@ -99,7 +99,7 @@ class Job {
   std::map<std::uint32_t, TimePoint> lost_;  // replicas to be started again
   std::set<std::uint32_t> died_;             // replicas, since the job began, or began afresh
   TimePoint asked_{};
-  bool gives_up_ = false;  // coordinators are started with an operator's word
+  std::string roll_back_word_;  // an operator's, that coordinators are started with
 };
 
 }  // namespace rejoin::demo

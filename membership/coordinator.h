@@ -116,8 +116,9 @@ class Coordinator {
   std::string unused_word() const;
   void end_word();                                                                    // to roll back
   std::uint64_t steps_ever() const { return committed_.value + steps_rolled_back_; }  // committed, by the log
-  // The job waits for an operator's word: the step that roll_back_to would have to allow.
+  // The job waits for an operator's word: the step that roll_back_to would have to allow; and the word that does.
   std::optional<Step> wants_roll_back() const { return wants_roll_back_; }
+  JobConfig::RollBack word_for(Step step) const { return {step, steps_ever()}; }
   bool wants_log() const {
     return outdated_ || (!runs() && !strangers().empty());
   }  // its own is an older copy, or another job's
@@ -321,7 +322,7 @@ class Coordinator {
   Result<> take_up(const proto::LogRecord::RolledBack& rolled_back);
   void describe(proto::LogRecord::Job& job) const;
   void tell_of_roll_back();
-  bool roll_back_was_used() const;
+  bool word_is_over() const;
   bool may_roll_back() const;
   Actions take() { return std::exchange(actions_, {}); }
   const JobConfig config_;
@@ -356,8 +357,9 @@ class Coordinator {
   std::optional<Spoken> of_coordinators_{Spoken(kProtocolVersion)};
   std::vector<RankVersions> versions_ = std::vector<RankVersions>(1);  // that ranks have, each once
   PauseDetector pause_detector_;
-  std::optional<Step> roll_back_to_, last_roll_back_, wants_roll_back_;  // not used yet; the log's last; a try's
-  ReplicaId not_linked_;                                                 // that a start last waited for
+  std::optional<JobConfig::RollBack> roll_back_to_;       // no step has been committed since the start with it
+  std::optional<Step> last_roll_back_, wants_roll_back_;  // the log's; a try's
+  ReplicaId not_linked_;                                  // that a start last waited for
   LinkRule links_;
   Prospect prospect_;
   mutable KnownNeighbourhoods near_;

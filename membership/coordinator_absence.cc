@@ -96,8 +96,9 @@ void Coordinator::settle_recovery() {
           "the job waits for replica {}: it has {}, and it {} the state of step {}{}", m.replica,
           is_back(m) && !has ? "yet to say where it stands" : "not come back", has ? "has" : "may have", committed_,
           has ? ""
-              : "; start the coordinator, or all of several, with --roll-back-to STEP, that of a checkpoint, to go on "
-                "without it"));
+              : fmt::format("; start the coordinator, or all of several, with --roll-back-to STEP@{}, STEP that of a "
+                            "checkpoint, to go on without it",
+                            steps_ever())));
     }
     if (waits || now_ - back_at_ < config_.silence / 4) return;  // who has just come says next where it stands
   }

@@ -36,37 +36,46 @@ Result<> Coordinator::take_over(TimePoint now) {
   return {};
 }
 
+std::string JobConfig::RollBack::text() const {
+  return said_at ? fmt::format("{}@{}", to, *said_at) : fmt::format("{}", to);
+}
+
 // An operator's word is for one time: one that stays in the settings must not roll back what has been done since.
 void Coordinator::tell_of_roll_back() {
   if (!roll_back_to_) return;
-  const Step to = *roll_back_to_;
-  if (roll_back_was_used())
-    warn("--roll-back-to {} was used already, and allows no other step than that from now on: take it out", to);
-  else if (to >= committed_)
-    warn("--roll-back-to {} allows nothing: step {} is the last that is committed", to, committed_);
+  const std::string text = roll_back_to_->text();
+  if (word_is_over())
+    warn(
+        "--roll-back-to {} allows nothing any more: it was for an earlier loss, and the job has gone on since. Take it "
+        "out; for another loss there is another word, which the status then names",
+        text);
+  else if (roll_back_to_->to >= committed_)
+    warn("--roll-back-to {} allows nothing: step {} is the last that is committed", text, committed_);
   else
-    note("--roll-back-to {}: if nobody comes with the state of step {}, the job goes on from step {} or later", to,
-         committed_, to);
-  if (to >= committed_) roll_back_to_.reset();
+    note("--roll-back-to {}: if nobody comes with the state of step {}, the job goes on from step {} or later", text,
+         committed_, roll_back_to_->to);
+  if (word_is_over() || roll_back_to_->to >= committed_) roll_back_to_.reset();
 }
 
-bool Coordinator::roll_back_was_used() const {
-  return roll_back_to_ && last_roll_back_ && *last_roll_back_ >= *roll_back_to_;
+// Said of another loss, or of the one that the job has gone on from: a step has been committed since. Where none has,
+// it counts still, as the coordinator that went back by it may have died before it.
+bool Coordinator::word_is_over() const {
+  if (!roll_back_to_) return false;
+  if (roll_back_to_->said_at) return *roll_back_to_->said_at != steps_ever();
+  return last_roll_back_ && *last_roll_back_ >= roll_back_to_->to && committed_ > *last_roll_back_;
 }
 
-bool Coordinator::may_roll_back() const {
-  return roll_back_to_ && *roll_back_to_ < committed_ && !roll_back_was_used();
-}
+bool Coordinator::may_roll_back() const { return roll_back_to_ && roll_back_to_->to < committed_ && !word_is_over(); }
 
 // It was said of how things stood before the last commit: what is lost from now on is another loss.
 void Coordinator::end_word() {
-  if (may_roll_back())
-    note("--roll-back-to {} was not needed, and allows nothing any more: the job has gone on", *roll_back_to_);
+  if (roll_back_to_)
+    note("--roll-back-to {} allows nothing any more: the job has gone on. Take it out", roll_back_to_->text());
   roll_back_to_.reset();
 }
 
 std::string Coordinator::unused_word() const {
-  if (may_roll_back()) return fmt::format("--roll-back-to {}", *roll_back_to_);
+  if (may_roll_back()) return fmt::format("--roll-back-to {}", roll_back_to_->text());
   if (config_.drop && stopped_ && config_.drop->at == committed_)
     return fmt::format("--drop-replica {}@{}", config_.drop->replica, config_.drop->at);
   return {};

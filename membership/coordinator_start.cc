@@ -45,11 +45,10 @@ void Coordinator::try_start() {
   for (auto& why : unfit(ready)) warn_once(std::move(why));
   if (!from) return;
   if (*from < committed_) {
-    if (!roll_back_to_ || *from < *roll_back_to_ || (roll_back_was_used() && *from != *roll_back_to_)) {
+    if (!may_roll_back() || *from < roll_back_to_->to) {
       wants_roll_back_ = from;
       return warn_once(rollback_needed(*from));
     }
-    roll_back_to_.reset();
   }
   start_with(ready, *from);
 }
@@ -239,11 +238,13 @@ std::vector<std::string> Coordinator::unfit(const std::vector<ReplicaId>& replic
 }
 
 std::string Coordinator::rollback_needed(Step from) const {
+  const bool of_another = config_.roll_back_to && config_.roll_back_to->to <= from && !may_roll_back();
   return fmt::format(
       "step {} is committed, and the most advanced state that has come is that of step {}: bring a later checkpoint, "
-      "or start the coordinator, or all of several, with --roll-back-to {} to give up {} steps; if the job was to end "
-      "there, end it",
-      committed_, from, from, committed_.value - from.value);
+      "or start the coordinator, or all of several, with --roll-back-to {} to give up {} steps{}; if the job was to "
+      "end there, end it",
+      committed_, from, word_for(from).text(), committed_.value - from.value,
+      of_another ? fmt::format(" (its --roll-back-to {} was for an earlier loss)", config_.roll_back_to->text()) : "");
 }
 
 // Which of them have the state of this step, and of those that do the one that most have.

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <numeric>
 #include <optional>
+#include <string>
 
 #include "base/clock.h"
 #include "base/deadlines.h"
@@ -24,8 +25,16 @@ struct JobConfig {
   std::uint64_t id = 0;                    // of a job whose log begins now: random
   Duration silence = deadlines::kSilence;  // how long a peer may be silent
   // An operator's word: where every process that held the last committed step is gone, the job may go on from a state
-  // as old as this one. It holds for one such start, until the next commit.
-  std::optional<Step> roll_back_to;
+  // as old as this one. It is for one loss: it ends with the next commit.
+  struct RollBack {
+    Step to;
+    std::optional<std::uint64_t> said_at;  // Coordinator::steps_ever() of that loss; none: of the first that there is
+
+    RollBack(Step step, std::optional<std::uint64_t> steps = {})
+        : to(step), said_at(steps) {}  // NOLINT: as one says it
+    std::string text() const;
+  };
+  std::optional<RollBack> roll_back_to;
   // A job that has lost everybody starts again without the replicas that have not come for so long; zero: 15 × silence.
   Duration start_patience{};
   AuditConfig audit;

@@ -340,14 +340,18 @@ class World {
   Duration slow_append_{};
   std::uint64_t logs_lost_ = 0;
   struct Word {  // an operator's
-    std::optional<Step> roll_back_to;
+    std::optional<membership::JobConfig::RollBack> roll_back_to;
     std::optional<membership::JobConfig::Drop> drop;
   };
   void give_word(const Word& word, const std::string& why);
-  std::vector<Word> words_;  // to each coordinator, when it is started next
-  // … and to the one that runs: to these steps, until the next commit.
-  std::vector<std::optional<std::pair<Step, Step>>> allowed_to_roll_back_;
+  std::vector<Word> words_;                                // to each coordinator, when it is started next
+  std::vector<std::optional<Step>> allowed_to_roll_back_;  // … and to the one that runs, until the next commit
+  void count_steps(const proto::LogRecord& record);
+  bool is_for_now(const membership::JobConfig::RollBack& word) const;
+  // The last that was done, and whether a step has been committed since; how many steps were committed ever.
   std::optional<Step> last_roll_back_;
+  bool gone_on_since_ = false;
+  std::uint64_t steps_ever_ = 0;
   Random words_random_;
   const bool words_stay_;
   using PlaceInIncarnation = std::tuple<std::uint64_t, std::uint32_t, std::uint32_t, std::uint64_t>;  // job first

@@ -16,8 +16,10 @@ void World::let_operator_act() {
     roll_back_wanted_since_ = now();
   } else if (now() - roll_back_wanted_since_ > job.silence) {
     count("operator: roll back");
-    give_word({.roll_back_to = *wanted, .drop = {}},
-              fmt::format("its operator lets the job go back to step {}", *wanted));
+    // Who is asked for the first time may say the step alone.
+    auto word = deciding()->word_for(*wanted);
+    if (!last_roll_back_ && words_random_.one_in(2)) word.said_at.reset();
+    give_word({.roll_back_to = word, .drop = {}}, fmt::format("its operator says --roll-back-to {}", word.text()));
   }
   if (deciding() != nullptr && deciding()->stopped()) drop_who_is_wrong();
   end_strangers();
@@ -38,12 +40,17 @@ membership::JobConfig World::job_to_start(std::uint32_t coordinator) {
   config.roll_back_to = given.roll_back_to;
   config.drop = std::exchange(given.drop, std::nullopt);
   allowed_to_roll_back_[coordinator].reset();
-  if (given.roll_back_to) {
-    const bool used = last_roll_back_ && *last_roll_back_ >= *given.roll_back_to;
-    allowed_to_roll_back_[coordinator] = {*given.roll_back_to, used ? *given.roll_back_to : Step(~std::uint64_t{0})};
-  }
+  if (given.roll_back_to && is_for_now(*given.roll_back_to))
+    allowed_to_roll_back_[coordinator] = given.roll_back_to->to;
+  if (given.roll_back_to && !allowed_to_roll_back_[coordinator]) count("a word of an earlier loss stays");
   if (!words_stay_) given = {};
   return config;
+}
+
+// A word that names its loss is for that one; another, until the job has gone back by it and then on.
+bool World::is_for_now(const membership::JobConfig::RollBack& word) const {
+  if (word.said_at) return *word.said_at == steps_ever_;
+  return !last_roll_back_ || *last_roll_back_ < word.to || !gone_on_since_;
 }
 
 World::Append World::append(const std::vector<proto::LogRecord>& records) {
@@ -117,11 +124,10 @@ void World::on_record(const proto::LogRecord& record) {
     count("rolled back");
     const Step to(record.rolled_back().version());
     note("rolled back to {}", to);
-    const bool allowed = std::ranges::any_of(
-        allowed_to_roll_back_, [&](const auto& word) { return word && to >= word->first && to <= word->second; });
+    const bool allowed =
+        std::ranges::any_of(allowed_to_roll_back_, [&](const auto& word) { return word && to >= *word; });
     if (to.value < record.rolled_back().from() && !allowed)
       checker().violate("state-survives", fmt::format("the job goes back to step {} without an operator's word", to));
-    if (to.value < record.rolled_back().from()) last_roll_back_ = to;
     // Who was stopped, and has lost its place to another, goes on with what it has heard before.
     for (const auto& ranks : trainers_)
       for (const auto& trainer : ranks)
@@ -133,10 +139,18 @@ void World::on_record(const proto::LogRecord& record) {
   }
   epoch_written_ = std::max<std::uint64_t>(epoch_written_, record.epoch().epoch());
   step_written_ = std::max<std::uint64_t>({step_written_, record.committed().step(), record.rolled_back().version()});
+  count_steps(record);
   log_.push_back(record);
   checker().on_record(record);
   survivors_.on_record(record, holders_of(record));
   check_survivors();
+}
+
+void World::count_steps(const proto::LogRecord& record) {
+  const auto& back = record.rolled_back();
+  if (record.has_committed()) ++steps_ever_, gone_on_since_ = true;
+  if (back.version() > back.from()) steps_ever_ += back.version() - back.from();
+  if (back.version() < back.from()) last_roll_back_ = Step(back.version()), gone_on_since_ = false;
 }
 
 // What all members of an epoch are said to speak, they do.

@@ -172,6 +172,8 @@ void World::lose_log() {
   ++logs_lost_;
   std::fill(words_.begin(), words_.end(), Word{});
   last_roll_back_.reset();
+  gone_on_since_ = false;
+  steps_ever_ = 0;
   owners_.clear();
   checker().on_log_lost();
 }

@@ -80,13 +80,13 @@ void World::put_back(const std::vector<proto::LogRecord>& records) {
   epoch_written_ = step_written_ = 0;
   std::uint64_t committed = 0;
   last_roll_back_.reset();
+  gone_on_since_ = false;
+  steps_ever_ = 0;
   for (const auto& record : log_) {
+    count_steps(record);
     epoch_written_ = std::max<std::uint64_t>(epoch_written_, record.epoch().epoch());
     if (record.has_committed()) committed = record.committed().step();
-    if (const auto& to = record.rolled_back(); record.has_rolled_back()) {
-      if (to.version() < to.from()) last_roll_back_ = Step(to.version());
-      committed = to.version();
-    }
+    if (record.has_rolled_back()) committed = record.rolled_back().version();
     step_written_ = std::max(step_written_, committed);
   }
   store_.clear();

@@ -61,6 +61,8 @@ TEST(Settings, AWrongOneIsRefusedWithItsFlagItsValueAndWhatIsAllowed) {
            {"--start-patience-ms", "18446744073709551615", "from 0 to 1099511627776"},
            {"--start-patience-ms", "10000000000000", "from 0 to 1099511627776"},
            {"--roll-back-to", "-1", "from 0 to"},
+           {"--roll-back-to", "7@", "STEP@STEPS, as the job's status says it"},
+           {"--roll-back-to", "@7", "STEP@STEPS, as the job's status says it"},
            {"--stream-limit", "nan", "from 0 to 1000000000"},
            {"--stream-limit", "inf", "from 0 to 1000000000"},
            {"--stream-limit", "1e300", "from 0 to 1000000000"},

@@ -15,7 +15,7 @@ namespace rejoin::membership {
 using namespace std::chrono_literals;
 
 struct BenchOptions {
-  std::optional<Step> roll_back_to = {};
+  std::optional<JobConfig::RollBack> roll_back_to = {};
   std::uint64_t steps = 0, id = 77;
   std::optional<JobConfig::Drop> drop = {};
   std::uint32_t replicas = 3, ranks = 2;

@@ -17,7 +17,7 @@ TEST(Coordinator, BelowTheLastCommittedStepItStartsOnlyAtAnOperatorsWordAndCount
   EXPECT_EQ(bench.coordinator.committed(), Step(3));
   EXPECT_EQ(bench.contributors(), 0u);
   EXPECT_EQ(bench.coordinator.wants_roll_back(), Step(2));
-  EXPECT_TRUE(bench.waits_for("--roll-back-to 2 to give up 1 steps; if the job was to end there, end it"));
+  EXPECT_TRUE(bench.waits_for("--roll-back-to 2@3 to give up 1 steps; if the job was to end there, end it"));
 
   Bench told(bench.log, {.roll_back_to = Step(2)});
   for (std::uint32_t r : {0u, 1u, 2u}) told.up(r, 3, 2);
@@ -273,88 +273,6 @@ TEST(Coordinator, AStateThatIsLaterThanALogWithoutARollBackIsSaidToBeOfAWholerLo
             std::string::npos)
       << alarms.front();
   EXPECT_NE(alarms.front().find("the log is an older copy"), std::string::npos) << alarms.front();
-}
-
-// It stays in the settings of who forgets it, and the job has gone on.
-TEST(Coordinator, AnOperatorsWordToRollBackIsUsedOnce) {
-  Bench first;
-  first.start();
-  first.steps(3);
-  const auto from_checkpoint = [](Bench& bench, std::uint64_t step, std::uint64_t life) {
-    for (std::uint32_t r : {0u, 1u, 2u}) bench.down(r, life - 1);
-    bench.nobody_comes_back();
-    for (std::uint32_t r : {0u, 1u, 2u}) bench.up(r, life, step);
-    bench.link_all();
-  };
-  Bench bench(first.log, {.roll_back_to = Step(1)});
-  from_checkpoint(bench, 1, 2);
-  ASSERT_EQ(bench.coordinator.committed(), Step(1));
-  bench.steps(3);
-  ASSERT_EQ(bench.coordinator.committed(), Step(4));
-
-  auto log = first.log;
-  log.insert(log.end(), bench.log.begin(), bench.log.end());
-  Bench again(log, {.roll_back_to = Step(1)});
-  from_checkpoint(again, 2, 3);
-  EXPECT_EQ(again.coordinator.committed(), Step(4)) << "rolled back without being asked";
-  EXPECT_EQ(again.coordinator.wants_roll_back(), Step(2));
-
-  Bench asked(log, {.roll_back_to = Step(2)});
-  from_checkpoint(asked, 2, 3);
-  EXPECT_EQ(asked.coordinator.committed(), Step(2));
-}
-
-// After its restart the last contributor ends, and a joiner that may have caught up is away for long.
-TEST(Coordinator, AWordThatWasUsedOrAllowsNothingGivesUpNobody) {
-  Bench first;
-  first.start();
-  first.steps(3);
-  Bench told(first.log, {.roll_back_to = Step(1)});
-  told.nobody_comes_back();
-  for (std::uint32_t r : {0u, 1u, 2u}) told.up(r, 2, 1);
-  told.link_all();
-  told.steps(5);
-  for (std::uint32_t r : {1u, 2u}) told.down(r, 2);
-  told.up(1, 3);
-  told.link_all();
-  told.reduced(0);
-  ASSERT_EQ(told.coordinator.committed(), Step(7));
-  ASSERT_EQ(told.coordinator.members().size(), 2u);
-  auto log = first.log;
-  log.insert(log.end(), told.log.begin(), told.log.end());
-  for (const std::uint64_t word : {1u, 7u, 1000u}) {
-    Bench bench(log, {.roll_back_to = Step(word)});
-    bench.incarnations = told.incarnations;
-    bench.back(0, 10, 2);
-    bench.down(0, 2);
-    bench.pass(17s, {});
-    bench.inbox.clear();
-    bench.back(1, 11, 3);
-    for (std::uint32_t rank : {0u, 1u}) bench.stand(1, rank, true, 11);
-    bench.pass(2s, {11});
-    EXPECT_FALSE(bench.evicted_anybody()) << word;
-    bench.expect_alone(1);
-  }
-}
-
-// All come back, and the job goes on; what is lost long after is another loss.
-TEST(Coordinator, AnOperatorsWordToRollBackEndsWithTheNextCommit) {
-  for (const std::uint64_t word : {3u, 1u}) {
-    Bench first;
-    first.start();
-    first.steps(3);
-    Bench bench(first.log, {.roll_back_to = Step(word)});
-    bench.incarnations = first.incarnations;
-    for (std::uint32_t r : {0u, 1u, 2u}) bench.back(r, r);
-    bench.link_all();
-    bench.steps(5);
-    EXPECT_EQ(bench.news.find("--roll-back-to 1 was not needed") != std::string::npos, word == 1) << bench.news;
-    for (std::uint32_t r : {0u, 1u, 2u}) bench.down(r);
-    for (std::uint32_t r : {0u, 1u, 2u}) bench.up(r, 2, 4);
-    bench.link_all();
-    EXPECT_EQ(bench.coordinator.committed(), Step(8));
-    EXPECT_EQ(bench.coordinator.wants_roll_back(), Step(4));
-  }
 }
 
 TEST(Coordinator, AVersionThatIsNoStepIsRefused) {

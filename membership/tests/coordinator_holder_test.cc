@@ -214,7 +214,7 @@ TEST(Coordinator, AJoinerThatOnlyMayHaveCaughtUpIsGivenUpAtAnOperatorsWord) {
   for (const bool told : {false, true}) {
     Bench first;
     first.start_with_a_joiner();
-    Bench bench(first.log, {.roll_back_to = told ? std::optional(Step(0)) : std::nullopt});
+    Bench bench(first.log, {.roll_back_to = told ? std::optional<JobConfig::RollBack>(Step(0)) : std::nullopt});
     bench.lose_the_contributor_of(first);
     bench.pass(14s, {});
     EXPECT_EQ(bench.coordinator.blocked_on(), std::vector{ReplicaId(1)});

@@ -24,7 +24,7 @@ World::World(std::uint64_t seed, bool with_relays, Rivals rivals) : random(seed)
   }
 }
 
-void World::start_coordinator(std::optional<Step> roll_back_to) {
+void World::start_coordinator(std::optional<JobConfig::RollBack> roll_back_to) {
   config.roll_back_to = roll_back_to;
   coordinator_stopped_until = {};
   coordinator = std::make_unique<Coordinator>(config);
@@ -34,7 +34,7 @@ void World::start_coordinator(std::optional<Step> roll_back_to) {
   for (auto& relay : relays) relay.coordinator_connection = 0, forget(relay);
 }
 
-void World::start_coordinator_again(std::optional<Step> roll_back_to) {
+void World::start_coordinator_again(std::optional<JobConfig::RollBack> roll_back_to) {
   for (auto& relay : relays) relay_lost_coordinator(relay);
   start_coordinator(roll_back_to);
 }
@@ -147,7 +147,7 @@ void World::tick() {
   keep(coordinator->on_tick(now));
   if (auto wanted = coordinator->wants_roll_back()) {
     ++roll_backs;
-    start_coordinator_again(wanted);
+    start_coordinator_again(coordinator->word_for(*wanted));
   }
 }
 

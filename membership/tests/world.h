@@ -106,8 +106,8 @@ struct World {
   }
 
   // Its operator allows what it asks for.
-  void start_coordinator(std::optional<Step> roll_back_to = {});
-  void start_coordinator_again(std::optional<Step> roll_back_to = {});
+  void start_coordinator(std::optional<JobConfig::RollBack> roll_back_to = {});
+  void start_coordinator_again(std::optional<JobConfig::RollBack> roll_back_to = {});
   void cut(NodeProcess& node);  // from its side
   void connect(NodeProcess& node);
   void disconnect(NodeProcess& node);
