@@ -201,7 +201,7 @@ class Job:
             if known not in self._told:
                 self._told.add(known)
                 hint = (
-                    " (with rejoin-run REJOIN_ROLL_BACK_TO=STEP in its environment)" if "--roll-back-to" in line else ""
+                    " (with rejoin-run REJOIN_ROLL_BACK_TO=STEP@STEPS in its environment)" if "--roll-back-to" in line else ""
                 )
                 self._say(f"the job waits for {line}{hint}")
 
