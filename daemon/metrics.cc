@@ -187,7 +187,7 @@ void add_coordinator(Metrics& metrics, const json& c, const JobHistory& history,
     metrics.gauge("leader_term", "The number of the current lead: it rises with each takeover.", number(store, "term"));
     metrics.counter("takeovers", "Times that this coordinator has taken the lead.", number(store, "takeovers"));
     metrics.gauge("store_stalled", "1: the store does not take what is decided.", number(store, "stalled"));
-    metrics.gauge("store_failing_seconds", "For how long the store has not answered; 0: it does.",
+    metrics.gauge("store_failing_seconds", "For how long the store has not answered, or taken a write; 0: it does.",
                   number(store, "failing_ms") * 1e-3);
     metrics.gauge("store_copy_given_up", "1: the copy of the decisions on this disk is not kept any more.",
                   store.value("copy", "") != "");

@@ -14,6 +14,7 @@ using Outcome = StoreAnswer::Outcome;
 
 namespace {
 constexpr std::uint64_t kMostTerms = std::uint64_t{1} << 62;  // nobody comes so far
+constexpr int kLinesApart = 5;  // silences, between two lines of one kind: a store may fail every other time
 }  // namespace
 
 ReplicatedCoordinator::ReplicatedCoordinator(Options options, TimePoint now)
@@ -24,7 +25,9 @@ ReplicatedCoordinator::ReplicatedCoordinator(Options options, TimePoint now)
       leader_since_(now),
       sign_at_(now),
       pause_detector_(options_.job.silence),
-      now_(now) {
+      now_(now),
+      failing_said_(kLinesApart * options_.job.silence),
+      stall_said_(kLinesApart * options_.job.silence) {
   forget();
 }
 
@@ -40,7 +43,7 @@ void ReplicatedCoordinator::forget() {
   again_.reset();
   snapshot_at_ = tried_at_ = last_entry_ = claim_reported_ = 0;
   verifies_ = false;
-  has_read_ = stalled_ = waits_reported_ = suspects_itself_ = false;
+  has_read_ = stalled_ = stall_logged_ = waits_reported_ = suspects_itself_ = false;
 }
 
 void ReplicatedCoordinator::fail_with(ErrorCode code, std::string why) {
@@ -225,20 +228,14 @@ ReplicatedCoordinator::Actions ReplicatedCoordinator::on_answer(const StoreAnswe
   if (request.kind == Kind::claim || (request.kind != Kind::read && answer.outcome != Outcome::unknown))
     took_ = now - begun_at_;
   if (answer.outcome == Outcome::unknown) {
-    if (!failing_) {
-      failing_ = {answer.error, asked_at_};
-      note(true, "the store did not answer: {}", answer.error);
-    }
-    failing_->why = answer.error;
+    on_unknown(request, answer.error);
     // A standby reads again anyway, and finds its claim, if that was done.
     if (role_ == Role::claiming) role_ = Role::following;
     else if (role_ != Role::following) again_ = std::move(request);
     bound_queue();
     return take();
   }
-  if (failing_) note(false, "the store answers again, after {:.0f} ms", milliseconds(now - failing_->since));
-  failing_.reset();
-  answered_ = asked_at_;
+  on_answered(request, answer);
   switch (request.kind) {
     case Kind::compact: break;
     case Kind::read:
@@ -260,6 +257,35 @@ ReplicatedCoordinator::Actions ReplicatedCoordinator::on_answer(const StoreAnswe
   return take();
 }
 
+void ReplicatedCoordinator::on_unknown(const StoreRequest& request, const std::string& why) {
+  if (!failing_) failing_ = {.why = {}, .since = asked_at_};
+  failing_->why = why;
+  failing_->of_write |= request.kind != Kind::read;
+  if (!failing_->told && failing_said_.may_say(now_)) {
+    note(true, "the store {}: {}", failing_->of_write ? "did not take what was to be written" : "did not answer", why);
+    failing_->told = true;
+  }
+  if (request.kind != Kind::claim) return;
+  const Duration silence = options_.job.silence;
+  claim_pause_ = std::clamp(2 * claim_pause_, silence / 16, silence);
+  claim_again_ = now_ + claim_pause_;
+}
+
+void ReplicatedCoordinator::on_answered(const StoreRequest& request, const StoreAnswer& answer) {
+  answered_ = asked_at_;
+  // A member of the store's that lags behind says what was known already.
+  const std::uint64_t newest = std::max(answer.leader_revision, answer.alive_revision);
+  const bool by_others = newest > std::exchange(newest_revision_, std::max(newest, newest_revision_)) ||
+                         (has_read_ && !answer.entries.empty() && answer.entries.back().first >= position_);
+  const bool takes_writes = request.kind != Kind::read || by_others;
+  if (takes_writes) claim_pause_ = {}, claim_again_ = {};
+  if (!failing_ || (failing_->of_write && !takes_writes)) return;
+  if (failing_->told)
+    note(false, "the store {} again, after {:.0f} ms", failing_->of_write ? "takes what is written" : "answers",
+         milliseconds(now_ - failing_->since));
+  failing_.reset();
+}
+
 // An answer as of before what is known. Where it was to be as of now, the store has lost what it had.
 bool ReplicatedCoordinator::set_back(const StoreRequest& request, const StoreAnswer& answer, TimePoint now) {
   if (answer.leader_revision >= leader_revision_) return false;
@@ -269,6 +295,7 @@ bool ReplicatedCoordinator::set_back(const StoreRequest& request, const StoreAns
   }
   note(true, "the store was set back: what it had of this job is forgotten here, too");
   role_ = Role::following;
+  newest_revision_ = 0;
   forget();
   learn_of_leader(answer.leader_revision, answer.leader, now);
   return true;

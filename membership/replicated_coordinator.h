@@ -16,6 +16,10 @@
 //              a node does, none hears it, and there are no members or no sign for `kAbandoned`; when it has the name
 //              and the address of the leader, which so has ended; when the nodes have heard of a higher term than the
 //              store has.
+//   full       A store that answers reads need not take writes. Who has failed to write has not written before it has,
+//   or
+//              reads what others have written since; a claim that has failed is made again after a pause, which
+//              doubles.
 //   fence      What a leader writes is written only while the claim is the last one. A leader that is refused forgets
 //              everything and follows.
 //   output     Nothing that its decisions bring about leaves a leader before the store has confirmed, since the event
@@ -42,6 +46,7 @@
 #include <string>
 #include <vector>
 
+#include "base/seldom.h"
 #include "membership/coordinator.h"
 #include "membership/store.h"
 
@@ -85,10 +90,12 @@ class ReplicatedCoordinator {
   const Coordinator& following() const { return *machine_; }  // as far as it has read
   const proto::Leader& leader() const { return leader_; }     // the last one known; term 0: none
   std::uint64_t position() const { return position_; }        // records of the log that it knows
-  // Why the store did not answer the last time, and since when it has not; nothing: it did.
+  // Why the store did not do what it was asked the last time, and since when; nothing: it did.
   struct Failing {
     std::string why;
     TimePoint since{};
+    bool of_write = false;  // over when it takes one, whatever it answers to who reads
+    bool told = false;
   };
   const std::optional<Failing>& failing() const { return failing_; }
   bool stalled() const { return stalled_; }
@@ -130,6 +137,8 @@ class ReplicatedCoordinator {
   void submit(StoreRequest request, TimePoint now);
   void submit_again(TimePoint now);
   void read(bool recent, TimePoint now);
+  void on_unknown(const StoreRequest& request, const std::string& why);
+  void on_answered(const StoreRequest& request, const StoreAnswer& answer);
   void on_read(const StoreRequest& request, const StoreAnswer& answer, TimePoint now);
   void on_compacted(const StoreRequest& request, const StoreAnswer& answer, TimePoint now);
   bool set_back(const StoreRequest& request, const StoreAnswer& answer, TimePoint now);
@@ -190,6 +199,7 @@ class ReplicatedCoordinator {
   proto::Leader leader_;
   std::string leader_bytes_;
   std::uint64_t leader_revision_ = 0, alive_revision_ = 0;
+  std::uint64_t newest_revision_ = 0;         // of these, ever
   std::uint64_t job_ = 0;                     // of the log that is in the store, as it was last known
   std::uint64_t heard_term_ = 0;              // the highest that a node has named
   std::optional<std::uint64_t> predecessor_;  // the instance that led when this process came, in its name and place
@@ -203,6 +213,9 @@ class ReplicatedCoordinator {
   std::optional<StoreRequest> under_way_, again_;  // the request without an answer; one to be repeated at the next tick
   TimePoint asked_at_{}, begun_at_{};              // the request under way: this try, and the first one
   std::optional<Failing> failing_;
+  Seldom failing_said_, stall_said_;  // lines in the log
+  Duration claim_pause_{};            // after the last claim, which has failed; 0: it has not
+  TimePoint claim_again_{};           // … until then
   std::uint64_t claim_reported_ = 0;  // the term of the last claim
   Duration took_{};                   // the last write, or claim
 
@@ -222,7 +235,8 @@ class ReplicatedCoordinator {
   TimePoint confirmed_at_{};
   bool suspects_itself_ = false;  // a node knows a higher term
   bool stalled_ = false;          // and has told
-  bool gave_up_ = false;          // it has led, and may lead again at once
+  bool stall_logged_ = false;
+  bool gave_up_ = false;  // it has led, and may lead again at once
   bool waits_reported_ = false;
   bool told_of_another_job_ = false;
   Latency latency_;

@@ -236,6 +236,7 @@ ReplicatedCoordinator::Lost ReplicatedCoordinator::who_lost_the_leader(TimePoint
 
 std::optional<std::string> ReplicatedCoordinator::reason_to_claim(TimePoint now) const {
   if (role_ != Role::following || !has_read_ || under_way_ || again_ || pause_detector_.settling(now)) return {};
+  if (now < claim_again_) return {};
   if (leader_.term() == 0) return "nobody has led yet";
   if (leader_.instance() == 0) return "nobody leads since decisions were imported";
   if (predecessor_.value_or(0) != 0 && leader_.instance() == *predecessor_)

@@ -197,13 +197,12 @@ void ReplicatedCoordinator::look_at_stall(TimePoint now) {
   const bool waits = again_ || (under_way_ && under_way_->kind != Kind::compact);
   const Duration waited = waits ? now - begun_at_ : Duration{};
   const bool stalled = waited > patience();
-  if (std::exchange(stalled_, stalled) != stalled) {
-    note(stalled, "{}",
-         stalled ? "the store does not take what is decided: nothing is decided until it does, and nobody "
-                   "is put out"
-                 : "the store takes what is decided again");
-    tell_who_leads(all_nodes());
+  if (std::exchange(stalled_, stalled) != stalled) tell_who_leads(all_nodes());
+  if (stalled && !stall_logged_ && stall_said_.may_say(now)) {
+    note(true, "the store does not take what is decided: nothing is decided until it does, and nobody is put out");
+    stall_logged_ = true;
   }
+  if (!stalled && std::exchange(stall_logged_, false)) note(false, "the store takes what is decided again");
   if (!stalled) waits_reported_ = false;
   if (waited <= options_.job.silence || waits_reported_) return;
   waits_reported_ = true;

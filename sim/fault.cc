@@ -60,7 +60,8 @@ constexpr std::array<std::string_view, kFaultKinds> kFaultNames{"kill_trainer",
                                                                 "other_job",
                                                                 "older_log",
                                                                 "kill_relay",
-                                                                "stop_relay"};
+                                                                "stop_relay",
+                                                                "store_read_only"};
 
 constexpr std::array<std::string_view, kMoments> kMomentNames{"at once",        "commit",    "epoch",    "update",
                                                               "catch_up_begun", "caught_up", "promoted", "rank_up"};
@@ -130,6 +131,7 @@ Duration draw_lasting(FaultKind kind, Random& random) {
     case FaultKind::black_hole:
     case FaultKind::store_away:
     case FaultKind::store_cut_off:
+    case FaultKind::store_read_only:
     case FaultKind::cut_off_from_some:
     case FaultKind::slow_memory:
     case FaultKind::lying_joiner:

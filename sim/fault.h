@@ -66,8 +66,10 @@ enum class FaultKind : std::uint8_t {
   // Where there are relays:
   kill_relay,  // SIGKILL of the one that a node is behind; it is started again after a while
   stop_relay,  // SIGSTOP
+  // And where there are several coordinators (the last one: so what other seeds draw stays as it was):
+  store_read_only,  // their store answers reads, and takes nothing for a while: from nobody, or not from one of them
 };
-constexpr std::size_t kFaultKinds = 51;
+constexpr std::size_t kFaultKinds = 52;
 std::string_view to_string(FaultKind kind);
 Result<FaultKind> parse_fault(std::string_view name);
 

@@ -6,6 +6,11 @@
 
 namespace rejoin::sim {
 
+namespace {
+constexpr std::size_t kClaims = 14, kLines = 8;
+constexpr int kWithin = 3;  // silences, in which the store may be full several times
+}  // namespace
+
 ReplicatedCoordinator::ReplicatedCoordinator(World& world, std::uint32_t of, std::uint32_t at)
     : CoordinatorProcess(world.next_number(), of, at, world.chance("coordinator", of), world.history()), world_(world) {
   membership::ReplicatedCoordinator::Options options{.job = world.job_to_start(of),
@@ -64,6 +69,7 @@ void ReplicatedCoordinator::carry_out(membership::ReplicatedCoordinator::Actions
       leads != nullptr && outdated_ && outdated_->term == machine_->leader().term() &&
       (leads->epoch() != outdated_->epoch || leads->committed() != outdated_->committed))
     world_.checker().violate("one-decision", "who has heard of later decisions than its store's decides");
+  check_store(actions);
   for (const auto& note : actions.notes) world_.note("c{}: {}", number, note.text);
   if (actions.copy_from) world_.copy_from(number, actions.copy_from->snapshot().position());
   for (const auto& record : actions.copy) world_.on_copied(number, record);
@@ -82,6 +88,26 @@ void ReplicatedCoordinator::carry_out(membership::ReplicatedCoordinator::Actions
     for (auto node : nodes) world_.to_caller(node.value, message);
   }
   for (const auto& node : actions.close) world_.drop_link(node.value);
+}
+
+// Whatever the store does, it is not to be asked for the lead all the time, nor is the log to be full of it.
+void ReplicatedCoordinator::check_store(const membership::ReplicatedCoordinator::Actions& actions) {
+  const auto too_many = [now = world_.now()](std::deque<TimePoint>& all, std::size_t most, Duration within) {
+    all.push_back(now);
+    if (all.size() <= most) return false;
+    const bool found = now - all.front() < within;
+    all.pop_front();
+    return found;
+  };
+  const Duration silence = world_.job.silence;
+  if (actions.request && actions.request->kind == membership::StoreRequest::Kind::claim &&
+      too_many(claims_, kClaims, kWithin * silence))
+    world_.checker().violate("progress", fmt::format("{} claims the lead more than {} times within {} silences",
+                                                     describe(), kClaims, kWithin));
+  for (const auto& note : actions.notes)
+    if (note.text.starts_with("the store ") && too_many(lines_, kLines, kWithin * silence))
+      world_.checker().violate("progress", fmt::format("{} logs more than {} lines about the store within {} silences",
+                                                       describe(), kLines, kWithin));
 }
 
 std::string ReplicatedCoordinator::describe() const {

@@ -1,6 +1,8 @@
 // One of several coordinators: what ReplicatedServer does around membership::ReplicatedCoordinator.
 #pragma once
 
+#include <deque>
+
 #include "membership/replicated_coordinator.h"
 #include "sim/coordinator.h"
 
@@ -24,10 +26,12 @@ class ReplicatedCoordinator final : public CoordinatorProcess {
     Step committed;
   };
   void carry_out(membership::ReplicatedCoordinator::Actions actions);
+  void check_store(const membership::ReplicatedCoordinator::Actions& actions);
 
   World& world_;
   std::unique_ptr<membership::ReplicatedCoordinator> machine_;
   std::optional<Outdated> outdated_;
+  std::deque<TimePoint> claims_, lines_;  // the last ones: claims of the lead, and lines about the store
 };
 
 }  // namespace rejoin::sim

@@ -40,10 +40,18 @@ void Store::cut_off(std::uint32_t coordinator, TimePoint until) {
   cut_until_[coordinator] = std::max(cut_until_[coordinator], until);
 }
 
+void Store::take_nothing(TimePoint until, std::optional<std::uint32_t> from) {
+  TimePoint& ends = from ? reads_only_until_[*from] : full_until_;
+  ends = std::max(ends, until);
+}
+
 // One in many answers is lost, and one in many requests is late or lost, without any fault.
 void Store::submit(std::uint32_t coordinator, std::uint64_t instance, const StoreRequest& request) {
   const TimePoint now = world_.now(), away = std::max(away_until_, cut_until_[coordinator]);
   const bool late = away > now || random_.one_in(200), lost = late && random_.one_in(2);
+  if (!late && request.kind != Kind::read && std::max(full_until_, reads_only_until_[coordinator]) > now)
+    return answer_with(instance, random_.of_any_size(50us, 2ms),
+                       {.outcome = Answered::unknown, .error = "it takes nothing", .leader = {}});
   // A snapshot takes several transactions.
   Duration until_done = random_.of_any_size(50us, request.kind == Kind::compact ? Duration(40ms) : Duration(2ms));
   if (late) until_done += std::max(away - now, kDeadline) + random_.of_any_size(1us, 2s);

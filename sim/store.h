@@ -5,6 +5,7 @@
 #include <deque>
 #include <map>
 #include <memory>
+#include <optional>
 
 #include "control.pb.h"
 #include "membership/store.h"
@@ -26,6 +27,8 @@ class Store {
   // Faults:
   void go_away(TimePoint until);                             // it answers nobody
   void cut_off(std::uint32_t coordinator, TimePoint until);  // this one can't reach it
+  // It answers who reads, and does nothing else: it is full, or this one's role there may only read.
+  void take_nothing(TimePoint until, std::optional<std::uint32_t> from);
 
   const proto::Leader& leader() const { return leader_; }
   // Whether this instance is the leader, or was a short time ago: an answer to it may be on its way.
@@ -53,8 +56,8 @@ class Store {
   std::uint64_t revision_ = 0;
   proto::Leader leader_;
   std::map<std::uint64_t, TimePoint> led_until_;  // by instance
-  TimePoint away_until_{};
-  std::map<std::uint32_t, TimePoint> cut_until_;
+  TimePoint away_until_{}, full_until_{};
+  std::map<std::uint32_t, TimePoint> cut_until_, reads_only_until_;
   std::uint64_t generation_ = 0;  // cleared so often: what is under way to the one before is lost
 };
 

@@ -107,6 +107,11 @@ void World::happen(const Fault& fault) {
       return;
     case FaultKind::store_away: return store_.go_away(until);
     case FaultKind::store_cut_off: return store_.cut_off(draw_coordinator(random), until);
+    case FaultKind::store_read_only: {
+      std::optional<std::uint32_t> only;
+      if (random.one_in(2)) only = draw_coordinator(random);
+      return store_.take_nothing(until, only);
+    }
     case FaultKind::cut_off_from_some: return part(fault, until);
     case FaultKind::stop_some:
     case FaultKind::stop_all: return stop_many(fault);

@@ -69,5 +69,53 @@ TEST(ReplicatedCoordinator, ACopyOfOtherDecisionsIsNotGoneOnWith) {
   }
 }
 
+// As etcd does that is full, or in which this one's role may only read.
+TEST(ReplicatedCoordinator, AStoreThatAnswersReadsAndTakesNothingIsAskedAndToldOfSeldom) {
+  Alone job;
+  job.let_other_lead();
+  job.start();
+  job.pass(kQuiet);
+  job.answers_not = Asked::claim;
+  const TimePoint begun = job.now;
+  for (std::uint64_t number : {0, 1}) job.node(number, false, true);
+  job.pass(kQuiet);
+  EXPECT_LE(job.count(Asked::claim), 6u);
+  job.pass(9 * kQuiet);
+  EXPECT_LE(job.count(Asked::claim), 15u) << "one a silence, in the end";
+  EXPECT_GE(job.count(Asked::claim), 8u);
+  const auto lines = [&] {
+    return std::ranges::count_if(job.told, [](const auto& text) { return text.starts_with("the store "); });
+  };
+  EXPECT_EQ(lines(), 1);
+  ASSERT_TRUE(job.one->failing()) << "it answers reads alone";
+  EXPECT_LE(job.one->failing()->since - begun, kQuiet / 4);
+  job.answers_not.reset();
+  job.pass(kQuiet + kQuiet / 16);
+  EXPECT_TRUE(job.leads());
+  EXPECT_FALSE(job.one->failing());
+  EXPECT_EQ(lines(), 2);
+}
+
+// The leader that could not write writes again.
+TEST(ReplicatedCoordinator, WhatOthersWriteShowsThatTheStoreTakesWritesAgain) {
+  for (const bool sign_of_life : {false, true}) {
+    Alone job;
+    job.let_other_lead();
+    job.start();
+    job.pass(kQuiet);
+    job.answers_not = Asked::claim;
+    for (std::uint64_t number : {0, 1}) job.node(number, false, true);
+    job.pass(2 * kQuiet);
+    EXPECT_TRUE(job.one->failing());
+    for (std::uint64_t number : {0, 1}) job.node(number, false);
+    job.pass(kQuiet);
+    EXPECT_TRUE(job.one->failing()) << "nobody has written";
+    if (sign_of_life) job.alive = ++job.revision;
+    else job.give_out(2, 9);
+    job.pass(kQuiet / 4);
+    EXPECT_FALSE(job.one->failing());
+  }
+}
+
 }  // namespace
 }  // namespace rejoin::membership

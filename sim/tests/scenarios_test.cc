@@ -56,6 +56,27 @@ TEST_F(Scenario, ALostCoordinatorOrItsStoreCostsNobodyAPlace) {
       }
 }
 
+// It answers who reads, and takes nothing: from nobody, or not from one of them, which so can't lead. How often they
+// ask for the lead then, and what they log, is looked at in all runs.
+TEST_F(Scenario, AStoreThatCanOnlyBeReadCostsNobodyAPlace) {
+  std::uint64_t taken_over = 0;
+  for (const auto lasting : {60, 250, 3000})
+    for (std::uint64_t seed = 0; seed < (4 * kAFew); ++seed) {
+      const Fault fault{.at = std::chrono::seconds(1),
+                        .kind = FaultKind::store_read_only,
+                        .replica = 1,
+                        .lasting = std::chrono::milliseconds(lasting),
+                        .detail = seed};
+      Outcome outcome = play({.seed = seed, .replicas = 3, .ranks = 2, .coordinators = 3, .faults = {{fault}}});
+      const std::string what = fmt::format("for {} ms, seed {}", lasting, seed);
+      ASSERT_TRUE(holds(outcome)) << what;
+      EXPECT_EQ(outcome.counts["trainer gave up"], 0u) << what;
+      EXPECT_EQ(outcome.counts["rolled back"], 0u) << what;
+      taken_over += outcome.counts["lead claimed"] > 1;
+    }
+  EXPECT_GT(taken_over, 0u) << "from a leader that alone can't write";
+}
+
 // Its checkpoints say what the log would have: which samples are trained. The checker compares.
 TEST_F(Scenario, AJobWhoseLogIsLostGoesOnFromItsCheckpoints) {
   std::uint64_t from_checkpoints = 0;
