@@ -34,10 +34,6 @@ constexpr int kFirstPauseMs = 50, kMostPauseMs = 100, kConnectMs = 1000, kResolv
 // All of gRPC's timers wait for an hour when the system's clock is set back by one. So a timer of our own ends each
 // try, and where there is no connection after twice the time in which gRPC would have tried again, a new channel does.
 constexpr std::chrono::milliseconds kOnItsOwn{2 * (kConnectMs + kMostPauseMs)};
-// Where most members are too late, each try has twice the time of the one before, up to so many times, and then twice
-// the time that an answer took: a store that is slow would be asked again and again otherwise, do everything, and be
-// heard never.
-constexpr int kMostPatience = 4;
 constexpr std::chrono::milliseconds kAuthenticateWithin{2000};
 // etcd closes connections that ping more often than every 5 s, or without a call. gRPC also gives up a connection whose
 // bytes nobody has acknowledged for kUnheardMs, which is what finds a cut link here.
@@ -160,9 +156,15 @@ class GrpcClient final : public EtcdClient {
   }
 
   void authenticate() {
+    if (const auto& refusal = password_.refused(SteadyClock().now())) {
+      asio::post(io_, [this, why = *refusal, alive = std::weak_ptr<char>(alive_)] {
+        if (!alive.expired()) finish(tl::unexpected(why));
+      });
+      return;
+    }
     etcd::AuthenticateRequest request;
     request.set_name(options_.user);
-    request.set_password(options_.password);
+    request.set_password(password_.show());
     start(kAuthenticate, request.SerializeAsString(), &GrpcClient::authenticated);
   }
 
@@ -255,6 +257,7 @@ class GrpcClient final : public EtcdClient {
     etcd::AuthenticateResponse answer;
     if (status.ok() && answer.ParseFromString(bytes) && !answer.token().empty()) {
       token_ = answer.token();
+      password_.on_taken();
       return try_endpoint();
     }
     if (status.ok()) return failed("its answer is none of etcd's");
@@ -302,7 +305,9 @@ class GrpcClient final : public EtcdClient {
     const std::string& text = status.error_message();
     if (const char* remedy = etcd_client::remedy_for(text)) {
       answered();
-      return finish(fail(ErrorCode::refused, "{}{}: {}", request_->errors, with_endpoint(text), remedy));
+      Error why{ErrorCode::refused, fmt::format("{}{}: {}", request_->errors, with_endpoint(text), remedy)};
+      if (etcd_client::refuses_password(text)) why = password_.on_refused(std::move(why), SteadyClock().now());
+      return finish(tl::unexpected(std::move(why)));
     }
     const bool late =
         status.error_code() == grpc::StatusCode::DEADLINE_EXCEEDED && text.find("etcdserver") == text.npos;
@@ -320,7 +325,11 @@ class GrpcClient final : public EtcdClient {
     request_->errors += with_endpoint(why);
     request_->renewed = false;
     if (++request_->tried == options_.endpoints.size()) {
-      if (2 * request_->late > request_->tried) deadline_ = std::min(2 * deadline_, kMostPatience * options_.deadline);
+      // One that is slow would be asked again and again otherwise, do everything, and be heard never.
+      if (2 * request_->late > request_->tried) {
+        deadline_ = std::min(2 * deadline_, options_.longest);
+        request_->errors += "; the next try has longer. Where etcd is always so slow, give all a longer --silence-ms";
+      }
       return finish(fail(ErrorCode::unavailable, "{}", request_->errors));
     }
     request_->errors += "; ";
@@ -334,7 +343,7 @@ class GrpcClient final : public EtcdClient {
     first_ = endpoint();
     request_->tried = request_->late = 0;
     const auto took = std::chrono::duration_cast<std::chrono::milliseconds>(SteadyClock().now() - asked_at_);
-    deadline_ = std::clamp(2 * took, options_.deadline, kMostPatience * options_.deadline);
+    deadline_ = std::clamp(2 * took, options_.deadline, options_.longest);
   }
   void finish(Result<etcd::TxnResponse> answer) {
     const Done done = std::move(request_->done);
@@ -349,6 +358,7 @@ class GrpcClient final : public EtcdClient {
   std::vector<Link> links_;  // of each endpoint
   std::size_t first_ = 0;    // the endpoint to be tried first
   std::string token_;
+  etcd_client::Password password_{options_};
   std::chrono::milliseconds deadline_ = options_.deadline;  // of the next try
   TimePoint asked_at_{};                                    // the last one
   bool open_ = false;                                       // etcd asks nobody for a token

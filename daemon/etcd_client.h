@@ -21,7 +21,11 @@ struct EtcdOptions {
   std::string prefix;                        // of all keys, e.g. "/rejoin/JOB/"
   std::string ca_file, cert_file, key_file;  // PEM. TLS where there is a CA, or a certificate of our own with its key
   std::string user, password;
-  std::chrono::milliseconds deadline{250};  // of each try; longer where most members are late
+  // The password once more, where etcd has refused the one before. None: it stays.
+  std::function<Result<std::string>()> read_password;
+  // Of each try. Where most members are late it doubles, until it is the longest, and then is twice what an answer
+  // took.
+  std::chrono::milliseconds deadline{250}, longest{8000};
   // Called with the reason where gRPC has not let go of a call for long after it was cancelled, and to end this process
   // helps. Without it such a try has failed like others.
   std::function<void(const std::string&)> stuck;

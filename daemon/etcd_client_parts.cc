@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <condition_variable>
 #include <mutex>
@@ -22,6 +23,8 @@ struct Remedy {
   const char* text;
   const char* remedy;
 };
+constexpr const char* kWrongPassword = "invalid user ID or password";
+constexpr auto kFirstPause = std::chrono::milliseconds(100), kMostPause = std::chrono::milliseconds(5000);
 constexpr Remedy kRemedies[] = {
     {"database space exceeded",
      "free it with 'etcdctl compact REVISION' and 'etcdctl defrag --cluster', then 'etcdctl alarm disarm'; run etcd "
@@ -32,7 +35,9 @@ constexpr Remedy kRemedies[] = {
     {"permission denied",
      "let the user read and write the job's keys: 'etcdctl role grant-permission ROLE --prefix=true readwrite "
      "/rejoin/JOB/'"},
-    {"invalid user ID or password", "check the user's name and its password"},
+    {kWrongPassword,
+     "check the user's name and its password. It is tried again ever less often, in the end every 5 s, and its file is "
+     "read again then: put the password there"},
     {"user name is empty", "etcd asks for a user: give one, with its password"},
 };
 
@@ -79,6 +84,24 @@ const char* remedy_for(const std::string& text) {
 bool asks_for_token(const std::string& text) {
   return text.find("invalid auth token") != text.npos || text.find("user name is empty") != text.npos ||
          text.find("revision of auth store is old") != text.npos;
+}
+
+bool refuses_password(const std::string& text) { return text.find(kWrongPassword) != text.npos; }
+
+const std::string& Password::show() {
+  if (!refusal_ || !read_) return password_;
+  auto again = read_();
+  unread_ = again ? "" : again.error().message;
+  if (again) password_ = std::move(*again);
+  return password_;
+}
+
+Error Password::on_refused(Error refusal, TimePoint now) {
+  pause_ = std::clamp<Duration>(2 * pause_, kFirstPause, kMostPause);
+  again_ = now + pause_;
+  if (!unread_.empty()) refusal.message += fmt::format("; it can't be read again: {}", unread_);
+  refusal_ = refusal;
+  return refusal;
 }
 
 // All at once, as gRPC has them.

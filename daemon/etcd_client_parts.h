@@ -1,8 +1,10 @@
 // The parts of etcd_client.cc that need no gRPC.
 #pragma once
 
+#include <optional>
 #include <string>
 
+#include "base/clock.h"
 #include "base/result.h"
 #include "daemon/etcd_client.h"
 
@@ -19,5 +21,28 @@ bool asks_for_token(const std::string& text);
 // back, and those that are cancelled don't either.
 constexpr int kThreads = 12;
 Result<> has_threads();  // whether the system would give them now; errors: `exhausted`
+
+// The user's password. To refuse one costs etcd 100 ms of a core and more, so one that was refused is shown again after
+// ever longer pauses; it is read again then.
+class Password {
+ public:
+  explicit Password(const EtcdOptions& options) : read_(options.read_password), password_(options.password) {}
+  // What etcd said of it, while it is not to be shown.
+  const std::optional<Error>& refused(TimePoint now) const { return now < again_ ? refusal_ : nothing_; }
+  const std::string& show();
+  void on_taken() { refusal_.reset(), pause_ = {}; }
+  // Returns what to say of it.
+  Error on_refused(Error refusal, TimePoint now);
+
+ private:
+  const std::function<Result<std::string>()> read_;
+  std::string password_, unread_;  // why it could not be read again; empty: it could
+  std::optional<Error> refusal_;
+  const std::optional<Error> nothing_;
+  Duration pause_{};
+  TimePoint again_{};
+};
+// Whether etcd says so of a user's password.
+bool refuses_password(const std::string& text);
 
 }  // namespace rejoin::daemon::etcd_client

@@ -14,6 +14,7 @@ Result<EtcdOptions> etcd_options(const StoreSettings& s, Duration silence) {
   options.endpoints = s.endpoints();
   options.prefix = s.prefix();
   options.deadline = std::chrono::duration_cast<std::chrono::milliseconds>(deadlines::kStoreTry.of(silence));
+  options.longest = std::chrono::duration_cast<std::chrono::milliseconds>(deadlines::kLongestStoreTry.of(silence));
   options.ca_file = s.ca;
   options.cert_file = s.cert;
   options.key_file = s.key;
@@ -24,6 +25,7 @@ Result<EtcdOptions> etcd_options(const StoreSettings& s, Duration silence) {
     auto password = read_secret("--etcd-password-file", s.password_file);
     if (!password) return tl::unexpected(password.error());
     options.password = std::move(*password);
+    options.read_password = [file = s.password_file] { return read_secret("--etcd-password-file", file); };
   }
   return options;
 }

@@ -2,7 +2,9 @@
 #include <fmt/format.h>
 #include <gmock/gmock.h>
 
+#include <array>
 #include <asio/ip/tcp.hpp>
+#include <asio/steady_timer.hpp>
 #include <asio/write.hpp>
 #include <thread>
 
@@ -16,6 +18,50 @@ using testing::HasSubstr;
 using namespace std::chrono_literals;
 
 constexpr auto kDeadline = 250ms;
+
+// Passes on what it is sent, and what is answered later.
+class LateAnswers {
+ public:
+  LateAnswers(const std::string& to, std::chrono::milliseconds delay) : delay_(delay) {
+    const auto colon = to.rfind(':');
+    to_ = {asio::ip::make_address(to.substr(0, colon)), static_cast<std::uint16_t>(std::stoi(to.substr(colon + 1)))};
+    accept();
+    thread_ = std::jthread([this] { io_.run(); });
+  }
+  ~LateAnswers() { io_.stop(); }
+  std::string address() const { return fmt::format("127.0.0.1:{}", acceptor_.local_endpoint().port()); }
+
+ private:
+  using Socket = std::shared_ptr<asio::ip::tcp::socket>;
+  void accept() {
+    auto caller = std::make_shared<asio::ip::tcp::socket>(io_), etcd = std::make_shared<asio::ip::tcp::socket>(io_);
+    acceptor_.async_accept(*caller, [this, caller, etcd](asio::error_code error) {
+      if (error) return;
+      etcd->connect(to_, error);
+      pass(caller, etcd, 0ms);
+      pass(etcd, caller, delay_);
+      accept();
+    });
+  }
+  void pass(const Socket& from, const Socket& to, std::chrono::milliseconds delay) {
+    auto bytes = std::make_shared<std::array<char, 65536>>();
+    from->async_read_some(asio::buffer(*bytes), [=, this](asio::error_code error, std::size_t got) {
+      auto timer = std::make_shared<asio::steady_timer>(io_, delay);
+      timer->async_wait([=, kept = timer](asio::error_code) {
+        asio::error_code gone;
+        if (error) to->close(gone);
+        else asio::write(*to, asio::buffer(*bytes, got), gone);
+      });
+      if (!error) pass(from, to, delay);
+    });
+  }
+
+  const std::chrono::milliseconds delay_;
+  asio::io_context io_{1};
+  asio::ip::tcp::endpoint to_;
+  asio::ip::tcp::acceptor acceptor_{io_, {asio::ip::address_v4::loopback(), 0}};
+  std::jthread thread_;
+};
 
 class EtcdStoreFailures : public testing::Test {
  protected:
@@ -140,6 +186,27 @@ TEST_F(EtcdStoreFailures, WhenAllAreDownItSaysSoInTimeAndWorksWhenTheyAreBack) {
     EXPECT_EQ(a.insist({.kind = Kind::read}).leader_revision, token);
     etcd->wait_until_healthy();
   }
+}
+
+// As behind a slow disk or network. What was given up has been done, and each try takes longer than the first.
+TEST_F(EtcdStoreFailures, AStoreThatIsAlwaysSlowIsGivenTheTime) {
+  constexpr auto delay = 500ms, first = 25ms;
+  const LateAnswers late(etcd->endpoint(0), delay);
+  Client a({.endpoints = {late.address()}, .prefix = prefix, .deadline = first});
+  const auto hurried = a.read();
+  EXPECT_EQ(hurried.outcome, Outcome::unknown);
+  EXPECT_THAT(hurried.error, HasSubstr("no answer within 25 ms"));
+  EXPECT_THAT(hurried.error, HasSubstr("--silence-ms"));
+  const auto claimed = a.insist({.kind = Kind::claim, .value = "a"});
+  EXPECT_EQ(claimed.leader, "a") << "by this try, or by one before";
+  const auto token = claimed.leader_revision;
+  for (const auto position : {0u, 1u, 2u}) {
+    EXPECT_EQ(a.append(token, position, "x").outcome, Outcome::done) << "the first try has the time";
+    EXPECT_GE(a.took, delay);
+  }
+  Client b({.endpoints = {late.address()}, .prefix = prefix, .deadline = first, .longest = 2 * first});
+  for (int i = 0; i < 4; ++i) EXPECT_EQ(b.read().outcome, Outcome::unknown);
+  EXPECT_THAT(b.read().error, HasSubstr("no answer within 50 ms"));
 }
 
 TEST_F(EtcdStoreFailures, AStoreThatIsDestroyedSaysNothingMore) {

@@ -113,6 +113,42 @@ TEST(EtcdStoreSecurity, AUserShowsThePassword) {
   EXPECT_EQ(a.insist({.kind = Kind::append, .token = token, .position = 2, .value = "z"}).outcome, Outcome::done);
 }
 
+// etcd needs much longer to refuse a password than to answer. What is in its file is tried by and by.
+TEST(EtcdStoreSecurity, APasswordThatIsRefusedIsShownEverMoreSeldomAndReadAgain) {
+  SKIP_WITHOUT_ETCD();
+  test::EtcdCluster etcd({});
+  for (const std::vector<std::string>& arguments : std::vector<std::vector<std::string>>{
+           {"user", "add", "root:secret"}, {"user", "grant-role", "root", "root"}, {"auth", "enable"}}) {
+    std::vector<std::string> all{test::EtcdCluster::program("etcdctl"), "--endpoints", etcd.endpoint(0)};
+    all.insert(all.end(), arguments.begin(), arguments.end());
+    const auto ended = test::run(std::move(all), {"ETCDCTL_API=3"});
+    EXPECT_EQ(ended.status, 0) << ended.output;
+  }
+  Result<std::string> in_file = fail(ErrorCode::io, "the file is away");
+  int read = 0;
+  Client a({.endpoints = etcd.endpoints(),
+            .prefix = "/rejoin/job/",
+            .user = "root",
+            .password = "old",
+            .read_password = [&] { return ++read, in_file; },
+            .deadline = 2s});
+  const TimePoint begun = SteadyClock().now();
+  int asked = 0;
+  StoreAnswer answer;
+  EXPECT_TRUE(test::eventually([&] {
+    ++asked;
+    answer = a.read();
+    EXPECT_THAT(answer.error, HasSubstr("check the user's name and its password"));
+    return read == 3;
+  }));
+  EXPECT_GE(SteadyClock().now() - begun, 700ms) << "pauses of 100, 200 and 400 ms";
+  EXPECT_GT(asked, 4) << "it is answered at once meanwhile";
+  EXPECT_THAT(answer.error, HasSubstr("it can't be read again: the file is away"));
+  in_file = "secret";
+  EXPECT_EQ(a.insist({.kind = Kind::read}).outcome, Outcome::done);
+  EXPECT_EQ(read, 4);
+}
+
 TEST(EtcdStoreSecurity, OptionsThatCannotBeUsedAreNamed) {
   asio::io_context io;
   const auto error = [&](EtcdOptions options) {
