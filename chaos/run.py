@@ -51,7 +51,7 @@ class Run:
         self.records, self.active = [], {}
         self.expected_since = self.begun  # since then steps ought to be committed
         self.faulted_at = self.begun       # then a replica was touched last
-        self.reported = self.timed = 0
+        self.reported = self.timed = self.asked_at = 0
         self.pids = {}
 
     def log(self, text):
@@ -123,8 +123,10 @@ class Run:
 
     def operate(self):
         """After a true loss the operator says that the job may start from what there is; for this once."""
-        if self.checker.true_loss and not self.active and self.job.roll_back_to is None:
-            if word := ending.word_for_step_0(self):
+        now = time.monotonic()
+        if self.checker.true_loss and not self.active and now - self.asked_at >= 1:
+            self.asked_at = now
+            if (word := ending.word_for_step_0(self)) not in (None, self.job.roll_back_to):  # also when it has changed
                 self.log(f"    the operator: --roll-back-to {word}")
                 self.restart_coordinators(roll_back_to=word)
         elif not self.checker.true_loss and self.job.roll_back_to is not None:

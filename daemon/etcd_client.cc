@@ -106,6 +106,7 @@ class GrpcClient final : public EtcdClient {
     request_.emplace(Request{.bytes = transaction.SerializeAsString(),
                              .on_success = transaction.success_size(),
                              .on_failure = transaction.failure_size(),
+                             .writes = !std::ranges::all_of(transaction.success(), &etcd::RequestOp::has_request_range),
                              .done = std::move(done)});
     work_.emplace(io_.get_executor());
     try_endpoint();
@@ -123,6 +124,7 @@ class GrpcClient final : public EtcdClient {
   struct Request {
     std::string bytes;
     int on_success = 0, on_failure = 0;  // answers of either branch
+    bool writes = false;
     Done done;
     std::size_t tried = 0;  // endpoints
     std::size_t late = 0;   // of these
@@ -175,10 +177,10 @@ class GrpcClient final : public EtcdClient {
     const grpc::Slice slice(bytes);
     call_->request = grpc::ByteBuffer(&slice, 1);
     // A password is to take its time: etcd's bcrypt needs 100 ms and more.
-    const auto deadline = then == &GrpcClient::transacted ? deadline_ : std::max(kAuthenticateWithin, deadline_);
-    end_after(deadline);
+    const auto within = then == &GrpcClient::transacted ? deadline() : std::max(kAuthenticateWithin, deadline());
+    end_after(within);
     call_->context.set_deadline(  // for etcd to know it
-        ::gpr_time_add(::gpr_now(GPR_CLOCK_MONOTONIC), ::gpr_time_from_millis(deadline.count(), GPR_TIMESPAN)));
+        ::gpr_time_add(::gpr_now(GPR_CLOCK_MONOTONIC), ::gpr_time_from_millis(within.count(), GPR_TIMESPAN)));
     if (!token_.empty() && then == &GrpcClient::transacted) call_->context.AddMetadata("token", token_);
     {
       const std::lock_guard lock(under_way_->mutex);
@@ -313,7 +315,7 @@ class GrpcClient final : public EtcdClient {
         status.error_code() == grpc::StatusCode::DEADLINE_EXCEEDED && text.find("etcdserver") == text.npos;
     if (late || text == "context deadline exceeded") {  // as etcd says it
       ++request_->late;
-      return failed(fmt::format("no answer within {} ms", deadline_.count()));
+      return failed(fmt::format("no answer within {} ms", deadline().count()));
     }
     // gRPC would ask for a name that was not found again after ever longer pauses; a new channel does at once.
     if (text.find("DNS resolution failed") != text.npos) links_[endpoint()] = {};
@@ -326,8 +328,8 @@ class GrpcClient final : public EtcdClient {
     request_->renewed = false;
     if (++request_->tried == options_.endpoints.size()) {
       // One that is slow would be asked again and again otherwise, do everything, and be heard never.
-      if (2 * request_->late > request_->tried) {
-        deadline_ = std::min(2 * deadline_, options_.longest);
+      if (2 * request_->late > request_->tried && deadline() < options_.longest) {
+        deadline() = std::min(2 * deadline(), options_.longest);
         request_->errors += "; the next try has longer. Where etcd is always so slow, give all a longer --silence-ms";
       }
       return finish(fail(ErrorCode::unavailable, "{}", request_->errors));
@@ -343,8 +345,10 @@ class GrpcClient final : public EtcdClient {
     first_ = endpoint();
     request_->tried = request_->late = 0;
     const auto took = std::chrono::duration_cast<std::chrono::milliseconds>(SteadyClock().now() - asked_at_);
-    deadline_ = std::clamp(2 * took, options_.deadline, options_.longest);
+    deadline() = std::clamp(2 * took, options_.deadline, options_.longest);
   }
+  // Of a try. That reads are answered at once says nothing of writes, for which a disk is waited.
+  std::chrono::milliseconds& deadline() { return request_->writes ? writes_within_ : reads_within_; }
   void finish(Result<etcd::TxnResponse> answer) {
     const Done done = std::move(request_->done);
     request_.reset();
@@ -359,9 +363,9 @@ class GrpcClient final : public EtcdClient {
   std::size_t first_ = 0;    // the endpoint to be tried first
   std::string token_;
   etcd_client::Password password_{options_};
-  std::chrono::milliseconds deadline_ = options_.deadline;  // of the next try
-  TimePoint asked_at_{};                                    // the last one
-  bool open_ = false;                                       // etcd asks nobody for a token
+  std::chrono::milliseconds reads_within_ = options_.deadline, writes_within_ = options_.deadline;  // the next try
+  TimePoint asked_at_{};                                                                            // the last one
+  bool open_ = false;  // etcd asks nobody for a token
   std::optional<Request> request_;
   std::function<void(Result<etcd::StatusResponse>)> status_done_;
   std::optional<asio::executor_work_guard<asio::io_context::executor_type>> work_;

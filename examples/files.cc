@@ -75,16 +75,17 @@ std::string Directory::metrics(const SessionConfig& config) const {
 
 // By doing so: rights alone don't tell it of every file system.
 Result<> Directory::check(const SessionConfig& config) const {
-  const std::string checkpoint_to_be = fmt::format("{}.{}", checkpoint(config.rank), ::getpid());
-  for (const auto& path : {checkpoint_to_be, metrics(config)}) {
-    const Fd file(::open(path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666));
-    if (!file)
-      return fail(ErrorCode::invalid_argument,
-                  "can't write {}: {}; DIRECTORY has to be there, and to let checkpoints and metrics be written", path,
-                  std::strerror(errno));
-  }
-  std::error_code ignored;  // in the way of nobody
-  std::filesystem::remove(checkpoint_to_be, ignored);
+  const auto failed = [](const std::string& path) {
+    return fail(ErrorCode::invalid_argument,
+                "can't write {}: {}; DIRECTORY has to be there, and to let checkpoints and metrics be written", path,
+                std::strerror(errno));
+  };
+  std::string ours = path_ + "/.check.XXXXXX";  // nobody else's, whatever numbers processes have in other containers
+  const Fd made(::mkstemp(ours.data()));
+  if (!made) return failed(path_);
+  ::unlink(ours.c_str());
+  const Fd lines(::open(metrics(config).c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666));
+  if (!lines) return failed(metrics(config));
   return {};
 }
 

@@ -62,7 +62,7 @@ void Coordinator::tell_of_roll_back() {
 bool Coordinator::word_is_over() const {
   if (!roll_back_to_) return false;
   if (roll_back_to_->said_at) return *roll_back_to_->said_at != steps_ever();
-  return last_roll_back_ && *last_roll_back_ >= roll_back_to_->to && committed_ > *last_roll_back_;
+  return last_roll_back_ && committed_ > *last_roll_back_;
 }
 
 bool Coordinator::may_roll_back() const { return roll_back_to_ && roll_back_to_->to < committed_ && !word_is_over(); }

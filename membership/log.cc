@@ -22,8 +22,6 @@ namespace {
 constexpr std::string_view kMagic = "RJNLOG02", kOldMagic = "RJNLOG01";  // the old one: without marks
 constexpr std::uint32_t kMaxRecord = 16 * MiB;
 constexpr std::uint32_t kMark = 0xffffffff;  // a length: no record, all before it is on disk
-constexpr std::size_t kRoom = 256 * KiB;     // some thousand steps of a small job, some ten of the largest
-constexpr std::uint64_t kPlenty = 64 * MiB;  // a snapshot is smaller (kMaxRecord), and others write there, too
 
 struct RecordHeader {
   std::uint32_t length;
@@ -32,7 +30,7 @@ struct RecordHeader {
 };
 
 constexpr std::uint64_t kMostHashed = 64 * MiB;  // of records, in the search for what is intact behind damage
-constexpr std::size_t kMarkBytes = sizeof(RecordHeader);
+static_assert(sizeof(RecordHeader) == kMarkBytes);
 
 std::uint64_t checksum_of(const RecordHeader& header, const void* bytes) {
   const std::uint64_t seed = (std::uint64_t{header.length} << 32) | header.position;
@@ -293,24 +291,6 @@ Result<> Log::sync(const Fd& file) const {
   if (disk_.sync(file.get()) != 0) return fail_errno(fmt::format("decision log {}", path_));
   return {};
 }
-
-// Zeros are written, since blocks that are only set aside would have to be entered in the journal when they are used.
-// Where there is no room, appends make the file longer, and take more time. None is made where a compaction may need
-// what is left. Where a file system says that it is full at the sync only (over a network, say), that append fails, as
-// one that makes the file longer would soon.
-void Log::make_room(std::uint64_t at) const {
-  if (disk_.free && disk_.free(file_.get()) < kPlenty) return;
-  static const Bytes zeros(kRoom);
-  (void)disk_.write(file_.get(), zeros.data(), zeros.size(), static_cast<off_t>(at));
-}
-
-Log::~Log() {
-  if (!file_ || failed_ || tail_.empty()) return;  // without a tail it has not been read as sound
-  if (file_size().value_or(0) <= end_ + kMarkBytes || !tail_is_there()) return;
-  give_room_back();
-}
-
-void Log::give_room_back() const { (void)::ftruncate(file_.get(), static_cast<off_t>(end_ + kMarkBytes)); }
 
 // Errors of a file system that can't tell just now say nothing of the file.
 bool Log::in_its_place() const {

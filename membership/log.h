@@ -32,6 +32,8 @@
 
 namespace rejoin::membership {
 
+constexpr std::size_t kMarkBytes = 16;  // behind the records that are on disk
+
 // Returns what is written at byte `at` to append these records: the mark, and then the records; at 0 the file's head
 // comes instead of the mark. Without records it is the mark alone. This and parse_log() are pure.
 Bytes log_bytes(const std::vector<proto::LogRecord>& records, std::uint64_t at);
@@ -108,6 +110,7 @@ class Log {
   std::optional<std::uint64_t> file_size() const;
   void remember_tail();
   bool tail_is_there() const;
+  bool room_is_empty() const;
   Result<> cut_to(std::optional<std::uint64_t> size);
   Result<> write(const Fd& file, BytesView bytes, std::uint64_t at) const;
   Result<> write_and_sync(const Fd& file, BytesView bytes, std::uint64_t at) const;

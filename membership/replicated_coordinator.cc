@@ -261,6 +261,7 @@ void ReplicatedCoordinator::on_unknown(const StoreRequest& request, const std::s
   if (!failing_) failing_ = {.why = {}, .since = asked_at_};
   failing_->why = why;
   failing_->of_write |= request.kind != Kind::read;
+  if (request.kind != Kind::read) write_failed_at_ = now_;
   if (!failing_->told && failing_said_.may_say(now_)) {
     note(true, "the store {}: {}", failing_->of_write ? "did not take what was to be written" : "did not answer", why);
     failing_->told = true;
@@ -279,7 +280,9 @@ void ReplicatedCoordinator::on_answered(const StoreRequest& request, const Store
                          (has_read_ && !answer.entries.empty() && answer.entries.back().first >= position_);
   const bool takes_writes = request.kind != Kind::read || by_others;
   if (takes_writes) claim_pause_ = {}, claim_again_ = {};
-  if (!failing_ || (failing_->of_write && !takes_writes)) return;
+  // Where there has been nothing to write for so long nobody knows.
+  const bool long_ago = now_ - write_failed_at_ > kLinesApart * options_.job.silence;
+  if (!failing_ || (failing_->of_write && !takes_writes && !long_ago)) return;
   if (failing_->told)
     note(false, "the store {} again, after {:.0f} ms", failing_->of_write ? "takes what is written" : "answers",
          milliseconds(now_ - failing_->since));

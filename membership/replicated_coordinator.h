@@ -213,6 +213,7 @@ class ReplicatedCoordinator {
   std::optional<StoreRequest> under_way_, again_;  // the request without an answer; one to be repeated at the next tick
   TimePoint asked_at_{}, begun_at_{};              // the request under way: this try, and the first one
   std::optional<Failing> failing_;
+  TimePoint write_failed_at_{};
   Seldom failing_said_, stall_said_;  // lines in the log
   Duration claim_pause_{};            // after the last claim, which has failed; 0: it has not
   TimePoint claim_again_{};           // … until then

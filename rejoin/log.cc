@@ -26,8 +26,11 @@ class Redirect final : public spdlog::sinks::base_sink<spdlog::details::null_mut
  private:
   void sink_it_(const spdlog::details::log_msg& message) override {
     if (!to_program_) return stderr_->log(message);  // without a lock: a thread may have had it that no child has
-    const std::lock_guard lock(one_at_a_time_);
-    if (sink_) sink_(level_of(message.level), {message.payload.data(), message.payload.size()});
+    {
+      const std::lock_guard lock(one_at_a_time_);
+      if (sink_) return sink_(level_of(message.level), {message.payload.data(), message.payload.size()});
+    }
+    stderr_->log(message);  // the program has just taken its sink back
   }
   void flush_() override {}
   static LogLevel level_of(spdlog::level::level_enum level) {

@@ -50,7 +50,7 @@ membership::JobConfig World::job_to_start(std::uint32_t coordinator) {
 // A word that names its loss is for that one; another, until the job has gone back by it and then on.
 bool World::is_for_now(const membership::JobConfig::RollBack& word) const {
   if (word.said_at) return *word.said_at == steps_ever_;
-  return !last_roll_back_ || *last_roll_back_ < word.to || !gone_on_since_;
+  return !last_roll_back_ || !gone_on_since_;
 }
 
 World::Append World::append(const std::vector<proto::LogRecord>& records) {

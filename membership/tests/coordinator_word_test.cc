@@ -30,7 +30,12 @@ TEST(Coordinator, AnOperatorsWordToRollBackIsUsedOnce) {
   EXPECT_EQ(again.coordinator.committed(), Step(4)) << "rolled back without being asked";
   EXPECT_EQ(again.coordinator.wants_roll_back(), Step(2));
 
-  Bench asked(log, {.roll_back_to = Step(2)});
+  // It names a later step than the job has gone back to, and may be older than that all the same.
+  Bench without_number(log, {.roll_back_to = Step(2)});
+  from_checkpoint(without_number, 2, 3);
+  EXPECT_EQ(without_number.coordinator.committed(), Step(4)) << "rolled back without being asked";
+
+  Bench asked(log, {.roll_back_to = JobConfig::RollBack(Step(2), 6)});
   from_checkpoint(asked, 2, 3);
   EXPECT_EQ(asked.coordinator.committed(), Step(2));
 }

@@ -219,6 +219,24 @@ TEST_F(LogFile, AnEndThatFindsAnotherFileInItsPlaceLeavesItAsItIs) {
   EXPECT_EQ(read_file(path), others);
 }
 
+// The whole log, in the place of an older copy of it that a coordinator has.
+TEST_F(LogFile, AnEndThatFindsALongerLogInItsPlaceLeavesItAsItIs) {
+  {
+    auto whole = Log::open(directory, without_sync());
+    ASSERT_TRUE(whole);
+    for (std::uint64_t step = 1; step <= 3000; ++step) ASSERT_TRUE(whole->append({commit(step)}));
+  }
+  const auto bytes = read_file(path);
+  std::filesystem::remove(path);
+  {
+    auto older = Log::open(directory, without_sync());
+    ASSERT_TRUE(older && older->append({commit(1)}));
+    put(Bytes(as_bytes(bytes).begin(), as_bytes(bytes).end()));
+  }
+  EXPECT_EQ(read_file(path), bytes);
+  EXPECT_EQ(read_log(path)->size(), 3000u);
+}
+
 TEST_F(LogFile, WhereTheDiskHasNoRoomAppendsGoOnWithout) {
   Disk disk = Disk::real();
   disk.write = [](int fd, const void* bytes, std::size_t size, off_t at) -> ssize_t {

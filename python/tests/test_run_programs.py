@@ -17,13 +17,18 @@ from test_run import job_of, until  # noqa: E402
 from test_waits import is_there  # noqa: E402
 
 from rejoin._job_variables import of_scripts  # noqa: E402
+from rejoin._kept import Kept  # noqa: E402
 from rejoin._run_commands import by_torchrun  # noqa: E402
 
 
 # As most people's train.sh: a shell, which SIGTERM ends at once, and behind it the program that trains.
-def behind_a_shell(directory: Path) -> str:
-    program = f"trap 'touch {directory}/left; sleep 0.5; exit 0' TERM; while :; do sleep 0.05; done"
-    return f"bash -c {shlex.quote(f'echo $$ >> {directory}/trainers; {program}')}; exit $?"
+# `timeout` makes a process group; and who reads what the program says would be missed, if it ended before that.
+def behind_a_shell(directory: Path, before: str = "", behind: str = "") -> str:
+    program = f"trap 'sleep 0.3; echo saves; touch {directory}/left; exit 0' TERM; while :; do sleep 0.05; done"
+    return f"{before} bash -c {shlex.quote(f'echo $$ >> {directory}/trainers; {program}')} {behind}; exit $?"
+
+
+WAYS = [("", ""), ("timeout 1h", ""), ("", "2>&1 | tee /dev/null")]
 
 
 def trainers(directory: Path) -> list[int]:
@@ -31,8 +36,9 @@ def trainers(directory: Path) -> list[int]:
     return [int(pid) for pid in told.read_text().split()] if told.exists() else []
 
 
-def test_who_trains_behind_a_shell_is_asked_to_leave_and_waited_for(tmp_path):
-    job = job_of(tmp_path, behind_a_shell(tmp_path))
+@pytest.mark.parametrize("before, behind", WAYS)
+def test_who_trains_behind_a_shell_is_asked_to_leave_and_waited_for(tmp_path, before, behind):
+    job = job_of(tmp_path, behind_a_shell(tmp_path, before, behind))
     until(lambda: trainers(tmp_path))
     job.terminate()
     _, told = job.communicate(timeout=60)
@@ -42,8 +48,9 @@ def test_who_trains_behind_a_shell_is_asked_to_leave_and_waited_for(tmp_path):
     assert not is_there(trainers(tmp_path)[0])
 
 
-def test_who_trains_behind_a_shell_does_not_outlive_it(tmp_path):
-    job = job_of(tmp_path, f"echo $$ > {tmp_path}/shell; {behind_a_shell(tmp_path)}")
+@pytest.mark.parametrize("before, behind", WAYS)
+def test_who_trains_behind_a_shell_does_not_outlive_it(tmp_path, before, behind):
+    job = job_of(tmp_path, f"echo $$ > {tmp_path}/shell; {behind_a_shell(tmp_path, before, behind)}")
     until(lambda: trainers(tmp_path))
     os.kill(int((tmp_path / "shell").read_text()), signal.SIGKILL)
     until(lambda: len(trainers(tmp_path)) == 2)
@@ -71,6 +78,19 @@ def test_a_program_that_asks_the_terminal_hears_that_there_is_nobody(tmp_path):
     os.close(ours)
     os.close(its)
     assert (job.returncode, told, (tmp_path / "heard").read_text()) == (0, "", "1\n")
+
+
+# The system cuts the names of programs at 15 bytes, in the midst of a character; and logs are rotated.
+def test_neither_names_that_are_no_text_nor_logs_that_are_gone_end_the_job(tmp_path):
+    log = tmp_path / "replica0.log"
+    program = tmp_path / "обучение_модели.sh"
+    program.write_text(f"#!/bin/sh\nuntil [ -e {tmp_path}/twice ]; do sleep 0.05; done\n")
+    program.chmod(0o755)
+    dies = f"rm {log}; [[ -e {tmp_path}/once ]] && touch {tmp_path}/twice && exit 0; touch {tmp_path}/once; exit 1"
+    more = f"\n    log = Path({str(log)!r})\n"
+    job = job_of(tmp_path, f"exec {shlex.quote(str(program))}", dies, more=more)
+    _, told = job.communicate(timeout=60)
+    assert (job.returncode, told) == (0, "rejoin-run: replica 1 ended with status 1, and is started again\n")
 
 
 # Its last words are told once; and before the job's first step its deaths need not come within a minute.
@@ -149,7 +169,14 @@ def test_a_job_whose_scripts_train_nothing_says_so(tmp_path):
 
 # A shell may have the variables of another launcher's rank.
 def test_scripts_hear_of_no_other_rank_than_theirs():
-    shell = {"REJOIN_RANK": "1", "RANK": "3", "WORLD_SIZE": "8", "REJOIN_ADVERTISE": "host", "HOME": "/"}
+    shell = {
+        "REJOIN_RANK": "1",
+        "RANK": "3",
+        "LOCAL_RANK": "3",
+        "WORLD_SIZE": "8",
+        "REJOIN_ADVERTISE": "host",
+        "HOME": "/",
+    }
     assert of_scripts(shell, 1) == {"REJOIN_RANK": "0", "HOME": "/"}
     assert of_scripts(shell, 2) == {"HOME": "/"}
 
@@ -178,3 +205,15 @@ def test_a_word_of_the_operators_is_not_given_again_once_the_job_has_gone_on(tmp
     job = job_of(tmp_path, f"until [[ $(wc -l < {log}) == 3 ]]; do sleep 0.05; done", more=more)
     _, told = job.communicate(timeout=60)
     assert log.read_text() == "0\n0\nnone\n", told
+
+
+# Which tells of its worker's end in a table of its own.
+def test_of_a_log_of_torchruns_the_workers_last_words_are_shown(tmp_path):
+    log = tmp_path / "replica0.log"
+    kept = Kept("replica 0", [], {}, log)
+    log.write_bytes(
+        b"\xff begins\nNameError: name 'lodaer'\nE1129 api.py:9] failed (exitcode: 1) local_rank: 0\n====\n"
+    )
+    assert kept.last_words() == f"{log} ends so:\n\ufffd begins\nNameError: name 'lodaer'"
+    log.write_text("one line")
+    assert kept.last_words() == f"{log} ends so:\none line"

@@ -25,6 +25,7 @@
 
 #include "base/fd.h"
 #include "base/log.h"
+#include "base/log_file.h"
 #include "rejoin/prepare_process.h"
 #include "rejoin/session.h"
 #include "tests/process.h"
@@ -70,6 +71,7 @@ TEST_F(Log, WithoutASinkLinesGoToStandardErrorAgain) {
   set_log({});
   testing::internal::CaptureStderr();
   logger().warn("for people");
+  wait_for_log();  // it is a file
   EXPECT_NE(testing::internal::GetCapturedStderr().find("for people"), std::string::npos);
   EXPECT_TRUE(lines.empty());
 }
@@ -97,6 +99,7 @@ TEST_F(Log, AStandardErrorThatNobodyReadsKeepsNobodyAndWhatIsLeftOutIsCounted) {
   ::dup2(before.get(), STDERR_FILENO);
   testing::internal::CaptureStderr();
   logger().warn("for people again");
+  wait_for_log();
   EXPECT_NE(testing::internal::GetCapturedStderr().find("for people again"), std::string::npos);
 }
 

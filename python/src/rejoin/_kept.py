@@ -7,22 +7,24 @@ import ctypes
 import os
 import signal
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-_LAST_LINES, _LAST_BYTES = 20, 4000  # of what a process has said: a traceback
+_LAST_LINES, _LAST_BYTES = 20, 16000  # of what a process has said: a traceback
+_TORCHRUN_TELLS = " failed (exitcode: "
 
 # nohup's programs do not hear that the terminal is gone; what is ignored and waited for would be heard all the same.
 _OF_TERMINAL = {signal.SIGHUP} - {number for number in [signal.SIGHUP] if signal.getsignal(number) == signal.SIG_IGN}
 WAITED_FOR = frozenset({signal.SIGCHLD, signal.SIGTERM, signal.SIGINT} | _OF_TERMINAL)
 
 
-# In a group of its own: Ctrl-C at a terminal is for rejoin-run, which ends replicas before their daemons.
+# In a session of its own, to which the groups belong that it makes, as a shell's `timeout` does. Ctrl-C at a terminal
+# is for rejoin-run, which ends replicas before their daemons.
 def _before_program() -> None:
-    os.setpgid(0, 0)
+    os.setsid()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, WAITED_FOR)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
@@ -32,24 +34,41 @@ def adopt() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def _children() -> list[tuple[int, str, int]]:
-    """Of this process: pid, state and process group."""
-    found = []
+@dataclass(frozen=True)
+class _Process:
+    pid: int
+    state: str
+    parent: int
+    session: int
+
+    @property
+    def reads_pipe(self) -> bool:
+        """Say whether it is behind another one in a shell's pipe: it ends when that has."""
+        with contextlib.suppress(OSError):
+            return os.readlink(f"/proc/{self.pid}/fd/0").startswith("pipe:")
+        return False
+
+    def has_variable(self, setting: bytes) -> bool:
+        """Say whether it was started with it."""
+        with contextlib.suppress(OSError):
+            return setting in Path(f"/proc/{self.pid}/environ").read_bytes().split(b"\0")
+        return False
+
+
+def _processes() -> Iterator[_Process]:
     for entry in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError):  # no process, or none any more
-            state, parent, group = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()[:3]
-            if int(parent) == os.getpid():
-                found.append((int(entry), state, int(group)))
-    return found
+        with contextlib.suppress(OSError):  # no process any more
+            state, parent, _, session = Path(f"/proc/{entry}/stat").read_bytes().rpartition(b")")[2].split()[:4]
+            yield _Process(int(entry), state.decode(), int(parent), int(session))
 
 
 def bury(own: Sequence[Kept]) -> None:
     """Wait for the adopted that have ended; `own` are waited for by themselves."""
     numbers = {one.process.pid for one in own if one.process is not None}
-    for pid, state, _ in _children():
-        if state == "Z" and pid not in numbers:
+    for one in _processes():
+        if one.parent == os.getpid() and one.state == "Z" and one.pid not in numbers:
             with contextlib.suppress(ChildProcessError):
-                os.waitpid(pid, os.WNOHANG)
+                os.waitpid(one.pid, os.WNOHANG)
 
 
 def how(status: int) -> str:
@@ -99,7 +118,7 @@ class Kept:
                 target.close()
 
     def status(self) -> int | None:
-        """Say how it has ended, as `poll()` does, but leave its number taken: its group has that, too."""
+        """Say how it has ended, as `poll()` does, but leave its number taken: its session has that, too."""
         assert self.process is not None
         if self.process.returncode is not None:
             return self.process.returncode
@@ -107,6 +126,24 @@ class Kept:
         if ended is None:
             return None
         return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+
+    # What lives of it, in its session or with the socket that it was given, as torchrun's workers have in theirs.
+    def _started(self) -> list[_Process]:
+        assert self.process is not None
+        living = {one.pid: one for one in _processes() if one.state != "Z"}
+        socket = (self.environment or {}).get("REJOIN_SOCKET")
+        setting = os.fsencode(f"REJOIN_SOCKET={socket}")
+
+        def is_ours(one: _Process) -> bool:
+            while one.pid != os.getpid() and one.parent in living:
+                one = living[one.parent]
+            return one.pid == os.getpid()
+
+        return [
+            one
+            for one in living.values()
+            if one.session == self.process.pid or (socket and is_ours(one) and one.has_variable(setting))
+        ]
 
     def leaves(self) -> bool:
         """Ask it to end, by one SIGTERM; false when it has.
@@ -119,8 +156,9 @@ class Kept:
         if status == 0:
             return False
         number = self.process.pid
-        there = [pid for pid, state, group in _children() if group == number and state != "Z"]
-        for pid in [number] if status is None else there:
+        there = [one for one in self._started() if one.parent == os.getpid() and one.pid != number]
+        first = [one for one in there if not one.reads_pipe]  # who reads what these say ends behind them
+        for pid in [number] if status is None else [one.pid for one in first or there]:
             if pid not in self._asked:
                 self._asked.add(pid)
                 os.kill(pid, signal.SIGTERM)  # nobody else waits for it: the number is still its own
@@ -128,8 +166,12 @@ class Kept:
 
     def kill(self) -> None:
         """Kill what is left of it and of what it has started; where it has ended with 0, that is its own affair."""
-        if self.process is not None and self.process.returncode is None and self.status() != 0:
-            os.killpg(self.process.pid, signal.SIGKILL)
+        if self.process is None or self.process.returncode is not None or self.status() == 0:
+            return
+        os.kill(self.process.pid, signal.SIGKILL)
+        for one in self._started():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(one.pid, signal.SIGKILL)
 
     def end(self) -> int:
         """Do so, and wait for it; gives how it has ended."""
@@ -138,10 +180,17 @@ class Kept:
         return self.process.wait()
 
     def last_words(self) -> str:
-        """Give the end of what it has said since its start, with its log's name; nothing where it has no log."""
+        """Give the end of what it has said since its start, with its log's name; nothing where that can't be had."""
         if self.output is None:
             return ""
-        with self.output.open("rb") as log:
-            log.seek(max(self._from, os.fstat(log.fileno()).st_size - _LAST_BYTES))
-            lines = log.read().decode(errors="replace").rstrip().split("\n")[-_LAST_LINES:]
-        return f"{self.output} ends so:\n" + "\n".join(lines)
+        try:
+            with self.output.open("rb") as log:
+                size = os.fstat(log.fileno()).st_size
+                log.seek(max(self._from if self._from <= size else 0, size - _LAST_BYTES))  # somebody may have cut it
+                lines = log.read(_LAST_BYTES).decode(errors="replace").rstrip().split("\n")
+        except OSError:  # somebody has moved it away
+            return ""
+        of_torchrun = next(
+            (i for i, line in enumerate(lines) if _TORCHRUN_TELLS in line), 0
+        )  # its worker's stand before
+        return f"{self.output} ends so:\n" + "\n".join(lines[: of_torchrun or None][-_LAST_LINES:])

@@ -43,7 +43,8 @@ _ENDS_WITHIN_SECONDS = 10.0
 _TORCHRUN_ENDS_WITHIN_SECONDS = 40.0  # it gives its workers 30
 _DIRECTLY = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the coordinator is on this machine
 _LOOKS_EVERY_SECONDS = 10.0  # at what the job waits for, until it goes on
-_LISTENS_WITHIN_SECONDS = 2.0  # a coordinator that is started again
+_LISTENS_WITHIN_SECONDS = 30.0  # a coordinator that is started again
+_LOOKS_FOR_PAGE_EVERY_SECONDS = 1.0  # until then
 _LONGEST_SOCKET = 107  # bytes of its name
 _ONE_SIGNAL_SECONDS = 1.0  # Ctrl-C may come from the terminal, and again from who started this
 
@@ -66,7 +67,7 @@ class Job:
         self._died_at_the_end: set[str] = set()  # replicas, after the last commit
         self._told: set[str] = set()
         self._full_said_at = -math.inf
-        self._page, self._page_at = "", math.inf  # where it is, and when that is to be looked up again
+        self._page, self._page_at, self._page_until = "", math.inf, 0.0  # where it is; when that is to be looked up
         self._addresses = directory / "coordinator.json"
         self._key = directory / "job.key"
         try:
@@ -147,8 +148,7 @@ class Job:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 coordinator.process.wait(0.02)
                 break
-        tail = (self._directory / "coordinator.log").read_text(errors="replace")[-2000:]
-        raise SystemExit(f"rejoin-run: the coordinator did not start:\n{tail}")
+        raise SystemExit(f"rejoin-run: the coordinator did not start. {coordinator.last_words()}")
 
     # The coordinator's status; nothing where it can't be had.
     def _status(self) -> dict[str, Any]:
@@ -201,13 +201,16 @@ class Job:
             if known not in self._told:
                 self._told.add(known)
                 hint = (
-                    " (with rejoin-run REJOIN_ROLL_BACK_TO=STEP@STEPS in its environment)" if "--roll-back-to" in line else ""
+                    " (with rejoin-run REJOIN_ROLL_BACK_TO=STEP@STEPS in its environment)"
+                    if "--roll-back-to" in line
+                    else ""
                 )
                 self._say(f"the job waits for {line}{hint}")
 
     # A coordinator that was started again may have found its port taken.
     def _look_for_page(self) -> None:
-        self._page_at = math.inf
+        now = time.monotonic()
+        self._page_at = now + _LOOKS_FOR_PAGE_EVERY_SECONDS if now < self._page_until else math.inf
         with contextlib.suppress(OSError, ValueError, KeyError):
             page = str(json.loads(self._addresses.read_text())["status"])
             if page != self._page:
@@ -270,7 +273,8 @@ class Job:
         if process.again_at and time.monotonic() >= process.again_at:
             process.again_at = 0.0
             if process.name == "coordinator":
-                self._page_at = time.monotonic() + _LISTENS_WITHIN_SECONDS
+                self._page_at = time.monotonic() + _LOOKS_FOR_PAGE_EVERY_SECONDS
+                self._page_until = time.monotonic() + _LISTENS_WITHIN_SECONDS
             try:
                 process.start()
             except (OSError, subprocess.SubprocessError) as error:  # no process, no memory: as if it had died at once
@@ -298,7 +302,8 @@ class Job:
 
     def _disk_is_full(self) -> bool:
         with contextlib.suppress(OSError):
-            return shutil.disk_usage(self._directory).free < _FULL_BYTES
+            usage = shutil.disk_usage(self._directory)
+            return usage.total > 0 and usage.free < _FULL_BYTES  # some file systems say nothing
         return False
 
     # Those that live hold the state, and the job waits for a coordinator that can write: nobody gains by its end.
@@ -322,13 +327,13 @@ class Job:
         if len(process.died) > most:
             self._say(f"{process.name} {what}, as often before: the job ends. {words}")
             return False
-        known = re.sub("[0-9]", "", words[words.rfind("\n") :])  # times and numbers of processes go on
+        known = re.sub("[0-9]", "", words)  # times and numbers of processes go on
         killed = process.process is not None and process.process.returncode == -signal.SIGKILL
         said = "" if killed or process.told == known else f". {words}"
         if said:
             process.told = known
         self._say(f"{process.name} {what}, and is started again{said}")
-        process.again_at = now + min(0.1 * 2 ** (len(process.died) - 1), 5.0)
+        process.again_at = now + min(0.1 * 2 ** min(len(process.died) - 1, 6), 5.0)
         return True
 
     def _stop(self) -> None:
@@ -357,7 +362,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parser.error(f"--{name} {getattr(given, name)}: at least one is needed")
     if not given.leave_within >= 0:
         parser.error(f"--leave-within {given.leave_within}: seconds, not less than 0")
-    if given.ranks == 1 and shutil.which(given.command[0]) is None:
+    if shutil.which(given.command[0]) is None:
         parser.error(f"there is no program {given.command[0]} that can be run")
     try:
         if given.directory is None:
