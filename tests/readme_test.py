@@ -39,7 +39,7 @@ def text_of(*patterns):
     return "\n".join(path.read_text(encoding="utf-8") for pattern in patterns for path in sorted(source.glob(pattern)))
 
 
-rejoin_run = (source / "python/src/rejoin/run.py").read_text()  # of the Python package
+rejoin_run = (source / "python/src/rejoin/_run_commands.py").read_text()  # of the Python package
 
 # Anything that some program, script or file of ours says about itself.
 everything = "\n".join([help_of(str(source / "run")), help_of("python3", str(source / "chaos/run.py")),

@@ -135,9 +135,11 @@ class Kept:
         setting = os.fsencode(f"REJOIN_SOCKET={socket}")
 
         def is_ours(one: _Process) -> bool:
-            while one.pid != os.getpid() and one.parent in living:
+            for _ in living:  # not for ever, as they are not of one moment
+                if one.parent == os.getpid() or one.parent not in living:
+                    break
                 one = living[one.parent]
-            return one.pid == os.getpid()
+            return one.parent == os.getpid()
 
         return [
             one
@@ -190,7 +192,6 @@ class Kept:
                 lines = log.read(_LAST_BYTES).decode(errors="replace").rstrip().split("\n")
         except OSError:  # somebody has moved it away
             return ""
-        of_torchrun = next(
-            (i for i, line in enumerate(lines) if _TORCHRUN_TELLS in line), 0
-        )  # its worker's stand before
-        return f"{self.output} ends so:\n" + "\n".join(lines[: of_torchrun or None][-_LAST_LINES:])
+        # Its worker's words stand before its own.
+        of_torchrun = next((i for i, line in enumerate(lines) if _TORCHRUN_TELLS in line), len(lines))
+        return f"{self.output} ends so:\n" + "\n".join(lines[: of_torchrun or len(lines)][-_LAST_LINES:])
