@@ -63,9 +63,7 @@ class Service {
         silence_(options.silence),
         clock_(clock),
         pacer_(options.limit_bytes_per_second),
-        refusals_(kSameLineAgain) {
-    engine_.set_prompt();  // a joiner digests what has come
-  }
+        refusals_(kSameLineAgain) {}
   ~Service();
 
   // Gives the service a local trainer's memory, until remove_rank(). `instance` tells the trainer's process from others

@@ -147,10 +147,6 @@ class Engine {
   // has what it waits for. So what poll() has to answer peers may leave together with what the handlers of its events
   // post.
   virtual void set_polled_on() {}
-  // Whoever owns this engine reads what a peer has written as soon as it hears of it, and has just read what it writes
-  // `streamed`. So a poll() that has received some hundred KiB tells of them while they are in the cache, and receives
-  // the rest in the next one; and such a write is sent at once.
-  virtual void set_prompt() {}
   // Whether anything can be moved over it now, as far as it knows. Errors: its port is down, its device gone, its
   // address of no interface. That may pass: whoever connects looks again.
   virtual Result<> usable() { return {}; }

@@ -19,7 +19,6 @@ class LoneEngine final : public Engine {
   void set_secrets(const Secrets& secrets) override { below_->set_secrets(secrets); }
   void set_silence(Duration silence) override { below_->set_silence(silence); }
   void set_polled_on() override { below_->set_polled_on(); }
-  void set_prompt() override { below_->set_prompt(); }
   Result<> usable() override { return below_->usable(); }
   // A peer of several rails is called as one of them would, so that it says so, too.
   Result<EndpointId> connect(const Address& peer, BytesView hello) override {

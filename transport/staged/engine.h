@@ -36,7 +36,6 @@ class StagedEngine final : public Engine {
   void set_secrets(const Secrets& secrets) override { below_->set_secrets(secrets); }
   void set_silence(Duration silence) override { below_->set_silence(silence); }
   void set_polled_on() override { below_->set_polled_on(); }
-  void set_prompt() override { below_->set_prompt(); }
   Result<EndpointId> connect(const Address& peer, BytesView hello) override;
   Result<RegionId> register_region(std::span<std::byte> memory, MemoryKind kind, Access access) override;
   Result<RegionId> register_dma_buf(const DmaBuf& buffer, Access access) override;

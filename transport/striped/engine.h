@@ -49,9 +49,6 @@ class StripedEngine final : public Engine {
   void set_polled_on() override {
     for (auto& rail : rails_) rail->set_polled_on();
   }
-  void set_prompt() override {
-    for (auto& rail : rails_) rail->set_prompt();
-  }
   Result<EndpointId> connect(const Address& peer, BytesView hello) override;
   Result<RegionId> register_region(std::span<std::byte> memory, MemoryKind kind, Access access) override;
   Result<RegionId> register_dma_buf(const DmaBuf& buffer, Access access) override;

@@ -13,8 +13,7 @@ namespace rejoin::transport::tcp {
 
 namespace {
 
-constexpr std::size_t kBytesPerTurn = 4 * MiB;   // one endpoint's share of a poll(), so that none starves the others
-constexpr std::size_t kPromptBytes = 256 * KiB;  // that a poll() receives before it tells, where that is to be soon
+constexpr std::size_t kBytesPerTurn = 4 * MiB;  // one endpoint's share of a poll(), so that none starves the others
 constexpr std::size_t kFramesPerCall = 32;
 constexpr std::uint64_t kTogether = 1 * MiB, kWorthWaiting = 64 * KiB;  // bytes to come in one call
 
@@ -23,7 +22,6 @@ constexpr std::uint64_t kTogether = 1 * MiB, kWorthWaiting = 64 * KiB;  // bytes
 std::span<const Event> TcpEngine::poll() {
   // Everything posted since the last poll() leaves in one system call an endpoint.
   flush_posted();
-  received_ = passed_over_ = 0;
   for (auto id : std::exchange(unread_, {})) {
     Endpoint* endpoint = find(id);
     if (endpoint == nullptr || endpoint->stage == Stage::failed) continue;
@@ -162,7 +160,6 @@ Result<> TcpEngine::write(EndpointId id, std::span<const Write> writes) {
     queue_region(endpoint,
                  {.kind = wire::Kind::write,
                   .has_notify = write.notify.has_value(),
-                  .more = prompt_ && write.streamed,  // as a rule
                   .length = write.length,
                   .operation = operation,
                   .key = write.remote.region.key,
@@ -170,9 +167,6 @@ Result<> TcpEngine::write(EndpointId id, std::span<const Write> writes) {
                   .notify = write.notify.value_or(0)},
                  {*regions_.local(write.local, write.length), write.length}, write.local.region);
   }
-  // Its owner has just taken the digest of this: it is sent while it is in the cache.
-  if (prompt_ && !writes.empty() && writes.back().streamed && endpoint.stage == Stage::open && !endpoint.wants_write)
-    flush(endpoint);
   return {};
 }
 
@@ -208,7 +202,6 @@ void TcpEngine::acknowledge(Endpoint& endpoint, std::uint64_t operation, Regions
 // Reads what there is: the rest of a body straight to its place, and what follows into the buffer.
 void TcpEngine::receive(Endpoint& endpoint) {
   const EndpointId id = endpoint.id;
-  if (has_received_enough()) return receive_later(endpoint, passed_over_++);
   for (std::size_t turn = 0; turn < kBytesPerTurn;) {
     const bool direct = endpoint.in_body && !endpoint.discard && endpoint.begin == endpoint.end;
     std::size_t wanted = direct ? endpoint.header.length - endpoint.filled : 0;
@@ -233,7 +226,6 @@ void TcpEngine::receive(Endpoint& endpoint) {
     }
     const auto count = static_cast<std::size_t>(got);
     turn += count;
-    received_ += count;
     const std::size_t placed = std::min(count, wanted);
     endpoint.filled += placed;
     endpoint.end += count - placed;
@@ -242,18 +234,12 @@ void TcpEngine::receive(Endpoint& endpoint) {
     // A short read means the socket is empty: no need to ask again.
     if (count < wanted + (parts[used - 1].iov_len)) break;
     if (endpoint.stage == Stage::open) endpoint.buffer.resize(kBuffer);
-    if (has_received_enough()) return receive_later(endpoint, unread_.size());
   }
-  if (endpoint.records && endpoint.records->holds_received()) return receive_later(endpoint, unread_.size());
+  if (endpoint.records && endpoint.records->holds_received()) {
+    if (!std::exchange(endpoint.unread, true)) unread_.push_back(id);
+    return;
+  }
   await_more(endpoint);
-}
-
-bool TcpEngine::has_received_enough() const { return prompt_ && received_ >= kPromptBytes && !events_.empty(); }
-
-// In the next poll(), in this place: those that had nothing of this one come first.
-void TcpEngine::receive_later(Endpoint& endpoint, std::size_t place) {
-  if (!std::exchange(endpoint.unread, true))
-    unread_.insert(unread_.begin() + static_cast<std::ptrdiff_t>(place), endpoint.id);
 }
 
 // Where more than the rest of this body is on its way, it pays to leave the socket alone until much has come: each call

@@ -52,7 +52,6 @@ class TcpEngine final : public Engine {
   Result<Address> listen(const Address& where) override;
   void set_secrets(const Secrets& secrets) override { secrets_ = secrets; }
   void set_polled_on() override { polled_on_ = true; }
-  void set_prompt() override { prompt_ = true; }
   Result<> usable() override;
   void set_silence(Duration silence) override {
     silence_ = silence;
@@ -190,8 +189,6 @@ class TcpEngine final : public Engine {
   void flush_posted();  // of all endpoints
   ssize_t send_some(Endpoint& endpoint, const msghdr& message);
   void receive(Endpoint& endpoint);
-  bool has_received_enough() const;
-  void receive_later(Endpoint& endpoint, std::size_t place);
   void await_more(Endpoint& endpoint);
   void acknowledge(Endpoint& endpoint, std::uint64_t operation, Regions::Refusal refusal);
 
@@ -223,9 +220,8 @@ class TcpEngine final : public Engine {
   EventQueue events_;
   std::unordered_map<std::uint64_t, std::unique_ptr<Endpoint>> endpoints_;
   std::vector<EndpointId> unflushed_;
-  bool polled_on_ = false, prompt_ = false;
-  std::vector<EndpointId> unread_;              // they may have more than epoll knows of: to be read without asking it
-  std::size_t received_ = 0, passed_over_ = 0;  // bytes in this poll(); the first of the unread, which had none of them
+  bool polled_on_ = false;
+  std::vector<EndpointId> unread_;  // encrypted ones that hold bytes which epoll does not know of
 };
 
 }  // namespace rejoin::transport::tcp

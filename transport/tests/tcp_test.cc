@@ -160,52 +160,6 @@ TEST_P(TcpEngine, AnEncryptedSideAndOneThatIsNotRefuseEachOther) {
 }
 
 // Who polls on lets its answers leave with what its handlers post; nobody else may have to poll once more.
-// Of peers that all have much to send each has its turn.
-TEST_P(TcpEngine, PromptPollsTellOfALittleAtATimeAndPassNobodyOver) {
-  constexpr std::size_t peers = 3, writes = 64, size = 128 * KiB;
-  auto server = make_engine(options).value();
-  server->set_prompt();
-  const auto address = server->listen({"127.0.0.1:0"}).value();
-  std::vector<Bytes> targets(peers, Bytes(writes * size)), sources(peers, Bytes(writes * size, std::byte{7}));
-  std::vector<std::unique_ptr<Engine>> clients;
-  std::vector<EndpointId> there;
-  for (std::size_t i = 0; i < peers; ++i) {
-    clients.push_back(make_engine(options).value());
-    there.push_back(clients[i]->connect(address, {}).value());
-    ASSERT_TRUE(within(std::chrono::seconds(20), [&] {
-      (void)server->poll();
-      return std::ranges::any_of(clients[i]->poll(), [](const Event& e) { return e.kind == EventKind::connected; });
-    }));
-  }
-  for (std::size_t i = 0; i < peers; ++i) {
-    const auto target = server->register_region(targets[i], MemoryKind::host, Access::remote_write).value();
-    const auto source = clients[i]->register_region(sources[i], MemoryKind::host, Access::local).value();
-    std::vector<Write> all;
-    for (std::size_t k = 0; k < writes; ++k)
-      all.push_back({.context = k,
-                     .local = {source, k * size},
-                     .remote = {server->remote(target), k * size},
-                     .length = size,
-                     .notify = i,
-                     .streamed = true});
-    ASSERT_TRUE(clients[i]->write(there[i], all));
-  }
-  std::vector<std::size_t> landed(peers);
-  EXPECT_TRUE(within(std::chrono::seconds(20), [&] {
-    for (auto& client : clients) (void)client->poll();
-    std::size_t told = 0;
-    for (const auto& event : server->poll())
-      if (event.kind == EventKind::written) ++landed[event.value], told += size;
-    EXPECT_LE(told, 1 * MiB);
-    const auto [least, most] = std::ranges::minmax(landed);
-    if (most < writes) {
-      EXPECT_LE((most - least) * size, 2 * MiB);
-    }
-    return least == writes;
-  }));
-  for (const auto& target : targets) EXPECT_EQ(target, sources[0]);
-}
-
 TEST_P(TcpEngine, AnswersWaitForTheNextPollOnlyWhereOneIsSureToCome) {
   for (const bool polled_on : {false, true}) {
     auto server = make_engine(options).value(), client = make_engine(options).value();
