@@ -294,10 +294,12 @@ def test_the_page_is_named_again_when_it_has_moved(tmp_path):
     page = lines_until(job, "logs are in").split("http://")[1].split("/")[0]
     host, port = page.split(":")
     (pid,) = (int(each.name) for each in Path("/proc").glob("[0-9]*") if named(each, "coordinator", job.pid))
-    os.kill(pid, signal.SIGSTOP)
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as for connections that have ended
+        job.send_signal(signal.SIGSTOP)  # or it might start the next one first
         os.kill(pid, signal.SIGKILL)
         until(lambda: bound(other, host, int(port)))
+        job.send_signal(signal.SIGCONT)
         moved = lines_until(job, "now")
     assert "the page is at http://" in moved and page not in moved
     job.terminate()
