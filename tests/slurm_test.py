@@ -61,7 +61,7 @@ def left(group: int) -> list[str]:
     names = []
     for status in Path("/proc").glob("[0-9]*/stat"):
         try:
-            name, _, rest = status.read_text().rpartition(") ")
+            name, _, rest = status.read_text(errors="replace").rpartition(") ")  # a name may be cut within a character
         except OSError:
             continue
         state, _, its_group = rest.split()[:3]

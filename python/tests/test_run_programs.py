@@ -191,9 +191,9 @@ def test_a_word_of_the_operators_is_not_given_again_once_the_job_has_gone_on(tmp
     log = tmp_path / "words"
     more = f"""
         program = "echo ${{REJOIN_ROLL_BACK_TO-none}} >> {log}; exit 1"
-        self._coordinator_variables = {{**os.environ, "REJOIN_ROLL_BACK_TO": "0"}}
+        variables = {{**os.environ, "REJOIN_ROLL_BACK_TO": "0"}}
         self._committed = 0
-        self._start(run.Kept("coordinator", ["bash", "-c", program], self._coordinator_variables, None))
+        self._coordinator = self._start(run.Kept("coordinator", ["bash", "-c", program], variables, None))
 
     def _again(self, process, what):
         self._look_at_waits()

@@ -17,8 +17,8 @@ _LAST_LINES, _LAST_BYTES = 20, 16000  # of what a process has said: a traceback
 _TORCHRUN_TELLS = " failed (exitcode: "
 
 # nohup's programs do not hear that the terminal is gone; what is ignored and waited for would be heard all the same.
-_OF_TERMINAL = {signal.SIGHUP} - {number for number in [signal.SIGHUP] if signal.getsignal(number) == signal.SIG_IGN}
-WAITED_FOR = frozenset({signal.SIGCHLD, signal.SIGTERM, signal.SIGINT} | _OF_TERMINAL)
+_OF_TERMINAL = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else []
+WAITED_FOR = frozenset({signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, *_OF_TERMINAL})
 
 
 # In a session of its own, to which the groups belong that it makes, as a shell's `timeout` does. Ctrl-C at a terminal
@@ -157,14 +157,16 @@ class Kept:
         status = self.status()
         if status == 0:
             return False
-        number = self.process.pid
-        there = [one for one in self._started() if one.parent == os.getpid() and one.pid != number]
-        first = [one for one in there if not one.reads_pipe]  # who reads what these say ends behind them
-        for pid in [number] if status is None else [one.pid for one in first or there]:
+        asked = [self.process.pid]
+        if status is not None:
+            there = [one for one in self._started() if one.parent == os.getpid()]
+            first = [one for one in there if not one.reads_pipe]  # who reads what these say ends behind them
+            asked = [one.pid for one in first or there]
+        for pid in asked:
             if pid not in self._asked:
                 self._asked.add(pid)
                 os.kill(pid, signal.SIGTERM)  # nobody else waits for it: the number is still its own
-        return status is None or bool(there)
+        return bool(asked)
 
     def kill(self) -> None:
         """Kill what is left of it and of what it has started; where it has ended with 0, that is its own affair."""

@@ -57,7 +57,7 @@ class Job:
         self._arguments, self._directory = arguments, directory
         self._all: list[Kept] = []
         self._replicas: list[Kept] = []
-        self._coordinator_variables: dict[str, str] = {}
+        self._coordinator: Kept | None = None
         self._ending = False
         self._asked_at = 0.0
         self._kill_at = math.inf  # the replicas that have not left
@@ -113,13 +113,12 @@ class Job:
                 f"takes {_LONGEST_SOCKET}: give a shorter --directory, or TMPDIR"
             )
         self._addresses.unlink(missing_ok=True)
-        coordinator = self._daemon(
+        coordinator = self._coordinator = self._daemon(
             "coordinator", "--coordinator", "--replicas", str(given.replicas), "--ranks", str(given.ranks),
             "--batch", str(given.batch), "--steps", str(given.steps), "--address-file", str(self._addresses),
             "--log-directory", str(self._directory / "log"), "--listen", "127.0.0.1:0",
             *["--constant-batch"] * given.constant_batch, *["--balance-batches"] * given.balance_batches,
         )  # fmt: skip
-        self._coordinator_variables = coordinator.environment
         address, self._page = self._address(coordinator, "coordinator"), self._address(coordinator, "status")
         # Started again, it is to be found where it was.
         coordinator.command[coordinator.command.index("--listen") + 1] = address
@@ -171,11 +170,11 @@ class Job:
     # The exit status: 1 where all that had the last state have died before their scripts had ended.
     def _look_at_the_end(self) -> int:
         status = self._status()
-        if not (self._ending or self._was_finished or self._committed is None or status.get("finished", True)):
-            if status["committed"] == self._committed:
-                self._say("no step was committed: the scripts have ended without one")
+        if self._was_finished:
             return 0
-        if not status.get("finished") or self._was_finished:
+        if not status.get("finished"):
+            if not self._ending and self._committed is not None and status.get("committed") == self._committed:
+                self._say("no step was committed: the scripts have ended without one")
             return 0
         self._say(f"finished: step {status['committed']} is committed")
         had = {f"replica {one['replica']}" for one in status.get("members", []) if one["role"] == "contributor"}
@@ -194,7 +193,8 @@ class Job:
         if status and status["committed"] != self._committed:
             self._look_at = math.inf
             for name in ("REJOIN_ROLL_BACK_TO", "REJOIN_DROP_REPLICA"):  # an operator's word is for one loss
-                self._coordinator_variables.pop(name, None)
+                if self._coordinator is not None:
+                    self._coordinator.environment.pop(name, None)
             return
         for line in status.get("waiting_for", []):
             known = re.sub(r"[0-9.]+ m?s\b", "", line)  # times in it go on
@@ -272,7 +272,7 @@ class Job:
     def _look_after(self, process: Kept) -> bool:
         if process.again_at and time.monotonic() >= process.again_at:
             process.again_at = 0.0
-            if process.name == "coordinator":
+            if process is self._coordinator:
                 self._page_at = time.monotonic() + _LOOKS_FOR_PAGE_EVERY_SECONDS
                 self._page_until = time.monotonic() + _LISTENS_WITHIN_SECONDS
             try:
