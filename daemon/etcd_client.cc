@@ -158,7 +158,7 @@ class GrpcClient final : public EtcdClient {
   }
 
   void authenticate() {
-    if (const auto& refusal = password_.refused(SteadyClock().now())) {
+    if (const Error* refusal = password_.refused(SteadyClock().now())) {
       asio::post(io_, [this, why = *refusal, alive = std::weak_ptr<char>(alive_)] {
         if (!alive.expired()) finish(tl::unexpected(why));
       });

@@ -27,8 +27,8 @@ Result<> has_threads();  // whether the system would give them now; errors: `exh
 class Password {
  public:
   explicit Password(const EtcdOptions& options) : read_(options.read_password), password_(options.password) {}
-  // What etcd said of it, while it is not to be shown.
-  const std::optional<Error>& refused(TimePoint now) const { return now < again_ ? refusal_ : nothing_; }
+  // What etcd said of it, while it is not to be shown; null: it may be.
+  const Error* refused(TimePoint now) const { return refusal_ && now < again_ ? &*refusal_ : nullptr; }
   const std::string& show();
   void on_taken() { refusal_.reset(), pause_ = {}; }
   // Returns what to say of it.
@@ -38,7 +38,6 @@ class Password {
   const std::function<Result<std::string>()> read_;
   std::string password_, unread_;  // why it could not be read again; empty: it could
   std::optional<Error> refusal_;
-  const std::optional<Error> nothing_;
   Duration pause_{};
   TimePoint again_{};
 };

@@ -66,10 +66,7 @@ std::string kills_of(const Faults& faults) {
 
 // What there is one of, or several.
 Result<> check_store(const Faults& faults, const JobSettings& job) {
-  for (const auto& [flag, step] : {std::pair("--kill-leader", faults.kill_leader),
-                                   {"--pause-leader", faults.pause_leader},
-                                   {"--kill-etcd", faults.kill_etcd},
-                                   {"--pause-etcd", faults.pause_etcd}})
+  for (const auto& [flag, kind, step] : faults.of_lead())
     if (step != 0 && !job.several())
       return fail(ErrorCode::invalid_argument, "{} {}: there is one coordinator, and no etcd; give --store etcd, too",
                   flag, step);
@@ -82,6 +79,13 @@ Result<> check_store(const Faults& faults, const JobSettings& job) {
 }
 
 }  // namespace
+
+std::array<Faults::OfLead, 4> Faults::of_lead() const {
+  return {{{"--kill-leader", "kill_leader", kill_leader},
+           {"--pause-leader", "pause_leader", pause_leader},
+           {"--kill-etcd", "kill_etcd", kill_etcd},
+           {"--pause-etcd", "pause_etcd", pause_etcd}}};
+}
 
 bool Faults::none() const {
   return kills.empty() && hangs.empty() && kill_daemon.empty() && drift.empty() &&
@@ -112,27 +116,23 @@ Result<Plan> plan_of(const Faults& faults, const JobSettings& job) {
     if (!parsed) return tl::unexpected(parsed.error());
     *target = *parsed;
   }
-  for (const auto& [flag, step] : {std::pair("--kill-coordinator", faults.kill_coordinator),
-                                   {"--pause-coordinator", faults.pause_coordinator},
-                                   {"--pause-all", faults.pause_all},
-                                   {"--flip-bit", faults.flip_bit},
-                                   {"--kill-leader", faults.kill_leader},
-                                   {"--pause-leader", faults.pause_leader},
-                                   {"--kill-etcd", faults.kill_etcd},
-                                   {"--pause-etcd", faults.pause_etcd}})
+  std::vector<std::pair<const char*, std::uint64_t>> steps{{"--kill-coordinator", faults.kill_coordinator},
+                                                           {"--pause-coordinator", faults.pause_coordinator},
+                                                           {"--pause-all", faults.pause_all},
+                                                           {"--flip-bit", faults.flip_bit}};
+  for (const auto& one : faults.of_lead()) steps.emplace_back(one.flag, one.step);
+  for (const auto& [flag, step] : steps)
     if (step != 0)
       if (auto right = check_step(fmt::format("{} {}", flag, step), step, job); !right)
         return tl::unexpected(right.error());
   // Of two that differ nobody can say which is wrong: the job would stop, and wait for an operator.
   if (plan.drift && job.replicas < 3)
     return fail(ErrorCode::invalid_argument,
-                "--drift {}: it takes three replicas to say which one differs; give "
-                "--replicas 3, or more",
+                "--drift {}: it takes three replicas to say which one differs; give --replicas 3, or more",
                 faults.drift);
   if (faults.flip_bit != 0 && job.replicas < 2)
     return fail(ErrorCode::invalid_argument,
-                "--flip-bit {}: one replica has nobody to compare its results with; give "
-                "--replicas 2, or more",
+                "--flip-bit {}: one replica has nobody to compare its results with; give --replicas 2, or more",
                 faults.flip_bit);
   if ((faults.kill_source || faults.kill_joiner) && plan.ranks.empty() && !plan.drift)
     return fail(ErrorCode::invalid_argument, "{}: nobody catches up in this run; give --kill REPLICA.RANK@STEP, too",

@@ -1,6 +1,7 @@
 // What is done to a run of the demo, as it was asked for on the command line.
 #pragma once
 
+#include <array>
 #include <optional>
 #include <string>
 #include <utility>
@@ -19,6 +20,12 @@ struct Faults {
   bool kill_source = false, kill_joiner = false, no_kill = false;
 
   bool none() const;
+  struct OfLead {
+    const char* flag;
+    const char* kind;  // in the story
+    std::uint64_t step;
+  };
+  std::array<OfLead, 4> of_lead() const;  // those of several coordinators, asked for or not
   // Whether every replica loses a rank: then its state may be lost.
   bool lose_all(const JobSettings& job) const;
 };

@@ -56,10 +56,7 @@ std::string Run::left_out() const {
   };
   add("--kill-source", s_.kill_source, source_killed_, "nobody caught up from it");
   add("--kill-joiner", s_.kill_joiner, joiner_killed_, "nobody caught up");
-  for (const auto& [flag, kind, step] : {std::tuple("--kill-leader", "kill_leader", s_.kill_leader),
-                                         {"--pause-leader", "pause_leader", s_.pause_leader},
-                                         {"--kill-etcd", "kill_etcd", s_.kill_etcd},
-                                         {"--pause-etcd", "pause_etcd", s_.pause_etcd}})
+  for (const auto& [flag, kind, step] : s_.of_lead())
     add(flag, step != 0, lead_broken_.contains(kind), "there was no such leader");
   return all;
 }
@@ -112,10 +109,7 @@ Result<> Run::mend(TimePoint now) {
 Result<> Run::break_lead(const Event& commit) {
   const std::uint64_t step = commit.number("step") + 1;
   if (commit.t < lead_broken_at_) return {};  // by one that may lead no more
-  for (const auto& [kind, at] : {std::pair("kill_leader", s_.kill_leader),
-                                 {"pause_leader", s_.pause_leader},
-                                 {"kill_etcd", s_.kill_etcd},
-                                 {"pause_etcd", s_.pause_etcd}}) {
+  for (const auto& [flag, kind, at] : s_.of_lead()) {
     if (at == 0 || step < at || lead_broken_.contains(kind)) continue;
     const bool of_etcd = std::string_view(kind).ends_with("etcd"), kill = std::string_view(kind).starts_with("kill");
     const auto members = of_etcd ? members_to_break() : std::vector<std::size_t>{};

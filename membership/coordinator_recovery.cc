@@ -54,7 +54,7 @@ void Coordinator::tell_of_roll_back() {
   else
     note("--roll-back-to {}: if nobody comes with the state of step {}, the job goes on from step {} or later", text,
          committed_, roll_back_to_->to);
-  if (word_is_over() || roll_back_to_->to >= committed_) roll_back_to_.reset();
+  if (!may_roll_back()) roll_back_to_.reset();
 }
 
 // Said of another loss, or of the one that the job has gone on from: a step has been committed since. Where none has,

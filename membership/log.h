@@ -110,7 +110,6 @@ class Log {
   std::optional<std::uint64_t> file_size() const;
   void remember_tail();
   bool tail_is_there() const;
-  bool room_is_empty() const;
   Result<> cut_to(std::optional<std::uint64_t> size);
   Result<> write(const Fd& file, BytesView bytes, std::uint64_t at) const;
   Result<> write_and_sync(const Fd& file, BytesView bytes, std::uint64_t at) const;

@@ -120,7 +120,7 @@ Result<> Log::compact(const proto::LogRecord& snapshot) {
     if (!failed_) (void)::unlink(next_path().c_str());  // it would take the room that the old file may need
     return placed;
   }
-  if (room_is_empty()) give_room_back();  // as an archive it needs none
+  give_room_back();  // as an archive it needs none
   file_ = std::move(*next);
   end_ = end;
   remember_tail();

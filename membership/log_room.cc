@@ -27,20 +27,19 @@ void Log::make_room(std::uint64_t at) const {
 
 Log::~Log() {
   if (!file_ || failed_ || tail_.empty()) return;  // without a tail it has not been read as sound
-  if (tail_is_there() && room_is_empty()) give_room_back();
+  if (tail_is_there()) give_room_back();
 }
 
-// Of what is behind the last mark: there is some, and it is nothing but room. An operator may have put a longer log
-// here that begins as this one does.
-bool Log::room_is_empty() const {
+// Where what is behind the last mark is nothing but room. An operator may have put a longer log here that begins as
+// this one does.
+void Log::give_room_back() const {
   const std::uint64_t from = end_ + kMarkBytes, size = file_size().value_or(0);
-  if (size <= from || size - from > kRoom) return false;
+  if (size <= from || size - from > kRoom) return;
   Bytes room(size - from);
-  return ::pread(file_.get(), room.data(), room.size(), static_cast<off_t>(from)) ==
-             static_cast<ssize_t>(room.size()) &&
-         std::ranges::all_of(room, [](std::byte one) { return one == std::byte{}; });
+  const ssize_t read = ::pread(file_.get(), room.data(), room.size(), static_cast<off_t>(from));
+  if (read == static_cast<ssize_t>(room.size()) &&
+      std::ranges::all_of(room, [](std::byte one) { return one == std::byte{}; }))
+    (void)::ftruncate(file_.get(), static_cast<off_t>(from));
 }
-
-void Log::give_room_back() const { (void)::ftruncate(file_.get(), static_cast<off_t>(end_ + kMarkBytes)); }
 
 }  // namespace rejoin::membership

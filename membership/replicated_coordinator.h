@@ -16,10 +16,9 @@
 //              a node does, none hears it, and there are no members or no sign for `kAbandoned`; when it has the name
 //              and the address of the leader, which so has ended; when the nodes have heard of a higher term than the
 //              store has.
-//   full       A store that answers reads need not take writes. Who has failed to write has not written before it has,
-//   or
-//              reads what others have written since; a claim that has failed is made again after a pause, which
-//              doubles.
+//   full       A store that answers reads need not take writes. Who has failed to write takes it for failing until it
+//              has written, or reads what others have written since; a claim that has failed is made again after a
+//              pause, which doubles.
 //   fence      What a leader writes is written only while the claim is the last one. A leader that is refused forgets
 //              everything and follows.
 //   output     Nothing that its decisions bring about leaves a leader before the store has confirmed, since the event

@@ -152,6 +152,11 @@ struct Bench {
           std::uint64_t plan = 9) {
     for (std::uint32_t rank = 0; rank < config.ranks; ++rank) rank_up(replica, rank, instance, version, digest, plan);
   }
+  // All replicas, each connected with the others.
+  void all_come(std::uint64_t instance, std::uint64_t version) {
+    for (std::uint32_t replica = 0; replica < config.replicas; ++replica) up(replica, instance, version);
+    link_all();
+  }
   void rank_up(std::uint32_t replica, std::uint32_t rank, std::uint64_t instance, std::uint64_t version,
                std::uint64_t digest = 5, std::uint64_t plan = 9) {
     auto message = introduction(replica, rank, instance, digest, plan);

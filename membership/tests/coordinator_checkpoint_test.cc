@@ -12,16 +12,14 @@ TEST(Coordinator, BelowTheLastCommittedStepItStartsOnlyAtAnOperatorsWordAndCount
   EXPECT_EQ(bench.coordinator.committed(), Step(3));
   for (std::uint32_t r : {0u, 1u, 2u}) bench.down(r);
   EXPECT_TRUE(bench.coordinator.members().empty());
-  for (std::uint32_t r : {0u, 1u, 2u}) bench.up(r, 2, 2);
-  bench.link_all();
+  bench.all_come(2, 2);
   EXPECT_EQ(bench.coordinator.committed(), Step(3));
   EXPECT_EQ(bench.contributors(), 0u);
   EXPECT_EQ(bench.coordinator.wants_roll_back(), Step(2));
   EXPECT_TRUE(bench.waits_for("--roll-back-to 2@3 to give up 1 steps; if the job was to end there, end it"));
 
   Bench told(bench.log, {.roll_back_to = Step(2)});
-  for (std::uint32_t r : {0u, 1u, 2u}) told.up(r, 3, 2);
-  told.link_all();
+  told.all_come(3, 2);
   EXPECT_EQ(told.coordinator.committed(), Step(2)) << "the most advanced state that is left";
   EXPECT_EQ(told.contributors(), 3u);
   EXPECT_EQ(told.coordinator.steps_rolled_back(), 1u);
@@ -33,8 +31,7 @@ TEST(Coordinator, BelowTheLastCommittedStepItStartsOnlyAtAnOperatorsWordAndCount
   // The word holds once.
   told.steps(2);
   for (std::uint32_t r : {0u, 1u, 2u}) told.down(r, 3);
-  for (std::uint32_t r : {0u, 1u, 2u}) told.up(r, 4, 2);
-  told.link_all();
+  told.all_come(4, 2);
   EXPECT_EQ(told.coordinator.committed(), Step(4));
   EXPECT_EQ(told.coordinator.wants_roll_back(), Step(2));
 }
@@ -205,13 +202,11 @@ TEST(Coordinator, WhoWaitedWithAnotherJobsCheckpointIsNoStart) {
 
 TEST(Coordinator, BehindTheCheckpointThatItBeganWithItTakesTheSamplesOfAnEarlierOne) {
   Bench bench;
-  for (std::uint32_t r : {0u, 1u, 2u}) bench.up(r, 1, 8);
-  bench.link_all();
+  bench.all_come(1, 8);
   bench.steps(2);
   Bench told(bench.log, {.roll_back_to = Step(5)});
   told.nobody_comes_back();
-  for (std::uint32_t r : {0u, 1u, 2u}) told.up(r, 2, 5);
-  told.link_all();
+  told.all_come(2, 5);
   ASSERT_EQ(told.contributors(), 3u);
   EXPECT_EQ(told.coordinator.committed(), Step(5));
   EXPECT_EQ(*told.coordinator.ledger().batch_of(ReplicaId(0)), (Batch{{150, 160}}));
@@ -232,12 +227,10 @@ TEST(Coordinator, NothingGoesOnFromAStepThatWasRolledBack) {
   first.steps(3);
   Bench bench(first.log, {.roll_back_to = Step(1)});
   bench.nobody_comes_back();
-  for (std::uint32_t r : {0u, 1u, 2u}) bench.up(r, 2, 1);
-  bench.link_all();
+  bench.all_come(2, 1);
   ASSERT_EQ(bench.coordinator.committed(), Step(1));
   for (std::uint32_t r : {0u, 1u, 2u}) bench.down(r, 2);
-  for (std::uint32_t r : {0u, 1u, 2u}) bench.up(r, 3, 3);
-  bench.link_all();
+  bench.all_come(3, 3);
   EXPECT_EQ(bench.contributors(), 0u);
   EXPECT_EQ(bench.coordinator.committed(), Step(1));
   EXPECT_TRUE(
@@ -257,8 +250,7 @@ TEST(Coordinator, AStateThatIsLaterThanALogWithoutARollBackIsSaidToBeOfAWholerLo
   backup.steps(1);
   Bench bench(backup.log);
   bench.nobody_comes_back();
-  for (std::uint32_t r : {0u, 1u, 2u}) bench.up(r, 2, 3);
-  bench.link_all();
+  bench.all_come(2, 3);
   EXPECT_EQ(bench.contributors(), 0u);
   EXPECT_TRUE(bench.waits_for("nothing was ever rolled back: the log is an older copy, or the state is another job's"));
   EXPECT_TRUE(bench.waits_for("Put the whole log back; or, to go on from step 3, start the coordinator with a new"));

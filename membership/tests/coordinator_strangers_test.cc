@@ -137,8 +137,7 @@ TEST(Coordinator, WithAnOlderCopyOfItsLogItStartsNobody) {
   bench.steps(3);
   for (std::uint32_t r : {0u, 1u, 2u}) bench.down(r);
   const auto copy = bench.log;
-  for (std::uint32_t r : {0u, 1u, 2u}) bench.up(r, 2, 3);
-  bench.link_all();
+  bench.all_come(2, 3);
   bench.steps(2);
   ASSERT_EQ(bench.coordinator.committed(), Step(5));
   Bench again(copy);
@@ -163,8 +162,7 @@ TEST(Coordinator, ALogThatLacksAnEpochIsAnOlderCopyAndOneThatWasRolledBackIsNone
 
   Bench told(bench.log, {.roll_back_to = Step(1)});
   told.nobody_comes_back();
-  for (std::uint32_t r : {0u, 1u, 2u}) told.up(r, 2, 1);
-  told.link_all();
+  told.all_come(2, 1);
   ASSERT_EQ(told.coordinator.committed(), Step(1));
   auto message = Bench::introduction(0, 0, 2);
   message.mutable_rank_up()->set_incarnation(told.incarnations[0]);

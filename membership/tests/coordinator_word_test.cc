@@ -14,8 +14,7 @@ TEST(Coordinator, AnOperatorsWordToRollBackIsUsedOnce) {
   const auto from_checkpoint = [](Bench& bench, std::uint64_t step, std::uint64_t life) {
     for (std::uint32_t r : {0u, 1u, 2u}) bench.down(r, life - 1);
     bench.nobody_comes_back();
-    for (std::uint32_t r : {0u, 1u, 2u}) bench.up(r, life, step);
-    bench.link_all();
+    bench.all_come(life, step);
   };
   Bench bench(first.log, {.roll_back_to = Step(1)});
   from_checkpoint(bench, 1, 2);
@@ -45,8 +44,7 @@ TEST(Coordinator, AUsedWordToRollBackAllowsNothingOnceAStepIsCommittedAndTheStat
   const auto lost = [](const std::vector<proto::LogRecord>& log, std::optional<JobConfig::RollBack> word) {
     auto bench = std::make_unique<Bench>(log, BenchOptions{.roll_back_to = word});
     bench->nobody_comes_back();
-    for (std::uint32_t r : {0u, 1u, 2u}) bench->up(r, 5, 0);
-    bench->link_all();
+    bench->all_come(5, 0);
     return bench;
   };
   Bench first;
@@ -93,8 +91,7 @@ TEST(Coordinator, AWordToRollBackHoldsUntilAStepIsCommittedThoughTheCoordinatorD
   for (const bool restarts : {false, true}) {
     auto bench = std::make_unique<Bench>(first.log, BenchOptions{.roll_back_to = Step(1)});
     bench->nobody_comes_back();
-    for (std::uint32_t r : {0u, 1u, 2u}) bench->up(r, 2, 3);
-    bench->link_all();
+    bench->all_come(2, 3);
     ASSERT_EQ(bench->coordinator.committed(), Step(3));
     if (restarts) {
       auto log = first.log;
@@ -104,8 +101,7 @@ TEST(Coordinator, AWordToRollBackHoldsUntilAStepIsCommittedThoughTheCoordinatorD
     } else {
       for (std::uint32_t r : {0u, 1u, 2u}) bench->down(r, 2);
     }
-    for (std::uint32_t r : {0u, 1u, 2u}) bench->up(r, 3, 2);
-    bench->link_all();
+    bench->all_come(3, 2);
     EXPECT_EQ(bench->coordinator.committed(), Step(2)) << restarts;
     EXPECT_EQ(bench->contributors(), 3u);
   }
@@ -118,8 +114,7 @@ TEST(Coordinator, AWordThatWasUsedOrAllowsNothingGivesUpNobody) {
   first.steps(3);
   Bench told(first.log, {.roll_back_to = Step(1)});
   told.nobody_comes_back();
-  for (std::uint32_t r : {0u, 1u, 2u}) told.up(r, 2, 1);
-  told.link_all();
+  told.all_come(2, 1);
   told.steps(5);
   for (std::uint32_t r : {1u, 2u}) told.down(r, 2);
   told.up(1, 3);
@@ -159,8 +154,7 @@ TEST(Coordinator, AnOperatorsWordToRollBackEndsWithTheNextCommit) {
               word == 1)
         << bench.news;
     for (std::uint32_t r : {0u, 1u, 2u}) bench.down(r);
-    for (std::uint32_t r : {0u, 1u, 2u}) bench.up(r, 2, 4);
-    bench.link_all();
+    bench.all_come(2, 4);
     EXPECT_EQ(bench.coordinator.committed(), Step(8));
     EXPECT_EQ(bench.coordinator.wants_roll_back(), Step(4));
   }
