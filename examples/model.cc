@@ -41,13 +41,52 @@ void initialise(const ModelShape& shape, const Views& weights, std::uint64_t see
   fill(output_bias, 0.0f);
 }
 
+namespace {
+
+// Rows go by four, so that what they are added to or multiplied with is read once for the four.
+constexpr std::uint32_t kRows = 4;
+
+// sum[i] += Σ factors[r * stride] * rows[r][i]: `count` rows of `width` each, which lie one behind the other.
+void add_rows(float* __restrict sum, std::uint32_t width, const float* __restrict rows, std::uint32_t count,
+              const float* __restrict factors, std::size_t stride) {
+  std::uint32_t r = 0;
+  for (; r + kRows <= count; r += kRows, rows += kRows * std::size_t{width}, factors += kRows * stride) {
+    const float f0 = factors[0], f1 = factors[stride], f2 = factors[2 * stride], f3 = factors[3 * stride];
+    for (std::size_t i = 0; i < width; ++i)
+      sum[i] += f0 * rows[i] + f1 * rows[width + i] + f2 * rows[2 * width + i] + f3 * rows[3 * width + i];
+  }
+  for (; r < count; ++r, rows += width, factors += stride)
+    for (std::size_t i = 0; i < width; ++i) sum[i] += *factors * rows[i];
+}
+
+// products[r] += rows[r] · x
+void multiply_rows(float* __restrict products, std::uint32_t width, const float* __restrict rows, std::uint32_t count,
+                   const float* __restrict x) {
+  std::uint32_t r = 0;
+  for (; r + kRows <= count; r += kRows, rows += kRows * std::size_t{width}) {
+    float p0 = 0, p1 = 0, p2 = 0, p3 = 0;
+    for (std::size_t i = 0; i < width; ++i) {
+      p0 += rows[i] * x[i];
+      p1 += rows[width + i] * x[i];
+      p2 += rows[2 * width + i] * x[i];
+      p3 += rows[3 * width + i] * x[i];
+    }
+    products[r] += p0, products[r + 1] += p1, products[r + 2] += p2, products[r + 3] += p3;
+  }
+  for (; r < count; ++r, rows += width)
+    for (std::size_t i = 0; i < width; ++i) products[r] += rows[i] * x[i];
+}
+
+}  // namespace
+
 double forward_backward(const ModelShape& shape, const Views& w, const Views& g, std::string_view text,
                         std::span<const std::uint64_t> positions, const std::function<void(Tensor)>& ready) {
   constexpr std::uint32_t inputs = kContext * kEmbedding;
   const std::uint32_t hidden = shape.hidden;
-  const std::size_t samples = positions.size();
+  const auto samples = static_cast<std::uint32_t>(positions.size());
   const float scale = 1.0f / static_cast<float>(samples);
-  std::vector<float> x(samples * inputs), h(samples * hidden), delta(samples * kBytes), dh(samples * hidden);
+  std::vector<float> x(positions.size() * inputs), h(positions.size() * hidden), delta(positions.size() * kBytes),
+      dh(h.size());
   for (auto& tensor : g) std::fill(tensor.begin(), tensor.end(), 0.0f);
   const auto byte_at = [&](std::uint64_t position) { return static_cast<unsigned char>(text[position % text.size()]); };
 
@@ -57,21 +96,13 @@ double forward_backward(const ModelShape& shape, const Views& w, const Views& g,
     for (std::uint32_t c = 0; c < kContext; ++c)
       std::copy_n(&w[embedding][std::size_t{byte_at(positions[s] + c)} * kEmbedding], kEmbedding, xs + c * kEmbedding);
     float* hs = &h[s * hidden];
-    for (std::uint32_t j = 0; j < hidden; ++j) {
-      const float* row = &w[hidden_weight][std::size_t{j} * inputs];
-      float sum = w[hidden_bias][j];
-      for (std::uint32_t i = 0; i < inputs; ++i) sum += row[i] * xs[i];
-      hs[j] = std::tanh(sum);
-    }
+    std::copy_n(w[hidden_bias].data(), hidden, hs);
+    multiply_rows(hs, inputs, w[hidden_weight].data(), hidden, xs);
+    for (std::uint32_t j = 0; j < hidden; ++j) hs[j] = std::tanh(hs[j]);
     float* ds = &delta[s * kBytes];
-    float largest = -1e30f;
-    for (std::uint32_t k = 0; k < kBytes; ++k) {
-      const float* row = &w[output_weight][std::size_t{k} * hidden];
-      float sum = w[output_bias][k];
-      for (std::uint32_t j = 0; j < hidden; ++j) sum += row[j] * hs[j];
-      ds[k] = sum;
-      largest = std::max(largest, sum);
-    }
+    std::copy_n(w[output_bias].data(), kBytes, ds);
+    multiply_rows(ds, hidden, w[output_weight].data(), kBytes, hs);
+    const float largest = *std::max_element(ds, ds + kBytes);
     float total = 0;
     for (std::uint32_t k = 0; k < kBytes; ++k) total += ds[k] = std::exp(ds[k] - largest);
     const unsigned char target = byte_at(positions[s] + kContext);
@@ -80,37 +111,27 @@ double forward_backward(const ModelShape& shape, const Views& w, const Views& g,
     ds[target] -= scale;
   }
   // Last layer first, so that its gradients travel while the rest is computed.
-  for (std::size_t s = 0; s < samples; ++s) {
-    const float* hs = &h[s * hidden];
-    float* back = &dh[s * hidden];
-    for (std::uint32_t k = 0; k < kBytes; ++k) {
-      const float d = delta[s * kBytes + k];
-      float* row = &g[output_weight][std::size_t{k} * hidden];
-      const float* weight = &w[output_weight][std::size_t{k} * hidden];
-      for (std::uint32_t j = 0; j < hidden; ++j) row[j] += d * hs[j];
-      for (std::uint32_t j = 0; j < hidden; ++j) back[j] += d * weight[j];
-      g[output_bias][k] += d;
-    }
-  }
+  for (std::uint32_t k = 0; k < kBytes; ++k)
+    add_rows(&g[output_weight][std::size_t{k} * hidden], hidden, h.data(), samples, &delta[k], kBytes);
+  for (std::size_t s = 0; s < samples; ++s)
+    for (std::uint32_t k = 0; k < kBytes; ++k) g[output_bias][k] += delta[s * kBytes + k];
   ready(output_bias);
   ready(output_weight);
   for (std::size_t s = 0; s < samples; ++s) {
-    const float* xs = &x[s * inputs];
-    std::vector<float> dx(inputs);
+    add_rows(&dh[s * hidden], hidden, w[output_weight].data(), kBytes, &delta[s * kBytes], 1);
     for (std::uint32_t j = 0; j < hidden; ++j) {
       const float hs = h[s * hidden + j];
-      const float d = dh[s * hidden + j] * (1 - hs * hs);
-      float* row = &g[hidden_weight][std::size_t{j} * inputs];
-      const float* weight = &w[hidden_weight][std::size_t{j} * inputs];
-      for (std::uint32_t i = 0; i < inputs; ++i) row[i] += d * xs[i];
-      for (std::uint32_t i = 0; i < inputs; ++i) dx[i] += d * weight[i];
-      g[hidden_bias][j] += d;
+      g[hidden_bias][j] += dh[s * hidden + j] *= 1 - hs * hs;
     }
+    std::vector<float> dx(inputs);
+    add_rows(dx.data(), inputs, w[hidden_weight].data(), hidden, &dh[s * hidden], 1);
     for (std::uint32_t c = 0; c < kContext; ++c) {
       float* row = &g[embedding][std::size_t{byte_at(positions[s] + c)} * kEmbedding];
       for (std::uint32_t i = 0; i < kEmbedding; ++i) row[i] += dx[c * kEmbedding + i];
     }
   }
+  for (std::uint32_t j = 0; j < hidden; ++j)
+    add_rows(&g[hidden_weight][std::size_t{j} * inputs], inputs, x.data(), samples, &dh[j], hidden);
   ready(hidden_bias);
   ready(hidden_weight);
   ready(embedding);
