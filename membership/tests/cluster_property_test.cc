@@ -130,7 +130,7 @@ TEST(MembershipProperty, InvariantsHoldUnderAnyListOfFaults) {
 
 // Two processes for one place, after which nothing tells them apart but their incarnations.
 TEST(MembershipProperty, TheSameHoldsWhereSecondProcessesAskForPlaces) {
-  constexpr std::uint64_t seeds = kSanitized ? 10 : 60;
+  constexpr std::uint64_t seeds = kSanitized ? 6 : 60;
   for (std::uint64_t seed = 0; seed < seeds; ++seed)
     for (const bool relays : {false, true})
       ASSERT_EQ(play_with_rivals(seed, relays), "") << "seed " << seed << ", relays: " << relays;
@@ -166,7 +166,7 @@ TEST(MembershipProperty, ARankThatIsLostBeforeTheRelayHearsOfItsRegistrationIsFo
 }
 
 TEST(MembershipProperty, TheSameHoldsWhereDaemonsGoFromRelayToRelay) {
-  constexpr std::uint64_t seeds = kSanitized ? 20 : 400;
+  constexpr std::uint64_t seeds = kSanitized ? 12 : 400;
   for (std::uint64_t seed = 0; seed < seeds; ++seed) {
     std::mt19937 random(static_cast<std::uint32_t>(seed));
     const auto any = [&](std::uint32_t below) { return static_cast<std::uint32_t>(random() % below); };
@@ -183,7 +183,7 @@ TEST(MembershipProperty, TheSameHoldsWhereDaemonsGoFromRelayToRelay) {
 }
 
 TEST(MembershipProperty, TheSameHoldsForManySeeds) {
-  constexpr std::uint64_t seeds = kSanitized ? 40 : 1500;
+  constexpr std::uint64_t seeds = kSanitized ? 25 : 1500;
   for (std::uint64_t seed = 0; seed < seeds; ++seed) {
     ASSERT_EQ(play(seed), "") << "seed " << seed;
     ASSERT_EQ(play(seed, true), "") << "seed " << seed << ", with relays";
