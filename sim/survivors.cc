@@ -26,7 +26,8 @@ void Survivors::on_end(std::uint64_t process, bool gave_up, const std::string& w
     return std::find(holder.second.begin(), holder.second.end(), process) != holder.second.end();
   });
   if (of == holders_.end()) return;
-  if (gave_up && holders_.size() == 1)
+  // The state before the first step is nobody's alone: each process starts with it.
+  if (gave_up && holders_.size() == 1 && committed_ > 0)
     violation_ =
         fmt::format("replica {}, the last that held step {}, was made to leave: {}", of->first, committed_, why);
   holders_.erase(of);
