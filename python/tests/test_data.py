@@ -89,12 +89,19 @@ def test_persistent_workers_that_have_died_are_started_again(expected):
     assert not multiprocessing.active_children()
 
 
-def test_workers_that_die_again_and_again_at_their_start_end_the_trainer(monkeypatch):
-    """As those of a script do that runs from its top in each of them."""
+DIES = RuntimeError("DataLoader worker (pid(s) 7) exited unexpectedly")
+FULL = RuntimeError("Caught RuntimeError in DataLoader worker process 0. unable to allocate shared memory(shm)")
+
+
+# As those of a script do that runs from its top in each of them, and those that have no room for a batch.
+@pytest.mark.parametrize(
+    "last, told", [(DIES, "pid.s. 7.*__name__ == '__main__'"), (FULL, "unable to allocate.*/dev/shm: give it more")]
+)
+def test_workers_that_fail_again_and_again_end_the_trainer(last, told, monkeypatch):
     batches = Batches(101, seed=1)
     loader = DataLoader(DATA, batch_sampler=batches, num_workers=1, multiprocessing_context="forkserver")
-    fetcher, dies = Fetcher(loader), RuntimeError("DataLoader worker (pid(s) 7) exited unexpectedly")
-    gives = iter([dies, dies, "a batch", dies, ValueError("no such sample"), dies, dies])
+    fetcher = Fetcher(loader)
+    gives = iter([DIES, FULL, "a batch", DIES, ValueError("no such sample"), last])
 
     def begin() -> None:
         fetcher._sent.extend(batches.coming)
@@ -108,7 +115,7 @@ def test_workers_that_die_again_and_again_at_their_start_end_the_trainer(monkeyp
 
     monkeypatch.setattr(fetcher, "_begin", begin)
     steps = [((4 * n, 4 * n + 4),) for n in range(12)]
-    with pytest.raises(Unavailable, match="died 3 times .*pid.s. 7.*__name__ == '__main__'"):
+    with pytest.raises(Unavailable, match=f"failed 3 times without giving anything: .*{told}"):
         for number, ranges in enumerate(steps):
             fetcher.fetch(ranges, lambda n, number=number: steps[number + 1 :][:n])
     assert next(gives, None) is None and fetcher.hits == 1

@@ -31,7 +31,14 @@ _UNFIT = {
 }
 _MOST_AHEAD = 1024  # steps that rejoin_upcoming() tells of
 
-_MOST_DEATHS = 3  # of workers that have given nothing
+_MOST_FAILURES = 3  # of workers that have given nothing
+
+_REMEDIES = {
+    "exited unexpectedly": "What they have written says why; a script with workers does what it does under if __name__ "
+    "== '__main__':",
+    "shared memory": "Data goes from workers to this process by way of /dev/shm: give it more room (docker run "
+    "--shm-size=8g), or the DataLoader fewer workers",
+}
 
 log = logging.getLogger("rejoin")
 
@@ -217,7 +224,7 @@ class Fetcher:
         self._sent: deque[Ranges] = deque()  # to this iterator's workers, and not back yet
         self._depth = min(loader.num_workers * (loader.prefetch_factor or 0) + 1, _MOST_AHEAD)  # batches ahead
         self.hits = self.misses = 0
-        self._deaths = 0  # of workers, since they have given something
+        self._failures = 0  # of workers, since they have given something
 
     def fetch(self, ranges: Ranges, upcoming: Callable[[int], Sequence[Sequence[tuple[int, int]]]]) -> Any:
         """Give the collated data of these samples. `upcoming` says what so many of the next steps probably train."""
@@ -257,12 +264,11 @@ class Fetcher:
 
     def _give_up(self, error: Exception) -> None:
         self.stop()
-        if "exited unexpectedly" in str(error):
-            self._deaths += 1
-        if self._deaths >= _MOST_DEATHS:
+        self._failures += 1
+        if self._failures >= _MOST_FAILURES:
+            remedy = next((". " + what for text, what in _REMEDIES.items() if text in str(error)), "")
             raise Unavailable(
-                f"the DataLoader's workers have died {self._deaths} times without giving anything: {error}. What they "
-                "have written says why; a script with workers does what it does under if __name__ == '__main__':"
+                f"the DataLoader's workers have failed {self._failures} times without giving anything: {error}{remedy}"
             ) from error
         log.warning("the DataLoader's workers are started again: %s", error)
 
@@ -270,7 +276,7 @@ class Fetcher:
         assert self._iterator is not None
         data = next(self._iterator)
         self._sent.popleft()
-        self._deaths = 0
+        self._failures = 0
         return data
 
     def stop(self) -> None:
