@@ -20,6 +20,31 @@ def ranks_of(store: object, count: int) -> list[_ranks.Ranks]:
     return made
 
 
+def test_processes_of_a_torchrun_that_are_no_ranks_of_the_replica_hear_it(monkeypatch):
+    """As where rejoin-run, without --ranks, starts a torchrun of the script's own: each takes itself for rank 0."""
+    world = torch.distributed
+    monkeypatch.setattr(world, "is_initialized", lambda: True)
+    monkeypatch.setattr(world, "get_world_size", lambda: 2)
+    monkeypatch.setattr(world.distributed_c10d, "_get_default_store", world.HashStore)
+
+    def ranks(number: int, by_torch: int, count: int | None) -> _ranks.Ranks:
+        monkeypatch.setattr(world, "get_rank", lambda: by_torch)
+        monkeypatch.delenv("REJOIN_RANKS", raising=False)
+        if count is not None:
+            monkeypatch.setenv("REJOIN_RANKS", str(count))
+        return _ranks.Ranks(number, _leaving.Leaving(), lambda: None)
+
+    for number, by_torch, count, told in (
+        (0, 1, 1, "rank 1 of 2 by torch.distributed, and rank 0 of its replica, which has 1 "),
+        (0, 0, 1, "rank 0 of 2 by torch.distributed, and rank 0 of its replica, which has 1 "),
+        (0, 1, None, "rank 1 of 2 by torch.distributed, and rank 0 of its replica"),
+    ):
+        with pytest.raises(rejoin.InvalidArgument, match=f"{told}.*rejoin-run --ranks 2 .*python train.py"):
+            ranks(number, by_torch, count)
+    for number, count in ((1, 2), (0, None)):
+        assert ranks(number, number, count).several
+
+
 def metrics_of(store: object, *names: list[str]) -> list[Metrics]:
     """Of the ranks that were given these."""
     made = [Metrics(of, torch.device("cpu"), one) for of, one in zip(names, ranks_of(store, len(names)), strict=True)]

@@ -177,8 +177,8 @@ def test_scripts_hear_of_no_other_rank_than_theirs():
         "REJOIN_ADVERTISE": "host",
         "HOME": "/",
     }
-    assert of_scripts(shell, 1) == {"REJOIN_RANK": "0", "HOME": "/"}
-    assert of_scripts(shell, 2) == {"HOME": "/"}
+    assert of_scripts(shell, 1) == {"REJOIN_RANK": "0", "REJOIN_RANKS": "1", "HOME": "/"}
+    assert of_scripts(shell, 2) == {"REJOIN_RANKS": "2", "HOME": "/"}
 
 
 def test_torchrun_starts_the_python_that_was_named():
@@ -214,6 +214,38 @@ def test_of_a_log_of_torchruns_the_workers_last_words_are_shown(tmp_path):
     log.write_bytes(
         b"\xff begins\nNameError: name 'lodaer'\nE1129 api.py:9] failed (exitcode: 1) local_rank: 0\n====\n"
     )
-    assert kept.last_words() == f"{log} ends so:\n\ufffd begins\nNameError: name 'lodaer'"
+    assert kept.last_words() == f"{log} ends so:\n\udcff begins\nNameError: name 'lodaer'"
     log.write_text("one line")
     assert kept.last_words() == f"{log} ends so:\none line"
+
+
+# Python starts a process that does so when all that could need it have died, and that nobody is to kill before that.
+SHARES = """
+import os, signal, sys
+from multiprocessing.shared_memory import SharedMemory
+
+shared = SharedMemory(create=True, size=8)
+if os.fork() == 0:
+    signal.pause()
+with open(sys.argv[1], "w") as names:
+    names.write(shared.name)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_program_that_was_killed_has_left_in_dev_shm_is_removed(tmp_path):
+    name = tmp_path / "name"
+    waits = f"[[ -e {name} ]] && {{ until [[ ! -e /dev/shm/$(< {name}) ]]; do sleep 0.05; done; exit 0; }}"
+    job = job_of(tmp_path, f"{waits}; exec {sys.executable} -c {shlex.quote(SHARES)} {name}")
+    _, told = job.communicate(timeout=60)
+    assert job.returncode == 0, told
+    assert told.startswith("rejoin-run: replica 0 ended with signal SIGKILL, and is started again\n"), told
+
+
+def test_a_directory_whose_name_is_no_text_is_refused_and_shown_as_it_is(tmp_path):
+    directory = os.fsencode(tmp_path) + b"/\xe9t\xc3\xa9"
+    command = [sys.executable, "-m", "rejoin.run", "--directory", directory, "--", "true"]
+    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    job = subprocess.run(command, env={**os.environ, **locale}, capture_output=True, timeout=60)
+    told = b"rejoin-run: the name of " + directory + b" is no text in UTF-8, and daemons take no other"
+    assert job.returncode == 1 and job.stderr.startswith(told), job.stderr

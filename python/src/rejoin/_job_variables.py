@@ -39,8 +39,11 @@ def of_daemons(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def of_scripts(environment: Mapping[str, str], ranks: int) -> dict[str, str]:
-    """Give what scripts take of them: which rank one is, is said here, or by torchrun where a replica has several."""
-    variables = without_addresses(environment)
+    """Give what scripts take of them: which rank one is, is said here, or by torchrun where a replica has several.
+
+    How many there are is said, too: a torchrun of the script's own may start others.
+    """
+    variables = {**without_addresses(environment), "REJOIN_RANKS": str(ranks)}
     for name in ("REJOIN_RANK", "RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_LOCALID"):
         variables.pop(name, None)
     if ranks == 1:

@@ -48,6 +48,13 @@ class _Process:
             return os.readlink(f"/proc/{self.pid}/fd/0").startswith("pipe:")
         return False
 
+    @property
+    def clears_up(self) -> bool:
+        """Say whether it removes what those that have died leave in /dev/shm, when they have, and ends: Python's."""
+        with contextlib.suppress(OSError):
+            return b"resource_tracker import main" in Path(f"/proc/{self.pid}/cmdline").read_bytes()
+        return False
+
     def has_variable(self, setting: bytes) -> bool:
         """Say whether it was started with it."""
         with contextlib.suppress(OSError):
@@ -127,7 +134,8 @@ class Kept:
             return None
         return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 
-    # What lives of it, in its session or with the socket that it was given, as torchrun's workers have in theirs.
+    # What lives of it, in its session or with the socket that it was given, as torchrun's workers have in theirs; but
+    # for who clears up behind them, and ends by itself.
     def _started(self) -> list[_Process]:
         assert self.process is not None
         living = {one.pid: one for one in _processes() if one.state != "Z"}
@@ -144,7 +152,8 @@ class Kept:
         return [
             one
             for one in living.values()
-            if one.session == self.process.pid or (socket and is_ours(one) and one.has_variable(setting))
+            if (one.session == self.process.pid or (socket and is_ours(one) and one.has_variable(setting)))
+            and not one.clears_up
         ]
 
     def leaves(self) -> bool:
@@ -191,7 +200,7 @@ class Kept:
             with self.output.open("rb") as log:
                 size = os.fstat(log.fileno()).st_size
                 log.seek(max(self._from if self._from <= size else 0, size - _LAST_BYTES))  # somebody may have cut it
-                lines = log.read(_LAST_BYTES).decode(errors="replace").rstrip().split("\n")
+                lines = os.fsdecode(log.read(_LAST_BYTES)).rstrip().split("\n")
         except OSError:  # somebody has moved it away
             return ""
         # Its worker's words stand before its own.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import codecs
+import io
 import re
 import sys
 from pathlib import Path
@@ -18,6 +20,20 @@ def by_torchrun(ranks: int, command: list[str]) -> list[str]:
     # The shell becomes torchrun: its workers are told which process they are to end with.
     return ["sh", "-c", '_TORCHRUN=$$ exec "$@"', "sh", sys.executable, "-m", "torch.distributed.run", "--standalone",
             "--nproc-per-node", str(ranks), worker, *command]  # fmt: skip
+
+
+def _as_it_is(error: UnicodeError) -> tuple[str | bytes, int]:
+    assert isinstance(error, UnicodeEncodeError)
+    one = error.object[error.start]
+    byte = ord(one) - 0xDC00  # as Python keeps those that are no text
+    return (bytes([byte]) if 0x80 <= byte <= 0xFF else ascii(one)[1:-1]), error.start + 1
+
+
+def show_names_as_they_are() -> None:
+    """Let names of files, and what logs have, be shown with the bytes that they have, also where those are no text."""
+    codecs.register_error("rejoin-run", _as_it_is)
+    if isinstance(sys.stderr, io.TextIOWrapper):
+        sys.stderr.reconfigure(errors="rejoin-run")
 
 
 def run_parser() -> argparse.ArgumentParser:

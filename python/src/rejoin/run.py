@@ -33,7 +33,7 @@ from typing import Any
 from rejoin._job_variables import of_daemons, of_scripts
 from rejoin._kept import WAITED_FOR, Kept, adopt, bury, how
 from rejoin._programs import path
-from rejoin._run_commands import by_torchrun, run_parser
+from rejoin._run_commands import by_torchrun, run_parser, show_names_as_they_are
 
 _WRONG_SETTINGS, _CAN_NOT_WRITE = 2, 4  # of a daemon's exit statuses
 _FULL_BYTES = 64 << 10  # a disk with less room is full
@@ -106,7 +106,15 @@ class Job:
     def start(self) -> None:
         """Start everything."""
         given = self._arguments
-        longest = len(os.fsencode(self._socket_of(given.replicas - 1)))
+        name = os.fsencode(self._socket_of(given.replicas - 1))
+        try:
+            name.decode()
+        except UnicodeDecodeError:
+            raise SystemExit(
+                f"rejoin-run: the name of {self._directory} is no text in UTF-8, and daemons take no other: give "
+                "another --directory, or TMPDIR"
+            ) from None
+        longest = len(name)
         if longest > _LONGEST_SOCKET:
             raise SystemExit(
                 f"rejoin-run: sockets in {self._directory} would have names of {longest} characters, and the system "
@@ -351,6 +359,7 @@ class Job:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `rejoin-run`."""
+    show_names_as_they_are()
     parser = run_parser()
     given = parser.parse_args(arguments)
     if given.command[:1] == ["--"]:

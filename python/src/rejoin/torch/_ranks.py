@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import struct
 import time
 from collections import deque
@@ -49,6 +50,7 @@ class Ranks:
         if initialized:
             self._size = torch.distributed.get_world_size()
         if self._size > 1:
+            self._compare(torch.distributed.get_rank() if initialized else None)
             if not initialized:
                 raise InvalidArgument(
                     f"this replica has {self._size} ranks ({named}): call torch.distributed.init_process_group() "
@@ -57,6 +59,18 @@ class Ranks:
             store = torch.distributed.distributed_c10d._get_default_store()
             prefix = f"rejoin/{next(_sessions)}"  # of this process; the other ranks have opened as many
             self._store = torch.distributed.distributed_c10d.PrefixStore(prefix, store)
+
+    def _compare(self, its_rank: int | None) -> None:
+        ranks = os.environ.get("REJOIN_RANKS", str(self._size))
+        if ranks == str(self._size) and its_rank in (None, self.rank):
+            return
+        number = "one" if its_rank is None else f"rank {its_rank}"
+        raise InvalidArgument(
+            f"this process is {number} of {self._size} by torch.distributed, and rank {self.rank} of its replica, "
+            f"which has {ranks} (REJOIN_RANK, REJOIN_RANKS): all processes of one torchrun are the ranks of one "
+            f"replica, by the same numbers. rejoin-run starts torchrun by itself: rejoin-run --ranks {self._size} … -- "
+            "python train.py"
+        )
 
     @property
     def several(self) -> bool:
