@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cctype>
 
 #include "base/text.h"
 
@@ -39,6 +40,26 @@ bool is_utf8(std::string_view text) {
     text.remove_prefix(length);
   }
   return true;
+}
+
+std::string without_times(std::string_view text) {
+  constexpr std::string_view of_number = "0123456789.";
+  std::string result;
+  while (!text.empty()) {
+    const std::size_t number = std::min(text.find_first_not_of(of_number), text.size());
+    std::string_view unit = text.substr(number);
+    if (number > 0 && unit.starts_with(' ')) {
+      unit.remove_prefix(unit.starts_with(" ms") ? 2 : 1);
+      if (unit.starts_with('s') && (unit.size() == 1 || std::isalnum(static_cast<unsigned char>(unit[1])) == 0)) {
+        text = unit.substr(1);
+        continue;
+      }
+    }
+    const std::size_t end = std::max<std::size_t>(number, 1);
+    result += text.substr(0, end);
+    text.remove_prefix(end);
+  }
+  return result;
 }
 
 std::string printable(std::string_view text, std::size_t longest) {

@@ -8,6 +8,9 @@ namespace rejoin {
 
 bool is_utf8(std::string_view text);
 
+// What it says beside the times in it, "3 s" or "1.5 ms": those go on.
+std::string without_times(std::string_view text);
+
 // At most so many bytes of it, and no part of a character of UTF-8.
 inline std::string cut(std::string text, std::size_t bytes) {
   if (text.size() <= bytes) return text;

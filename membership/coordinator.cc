@@ -74,6 +74,7 @@ Actions Coordinator::on_node_lost(NodeId node, TimePoint now) {
 void Coordinator::lose_node(NodeId node, TimePoint since) {
   const auto gone = nodes_.extract(node);
   announcer_.forget(node);
+  waits_.untold.erase(node);
   const std::string name = gone.empty() ? "" : gone.mapped().name;
   std::vector<ProcessId> dropped;
   for (const auto& claim : claims_)

@@ -9,6 +9,7 @@
 namespace rejoin::membership {
 
 void Coordinator::on_rank_up(NodeId node, const proto::RankUp& up) {
+  waits_.untold.try_emplace(node, now_);
   if (screen(node, up) == Screened::handled) return;
   if (up.incarnation() != 0) register_again(node, up);
   else register_new(node, up);

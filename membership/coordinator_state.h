@@ -2,6 +2,7 @@
 // for a place. All belong to the coordinator (coordinator.h).
 #pragma once
 
+#include <map>
 #include <optional>
 #include <string>
 
@@ -72,9 +73,9 @@ struct ConnectedNode {
 
 // Of a job that does not start, as its trainers are told.
 struct WaitOfStart {
-  std::string why;
+  std::string why;  // without times
   TimePoint since{};
-  bool reported = false;
+  std::map<NodeId, TimePoint> untold{};  // and since when there is something to tell them
 };
 
 // A replica that the job runs without.

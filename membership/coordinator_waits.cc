@@ -2,8 +2,8 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <cctype>
 
+#include "base/text.h"
 #include "membership/coordinator.h"
 
 namespace rejoin::membership {
@@ -63,19 +63,29 @@ void Coordinator::tell_why_it_waits() {
   if (!started() || members_.empty()) lines = waiting_for(now_);
   constexpr std::size_t most = 8;
   if (lines.size() > most) lines.resize(most);
-  auto why = fmt::format("{}", fmt::join(lines, "; "));
-  // Times in it go on.
-  const auto as_compared = [](std::string text) {
-    std::erase_if(text, [](unsigned char c) { return std::isdigit(c) != 0; });
-    return text;
-  };
-  if (as_compared(why) != as_compared(waits_.why)) waits_ = {.why = {}, .since = now_, .reported = false};
-  waits_.why = std::move(why);
-  if (waits_.reported || waits_.why.empty() || now_ - waits_.since < 2 * config_.silence) return;
-  waits_.reported = true;
+  const auto why = fmt::format("{}", fmt::join(lines, "; "));
+  if (why.empty()) {
+    waits_ = {};
+    return;
+  }
+  if (auto known = without_times(why); known != waits_.why) {
+    waits_.why = std::move(known);
+    waits_.since = now_;
+    for (const auto& [node, state] : nodes_) waits_.untold.try_emplace(node, now_);
+  }
+  // What is only about to come needs no line; but of replicas that come and go the line may never stay the same.
+  const bool lasts = now_ - waits_.since >= 2 * config_.silence;
+  std::vector<NodeId> to;
+  std::erase_if(waits_.untold, [&](const auto& one) {
+    const Duration untold = now_ - one.second;
+    if (untold < (lasts ? 2 : 8) * config_.silence) return false;
+    to.push_back(one.first);
+    return true;
+  });
+  if (to.empty()) return;
   proto::ToNode message;
-  message.mutable_waits()->set_why(waits_.why);
-  send_all(std::move(message));
+  message.mutable_waits()->set_why(why);
+  send_to(std::move(to), std::move(message));
 }
 
 // With whom it can't connect, so that it can't start, or be admitted.

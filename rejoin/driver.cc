@@ -279,9 +279,7 @@ void Driver::on_control_message(const proto::ToNode& message, TimePoint now) {
       declaration.set_instance(config_.instance);
       return;
     }
-    case proto::ToNode::kWaits:
-      if (!current_ || message.waits().stands()) logger().warn("the job waits for {}", message.waits().why());
-      return;
+    case proto::ToNode::kWaits: return on_waits(message.waits());
     case proto::ToNode::kHeartbeat:
     case proto::ToNode::kInquiry:  // the daemon's, as are the next
     case proto::ToNode::kLeads:

@@ -154,6 +154,7 @@ class Driver {
   const std::vector<proto::Peer>& peers() const { return peers_.of(config_.rank); }
   void reach_peers();
   void on_prospect(const proto::Prospect& prospect);
+  void on_waits(const proto::Waits& waits);
   void choose_links();
   bool to_be_linked(const ftar::Member& member) const { return !links_ || links_->contains(member); }
   void enter_epoch();
@@ -220,6 +221,7 @@ class Driver {
   std::optional<std::set<ftar::Member>> links_;  // with whom to connect; nothing: with all
   std::set<ftar::Member> calls_;                 // of these all, also those that are newer
   proto::Prospect prospect_;                     // while it is no member
+  std::string waits_for_;                        // as it was said last, without times
   std::string links_reported_;
   std::map<std::uint64_t, RoundTripLength> round_trips_;  // by incarnation, of peers: the least, ever
   membership::RoundTrips round_trips_reported_;

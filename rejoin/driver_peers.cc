@@ -5,6 +5,7 @@
 #include "base/events.h"
 #include "base/fail.h"
 #include "base/log.h"
+#include "base/text.h"
 #include "rejoin/driver.h"
 
 namespace rejoin {
@@ -257,6 +258,14 @@ proto::Accusation& Driver::excuse(std::string why, bool excused, TimePoint since
   excuse.set_excused(excused);
   excuse.set_waited_ms(static_cast<std::uint64_t>(milliseconds(now - since)));
   return excuse;
+}
+
+// The daemon hears it again when another trainer of its node, or of its relay's, has come.
+void Driver::on_waits(const proto::Waits& waits) {
+  auto what = without_times(waits.why());
+  if (!waits.stands() && (current_ || what == waits_for_)) return;
+  logger().warn("the job waits for {}", waits.why());
+  waits_for_ = std::move(what);
 }
 
 // Nothing waits in silence: after a second the log says for whom, and the coordinator's status then or after a quarter

@@ -138,6 +138,14 @@ TEST(Printable, TextOfUnknownOriginIsOneLineOfUtf8) {
   EXPECT_EQ(printable("ab×", 4), "ab×");
 }
 
+TEST(WithoutTimes, ATextIsTheSameWhileTimesInItGoOn) {
+  EXPECT_EQ(without_times("rank 2, for 30 ms: 1.5 s; 2 of 3 ranks in 20 slots, 7 s"),
+            "rank 2, for : ; 2 of 3 ranks in 20 slots, ");
+  EXPECT_EQ(without_times("10.0.0.7:12 ms"), "10.0.0.7:");
+  EXPECT_EQ(without_times("4 m 5"), "4 m 5");
+  EXPECT_EQ(without_times(""), "");
+}
+
 // ---- what a step's gradients are the mean of, and the version after it
 
 TEST_F(Trained, AStepSaysHowManyContributeAndAnUpdateHowManyHave) {
