@@ -1,6 +1,7 @@
 // What a session and its node's daemon say to each other.
 #include <poll.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -23,6 +24,21 @@ proto::FromTrainer more() {
   proto::FromTrainer message;
   message.mutable_more();
   return message;
+}
+
+// Its mode lets only its own user connect; so it is here, too, where a directory on its way lets nobody else look.
+Error not_allowed(const std::string& socket) {
+  struct stat status {};
+  const auto ours = ::geteuid();
+  if (::stat(socket.c_str(), &status) == 0 && status.st_uid != ours)
+    return {ErrorCode::refused,
+            fmt::format("the socket {} is user {}'s, and this trainer is user {}'s: run rejoind and its trainers as "
+                        "one user, with --socket in a directory that only that user can write",
+                        socket, status.st_uid, ours)};
+  return {ErrorCode::refused,
+          fmt::format("this trainer, which is user {}'s, may not connect to the socket {}, or not look into one of the "
+                      "directories that it is in: run rejoind and its trainers as one user",
+                      ours, socket)};
 }
 
 // Whether the daemon has closed the connection: what it said before that is still to be read, and then its end.
@@ -60,6 +76,7 @@ Result<Fd> ProgressThread::reach_daemon(TimePoint deadline) {
       if (auto right = check_user(*socket); !right) return tl::unexpected(right.error());
       return socket;
     }
+    if (errno == EACCES) return tl::unexpected(not_allowed(config_.socket));  // which does not pass by itself
     const bool lacks = without_descriptors(errno);
     const bool may_come = lacks || errno == ENOENT || errno == ECONNREFUSED || errno == EAGAIN;
     if (lacks && clock_.now() >= deadline) return tl::unexpected(socket.error());

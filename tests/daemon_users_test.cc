@@ -6,6 +6,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <filesystem>
 #include <functional>
 
 #include "base/tests/said_by_child.h"
@@ -80,6 +81,31 @@ TEST_F(OtherUsers, WhoHasTakenTheDaemonsNameGetsNoTrainersState) {
   EXPECT_EQ(joined.error().code, ErrorCode::refused);
   EXPECT_NE(joined.error().message.find("of user 65534, and this trainer is user 0's"), std::string::npos)
       << joined.error().message;
+}
+
+TEST_F(OtherUsers, HearWhoseTheDaemonsSocketIsThatTheyMayNotOpen) {
+  const std::filesystem::path directory = "/tmp/rejoin-users-" + std::to_string(::getpid());
+  std::filesystem::create_directory(directory);
+  const std::string socket = directory / "rejoin.sock";
+  const auto listening = listen_unix(socket);
+  ASSERT_TRUE(listening);
+  const auto joins_in = [&](std::filesystem::perms mode) {
+    std::filesystem::permissions(directory, mode);
+    return test::said_by_child([&]() -> std::string {
+      if (::setgid(kNobody) != 0 || ::setuid(kNobody) != 0) return "it can't be another user";
+      ::prctl(PR_SET_DUMPABLE, 1);
+      const auto joined = open_session(socket)->join();
+      return joined ? "it joined" : fmt::format("{} {}", static_cast<int>(joined.error().code), joined.error().message);
+    });
+  };
+  const auto refused = std::to_string(static_cast<int>(ErrorCode::refused));
+  const auto seen = joins_in(std::filesystem::perms{0755});
+  EXPECT_EQ(seen.find(refused + " the socket " + socket + " is user 0's, and this trainer is user 65534's: run"), 0u)
+      << seen;
+  const auto unseen = joins_in(std::filesystem::perms{0700});
+  EXPECT_EQ(unseen.find(refused + " this trainer, which is user 65534's, may not connect to the socket " + socket), 0u)
+      << unseen;
+  std::filesystem::remove_all(directory);
 }
 
 TEST_F(OtherUsers, AreRefusedByADaemonWhoseJobGoesOn) {
