@@ -59,13 +59,13 @@ void Driver::take(std::uint64_t step, TimePoint now) {
 void Driver::time_trainer(TimePoint now) {
   if (computed_.step != taken_) computed_ = {.step = taken_, .since = now, .busy = {}, .took = {}, .paused = false};
   if (computed_.took || !std::ranges::all_of(wanted_, [](bool wanted) { return wanted; })) return;
-  const Duration busy = computed_.busy + busy_in_step(now);
+  const Duration busy = computed_.busy + busy_otherwise(now);
   computed_.took = std::max<Duration>(now - computed_.since - busy, std::chrono::microseconds(1));
 }
 
 // What it is busy with says nothing of how fast it computes; this is what of that lies in the step, so far.
-Duration Driver::busy_in_step(TimePoint now) const {
-  if (!occupied_ || computed_.took) return {};
+Duration Driver::busy_otherwise(TimePoint now) const {
+  if (!occupied_ || occupied_->computes || computed_.took) return {};
   return std::max(Duration{}, now - std::max(occupied_->since, computed_.since));
 }
 

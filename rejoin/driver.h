@@ -119,6 +119,7 @@ class Driver {
   struct Occupation {
     std::string reason;
     TimePoint since, until;
+    bool computes = false;  // it is what each step does, and told of when it takes longer than usual
   };
   void occupy(std::optional<Occupation> occupation, TimePoint now);
   const std::optional<StepView>& step() const { return current_; }
@@ -182,6 +183,7 @@ class Driver {
   void look_for_stalls(TimePoint now);
   void excuse_trainer(TimePoint now);
   void excuse_between_steps(TimePoint now);
+  bool to_be_told(const Occupation& occupation, TimePoint now) const;
   void tell_occupation(TimePoint now);
   void excuse_flush(const std::vector<ftar::Wait>& waits, TimePoint now);
   void forgive_trainer(Duration pause, TimePoint now);
@@ -190,7 +192,7 @@ class Driver {
   void record(const proto::Accusation& accusation);
   Duration patience_with_compute() const;
   void time_trainer(TimePoint now);
-  Duration busy_in_step(TimePoint now) const;
+  Duration busy_otherwise(TimePoint now) const;
   void fail(Error error);
   void put_out(const std::string& why, TimePoint now);
 
@@ -253,6 +255,7 @@ class Driver {
   TimePoint excused_at_{}, released_at_{};  // last reported; when it was last busy with something
   TimePoint landing_since_{};               // its writes from before the epoch
   std::optional<Occupation> occupied_;
+  int computed_before_ = 0;  // such occupations, of the first
   std::uint64_t offered_ = 0, begun_ = 0;
   std::uint64_t stall_reported_for_ = 0;
   std::tuple<std::uint64_t, std::uint32_t, bool> accused_;  // epoch, suspect, whether lost: recorded last

@@ -14,6 +14,8 @@ namespace {
 
 // Of a wait.
 constexpr Duration kStallWorthTelling = std::chrono::seconds(1);
+constexpr std::size_t kStepsToLearnFrom = 4;
+constexpr int kFirstComputed = 8;
 
 }  // namespace
 
@@ -175,16 +177,17 @@ void Driver::record(const proto::Accusation& accusation) {
 // A trainer that computes is silent, too. What is normal is learned from the steps so far; a process that is stopped
 // is found by its missing heartbeats long before.
 Duration Driver::patience_with_compute() const {
-  constexpr std::size_t enough = 4;
-  if (step_times_.size() < enough) return std::max({silence_, config_.patience, config_.first_steps});
+  if (step_times_.size() < kStepsToLearnFrom) return std::max({silence_, config_.patience, config_.first_steps});
   return silence_ + 8 * *std::max_element(step_times_.begin(), step_times_.end());
 }
 
 void Driver::occupy(std::optional<Occupation> occupation, TimePoint now) {
-  if (occupied_ && !occupation) released_at_ = now;
-  computed_.busy += busy_in_step(now);
+  const bool told = !occupied_ || to_be_told(*occupied_, now);
+  if (occupied_ && !occupation && told) released_at_ = now;
+  if (occupied_ && occupied_->computes) computed_before_ = std::min(computed_before_ + 1, kFirstComputed);
+  computed_.busy += busy_otherwise(now);
   occupied_ = std::move(occupation);
-  excused_at_ = {};  // what was reported last is not so any more
+  if (told) excused_at_ = {};  // what was reported last is not so any more
 }
 
 // What the trainer may take its time with. It may have begun, or ended, what it is busy with in the course of the
@@ -209,12 +212,20 @@ void Driver::excuse_trainer(TimePoint now) {
   if (std::exchange(offered_, current_->step) != current_->step) offered_at_ = now;
   if (begun && std::exchange(begun_, taken_) != taken_) begun_at_ = now;
   if (now - excused_at_ < silence_ / 8) return;  // a coordinator that is new judges after a quarter
-  if (occupied_) tell_occupation(now);
+  if (occupied_ && to_be_told(*occupied_, now)) tell_occupation(now);
   else excuse_between_steps(now);
 }
 
+// Where it computes, before the others' patience is over. Who has come to a job that runs does not know yet how long
+// that is; and from steps that were told of nobody would ever learn.
+bool Driver::to_be_told(const Occupation& occupation, TimePoint now) const {
+  if (!occupation.computes) return true;
+  const bool learns = step_times_.size() < kStepsToLearnFrom && computed_before_ < kFirstComputed;
+  return now - occupation.since > (learns ? silence_ : patience_with_compute()) / 2;
+}
+
 void Driver::tell_occupation(TimePoint now) {
-  const auto& [reason, since, until] = *occupied_;
+  const auto& [reason, since, until, computes] = *occupied_;
   const bool may = now <= until;
   excuse(fmt::format("its trainer, which has been busy with '{}' for {:.1f} s, {} {:.1f} s", reason,
                      seconds(now - since), may ? "of the" : "longer than the", seconds(until - since)) +

@@ -64,10 +64,15 @@ class ProgressThread {
     membership::Samples trained;     // all samples trained up to this step
   };
   Result<Decision> wait_for_commit(std::uint64_t step);
-  // The reason, as others are shown it. Errors: `invalid_argument`.
-  static Result<std::string> check_busy(std::chrono::milliseconds limit, std::string_view reason);
+  struct Busy {
+    std::chrono::milliseconds limit;
+    std::string reason;  // as others are shown it
+    bool computes;       // see Driver::Occupation
+  };
+  // Errors: `invalid_argument`.
+  static Result<Busy> check_busy(std::chrono::milliseconds limit, std::string_view reason, bool computes);
   // The trainer says what it is busy with from now on, for at most `limit`, and by done() that it is not any more.
-  Result<> busy(std::chrono::milliseconds limit, std::string reason);
+  Result<> busy(const Busy& busy);
   Result<> done();
   // For a state on a GPU: end_update() has the update end when the stream has done it, and wait_for_update() waits
   // until the last update has ended.

@@ -89,7 +89,7 @@ class SessionImpl final : public Session {
       throw;
     }
     if (!joined) progress_.reset();
-    return joined && busy_ ? progress_->busy(busy_->first, busy_->second) : joined;
+    return joined && busy_ ? progress_->busy(*busy_) : joined;
   }
 
   Result<std::optional<Step>> begin_step() override {
@@ -164,14 +164,19 @@ class SessionImpl final : public Session {
   }
 
   Result<> busy(std::chrono::milliseconds limit, std::string_view reason) override {
+    return begin_busy(ProgressThread::check_busy(limit, reason, false));
+  }
+  Result<> busy_in_step(std::chrono::milliseconds limit, std::string_view reason) override {
+    return begin_busy(ProgressThread::check_busy(limit, reason, true));
+  }
+  Result<> begin_busy(const Result<ProgressThread::Busy>& what) {
     if (ended_) return tl::unexpected(*ended_);
-    const auto what = ProgressThread::check_busy(limit, reason);
     if (!what) return tl::unexpected(what.error());
     if (busy_)
       return fail(ErrorCode::invalid_argument, "busy() with '{}', but busy with '{}' already: done() comes first",
-                  *what, busy_->second);
-    busy_ = {limit, *what};
-    return progress_ ? progress_->busy(busy_->first, busy_->second) : Result<>();
+                  what->reason, busy_->reason);
+    busy_ = *what;
+    return progress_ ? progress_->busy(*busy_) : Result<>();
   }
   Result<> done() override {
     if (!std::exchange(busy_, std::nullopt))
@@ -367,7 +372,7 @@ class SessionImpl final : public Session {
   std::optional<Error> ended_;                     // by leave(), or by an update that broke off
   bool applying_ = false;                          // the update under way is commit()'s own
   bool torn_ = false;                              // … which has left a state of no version
-  std::optional<std::pair<std::chrono::milliseconds, std::string>> busy_;  // for at most so long, with what
+  std::optional<ProgressThread::Busy> busy_;
   std::function<void(std::uint64_t)> look_;
   ProgressThread::Decision decision_;  // on the step whose update is under way
   Position joined_from_;

@@ -330,6 +330,9 @@ class Session {
   // returns such an error. `invalid_argument` for a limit that is not 1 ms to a week, a reason that is not 1 to 200
   // bytes, busy() twice, done() without busy().
   virtual Result<> busy(std::chrono::milliseconds limit, std::string_view reason) = 0;
+  // The same for what each step does, such as reading its data, and may take long with now and then. Its time counts as
+  // computing, and how long steps take is learned from it; the others hear of it when it takes longer than usual.
+  virtual Result<> busy_in_step(std::chrono::milliseconds limit, std::string_view reason) = 0;
   virtual Result<> done() = 0;
 
   // ---- looking

@@ -269,6 +269,7 @@ NB_MODULE(_native, m) {
       .def("scale_feedback", &Session::scale_feedback, nb::arg("step"), nb::arg("factor"))
       .def("abandon_update", &Session::abandon_update, nb::arg("what"))
       .def("busy", &Session::busy, nb::arg("limit_ms"), nb::arg("reason"))
+      .def("busy_in_step", &Session::busy_in_step, nb::arg("limit_ms"), nb::arg("reason"))
       .def("done", &Session::done)
       .def("version", &Session::version)
       .def("committed", &Session::committed)

@@ -54,6 +54,49 @@ TEST(Driver, ReportsHowLongItsTrainerComputes) {
   EXPECT_EQ(reported([&] { rank.pass(30ms); }), 30'000u);
 }
 
+// Of what each step does the others hear when it takes longer than steps do, before they would take it for hanging; and
+// nobody but those who have just come says so of steps that all take long: nobody would learn how long steps are.
+TEST(Driver, WhatEachStepIsBusyWithIsComputingAndIsToldOfWhenItTakesUnusuallyLong) {
+  Alone rank({}, {}, 64, DriverConfig{}.first_steps);
+  rank.register_it();
+  rank.plan_with_peers(0);
+  std::uint64_t step = 0, compute_us = 0;
+  const auto told_in_step = [&](Duration loads) {  // and how much later than its beginning
+    std::optional<Duration> told;
+    rank.driver->take(++step, rank.now);
+    const TimePoint begun = rank.now;
+    const auto hear = [&] {
+      for (const auto& report : rank.driver->take_reports()) {
+        if (report.accusation().excused() && !told) told = rank.now - begun;
+        if (report.has_reduced()) compute_us = report.reduced().compute_us();
+      }
+    };
+    rank.driver->occupy(
+        Driver::Occupation{.reason = "its data", .since = begun, .until = begun + 2min, .computes = true}, rank.now);
+    while (rank.now < begun + loads) rank.pass(10ms), hear();
+    rank.driver->occupy(std::nullopt, rank.now);
+    rank.pass(10ms), hear();
+    rank.driver->want({true}, rank.now);
+    rank.pass(1ms), hear();
+    proto::ToNode next;
+    *next.mutable_plan() = rank.driver->machine().plan();
+    next.mutable_plan()->set_committed(step);
+    next.mutable_plan()->set_step(step + 1);
+    next.mutable_plan()->set_excused(told.has_value());
+    rank.driver->on_control_message(next, rank.now);
+    return told;
+  };
+  for (int i = 0; i < 8; ++i) EXPECT_GT(told_in_step(600ms), kSilence / 2) << i;
+  for (int i = 0; i < 20; ++i) EXPECT_FALSE(told_in_step(600ms)) << i;
+  EXPECT_EQ(compute_us, 610'000u);
+  for (int i = 0; i < 16; ++i) EXPECT_FALSE(told_in_step(50ms)) << i;
+  const auto told = told_in_step(6s);
+  ASSERT_TRUE(told);
+  EXPECT_GT(*told, kSilence / 2);
+  EXPECT_LT(*told, kSilence);
+  EXPECT_FALSE(told_in_step(50ms));
+}
+
 // A first step compiles and loads, however short a time the daemon is waited for.
 TEST(Driver, AFirstStepMayTakeAMinuteWhateverThePatienceWithTheDaemon) {
   Alone rank({}, {}, 64, DriverConfig{}.first_steps);

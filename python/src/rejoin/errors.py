@@ -100,7 +100,13 @@ _CODES: dict[int, type[RejoinError]] = {
 }
 
 
+# Of Cancelled, as the coordinator says it.
+_HANGS = "it hangs: its processes are heard, wait for nobody and do not go on"
+
+
 def _make(code: int, message: str) -> RejoinError:
+    if _HANGS in message:
+        message += ". What takes long goes into session.busy(), as an evaluation does: the others wait for it then"
     return _CODES.get(code, RejoinError)(message)
 
 

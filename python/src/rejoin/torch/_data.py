@@ -192,9 +192,9 @@ class Fetcher:
     def __init__(
         self,
         loader: DataLoader[Any],
-        busy: Callable[[str, float], AbstractContextManager[None]] = lambda *_: nullcontext(),
+        busy: Callable[..., AbstractContextManager[None]] = lambda *_, **__: nullcontext(),
     ) -> None:
-        """`busy` is entered, with a reason and a limit in seconds, where a step waits for the workers."""
+        """`busy` is entered where a step waits for its data: `Busy.with_ours()`."""
         if not hasattr(loader, "batch_sampler"):
             raise InvalidArgument(
                 f"session.steps() takes a DataLoader with batch_sampler=session.batches(len(data)), or nothing, and "
@@ -229,7 +229,8 @@ class Fetcher:
     def fetch(self, ranges: Ranges, upcoming: Callable[[int], Sequence[Sequence[tuple[int, int]]]]) -> Any:
         """Give the collated data of these samples. `upcoming` says what so many of the next steps probably train."""
         if self._loader.num_workers == 0:
-            return self._load(ranges)
+            with self._busy("its data", LONGEST_WAIT, in_step=True):
+                return self._load(ranges)
         self._batches.expect([tuple(one) for one in upcoming(self._depth)])
         with self._busy("its DataLoader's workers", LONGEST_WAIT):
             return self._from_workers(ranges)

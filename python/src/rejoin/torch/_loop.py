@@ -30,9 +30,9 @@ def fetcher_of(session: Session, loader: DataLoader[Any]) -> Fetcher:
     """Give this loader's fetcher. Where a new one comes in each data epoch, say, workers of those before are let go."""
     fetcher = session._fetchers.pop(id(loader), None)
     if fetcher is None:
-        fetcher = Fetcher(loader, session._busy_unless_it_is)
+        fetcher = Fetcher(loader, session._busy.with_ours)
         while len(session._fetchers) >= _MOST_LOADERS:
-            with session._busy_unless_it_is("the end of a DataLoader's workers", LONGEST_WAIT):
+            with session._busy.with_ours("the end of a DataLoader's workers", LONGEST_WAIT):
                 session._fetchers.pop(next(iter(session._fetchers))).stop()
     session._fetchers[id(loader)] = fetcher  # behind those that were used before
     return fetcher

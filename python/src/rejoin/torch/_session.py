@@ -7,7 +7,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ from rejoin.torch import _attach, _loop, _optimizer
 from rejoin.torch._attributes import told
 from rejoin.torch._buckets import Buckets
 from rejoin.torch._buffers import buffers_of
+from rejoin.torch._busy import Busy
 from rejoin.torch._checkpoint import checkpoint_of, remedy_in_python, restore, template_of
 from rejoin.torch._data import Batches, Fetcher, refuse_in_worker
 from rejoin.torch._final import final_save
@@ -94,7 +95,7 @@ class Session:
         self._ranks: Ranks | None = None
         self._position: str | None = None
         self._compares = True  # the state with the position's digest
-        self._is_busy = False
+        self._busy = Busy(self)
         self._fetchers: dict[int, Fetcher] = {}
         self._data: list[str] = []  # what batches() was told
         self._group: SessionGroup | None = None
@@ -293,19 +294,9 @@ class Session:
         finally:
             self._accumulating = False
 
-    @contextmanager
-    def busy(self, reason: str, seconds: float = 3600.0) -> Iterator[None]:
+    def busy(self, reason: str, seconds: float = 3600.0) -> AbstractContextManager[None]:
         """Let the others wait, for so long at most, while this replica saves, evaluates or compiles."""
-        self._native.busy(int(seconds * 1000), reason)
-        self._is_busy = True
-        try:
-            yield
-        finally:
-            self._is_busy = False
-            self._native.done()
-
-    def _busy_unless_it_is(self, reason: str, seconds: float) -> AbstractContextManager[None]:
-        return nullcontext() if self._is_busy else self.busy(reason, seconds)
+        return self._busy.with_scripts(reason, seconds)
 
     def _stream(self) -> int | None:
         return int(torch.cuda.current_stream(self.device).cuda_stream) if self.device.type == "cuda" else None

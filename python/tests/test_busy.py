@@ -1,0 +1,85 @@
+"""What the others hear that a replica is busy with."""
+
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("torch")
+
+from torch.utils.data import DataLoader  # noqa: E402
+
+from rejoin import errors  # noqa: E402
+from rejoin.torch import Batches  # noqa: E402
+from rejoin.torch._busy import Busy  # noqa: E402
+from rejoin.torch._data import Fetcher  # noqa: E402
+
+
+class Native:
+    def __init__(self):
+        self.said, self.now = [], None
+
+    def busy(self, limit_ms, reason, how="busy"):
+        if self.now:
+            raise errors.InvalidArgument("busy() twice")
+        self.now = reason
+        self.said.append((how, limit_ms, reason))
+
+    def busy_in_step(self, limit_ms, reason):
+        self.busy(limit_ms, reason, "in step")
+
+    def done(self):
+        assert self.now
+        self.now = None
+        self.said.append("done")
+
+
+class Reads:
+    """A data set of which one sample takes long, as it says."""
+
+    def __init__(self, busy):
+        self.busy = busy
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, number):
+        if number == 2:
+            with self.busy.with_scripts("a large file", 30):
+                return number
+        return number
+
+
+DATA = ("in step", 120_000, "its data")
+
+
+def test_data_without_workers_is_waited_for_and_may_say_for_what_itself():
+    native = Native()
+    busy = Busy(SimpleNamespace(_native=native))
+    loader = DataLoader(Reads(busy), batch_sampler=Batches(8, shuffle=False))
+    got = Fetcher(loader, busy.with_ours).fetch(((0, 4),), lambda _: [])
+    assert got.tolist() == [0, 1, 2, 3]
+    assert native.said == [DATA, "done", ("busy", 30_000, "a large file"), "done", DATA, "done"]
+
+
+def test_what_the_script_is_busy_with_covers_what_the_session_is():
+    native = Native()
+    busy = Busy(SimpleNamespace(_native=native))
+    with busy.with_scripts("an evaluation", 60):
+        with busy.with_ours("its DataLoader's workers", 120):
+            assert native.now == "an evaluation"
+        assert native.now == "an evaluation"
+        with pytest.raises(errors.InvalidArgument), busy.with_scripts("another one", 60):
+            pass
+    with busy.with_ours("its DataLoader's workers", 120), pytest.raises(OSError), busy.with_scripts("a file", 60):
+        raise OSError
+    assert native.said == [
+        ("busy", 60_000, "an evaluation"), "done",
+        ("busy", 120_000, "its DataLoader's workers"), "done", ("busy", 60_000, "a file"), "done",
+        ("busy", 120_000, "its DataLoader's workers"), "done",
+    ]  # fmt: skip
+
+
+def test_who_is_out_since_it_hangs_hears_of_busy():
+    hangs = "this replica is out of the job: it hangs: its processes are heard, wait for nobody and do not go on; x"
+    assert "into session.busy()" in str(errors._make(7, hangs))
+    assert "busy" not in str(errors._make(7, "this replica is out of the job: it was silent"))
