@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "base/bytes.h"
+#include "base/text.h"
 #include "tests/trainer_support.h"
 
 namespace rejoin::test {
