@@ -299,6 +299,10 @@ rejoin_code rejoin_busy(rejoin_session* session, uint64_t limit_ms, const char* 
   return guarded(
       [&] { return code(session->session->busy(milliseconds_of(limit_ms), reason != nullptr ? reason : "")); });
 }
+rejoin_code rejoin_busy_in_step(rejoin_session* session, uint64_t limit_ms, const char* reason) {
+  return guarded(
+      [&] { return code(session->session->busy_in_step(milliseconds_of(limit_ms), reason != nullptr ? reason : "")); });
+}
 rejoin_code rejoin_done(rejoin_session* session) {
   return guarded([&] { return code(session->session->done()); });
 }

@@ -159,6 +159,9 @@ rejoin_code rejoin_abandon_update(rejoin_session* session, const char* what);
 
 /* The trainer is busy for up to so many milliseconds with what the reason says, until rejoin_done(). */
 rejoin_code rejoin_busy(rejoin_session* session, uint64_t limit_ms, const char* reason);
+/* The same for what each step does and may take long with now and then, such as reading its data: it counts as
+ * computing. */
+rejoin_code rejoin_busy_in_step(rejoin_session* session, uint64_t limit_ms, const char* reason);
 rejoin_code rejoin_done(rejoin_session* session);
 
 /* `known` is 0 where the state is of no one version. */

@@ -158,6 +158,9 @@ class Session {
   void busy(std::uint64_t limit_ms, const std::string& reason) {
     check(rejoin_busy(session_, limit_ms, reason.c_str()));
   }
+  void busy_in_step(std::uint64_t limit_ms, const std::string& reason) {
+    check(rejoin_busy_in_step(session_, limit_ms, reason.c_str()));
+  }
   void done() { check(rejoin_done(session_)); }
 
   std::optional<std::uint64_t> version() const {
