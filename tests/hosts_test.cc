@@ -17,7 +17,7 @@ const std::string kTrainer = binaries() + "/rejoin-minimal";
 struct TwoHosts : Daemons {
   Host hosts[2] = {Host(scratch), Host(scratch)};
   std::vector<std::unique_ptr<Process>> processes;
-  std::string silence = "5000";
+  std::string silence = "5000", listen = "0.0.0.0:0";
 
   // Empty, or why there is no cable between the two here.
   std::string connect() const {
@@ -45,7 +45,7 @@ struct TwoHosts : Daemons {
         hosts[replica].inside({kTrainer}), file(output),
         std::vector<std::string>{"REJOIN_REPLICA=" + std::to_string(replica), "REJOIN_RANK=0",
                                  "REJOIN_SOCKET=" + socket(static_cast<std::uint32_t>(replica)), "REJOIN_TRANSPORT=tcp",
-                                 "REJOIN_DATA_LISTEN=0.0.0.0:0"});
+                                 "REJOIN_DATA_LISTEN=" + listen});
   }
   // `rejoin doctor` on the second host, whose coordinator and peer are on the first.
   void examine(const std::string& known, const std::string& peer) const {
@@ -147,7 +147,7 @@ struct MovingHost : TwoHosts {
   void start_node(int i, const std::string& connect) {
     start_daemon(i, "node" + std::to_string(i),
                  {"--socket", socket(static_cast<std::uint32_t>(i)), "--connect", connect, "--transport", "tcp",
-                  "--data-listen", "0.0.0.0:0"});
+                  "--data-listen", listen});
     addresses("node" + std::to_string(i));
   }
   void restart(int i) {
@@ -246,6 +246,20 @@ TEST(Hosts, WhoListensOverIpv4AloneAndHasNoSuchAddressIsRefused) {
   EXPECT_EQ(doctor.status, 2);
   EXPECT_NE(doctor.output.find("FAIL  advertised: the daemon listens on 0.0.0.0, over IPv4 alone"), std::string::npos)
       << doctor.output;
+}
+
+// The first node's connection with its coordinator does not leave the host.
+TEST(Hosts, OnHostsWithIpv6AloneWhoListensOverBothIsToldByThat) {
+  MovingHost two;
+  if (const auto why = two.connect(); !why.empty()) GTEST_SKIP() << why;
+  for (const auto& host : two.hosts) host.ip({"addr", "flush", "dev", "eth0"});
+  if (!two.has_ipv6("fd00:77::")) GTEST_SKIP() << "no IPv6 here";
+  two.listen = "[::]:0";
+  two.start_coordinator();
+  for (int i = 0; i < 2; ++i) two.start_node(i, (i == 0 ? "[::1]" : "[fd00:77::1]") + two.port);
+  for (int i = 0; i < 2; ++i) two.restart(i);
+  EXPECT_TRUE(eventually([&] { return two.both_contribute(); }, std::chrono::seconds(30)))
+      << two.told() << read_file(two.file("node0.out"));
 }
 
 // Its interface is a part of such an address, and no other node is told one.

@@ -91,12 +91,17 @@ std::string of_an_interface(int family) {
   return found;
 }
 
+struct OwnHost {
+  std::string host;
+  bool routed = false;  // on the default route
+};
+
 // Addresses for examples are of no machine: the way there is the default route.
-std::string of_family(int family) {
+OwnHost of_family(int family) {
   const auto host = sent_from(family == AF_INET6 ? "[2001:db8::1]:9" : "192.0.2.1:9");
-  if (!host) return of_an_interface(family);
-  const auto address = SocketAddress::numeric(with_port(*host, 0));
-  return address && is_for_others(address->get()) ? *host : of_an_interface(family);
+  const auto address = host ? SocketAddress::numeric(with_port(*host, 0)) : tl::unexpected(Error{});
+  if (address && is_for_others(address->get())) return {*host, true};
+  return {of_an_interface(family), false};
 }
 
 bool any_of(const Address& address, const std::function<bool(const sockaddr*)>& condition) {
@@ -164,8 +169,12 @@ OwnHosts own_hosts(const std::string& here) {
     hosts.v6_first = end->get()->sa_family == AF_INET6 && !IN6_IS_ADDR_V4MAPPED(&in6);
     (hosts.v6_first ? hosts.v6 : hosts.v4) = host_of(end->get());
   }
-  if (hosts.v4.empty()) hosts.v4 = of_family(AF_INET);
-  if (hosts.v6.empty()) hosts.v6 = of_family(AF_INET6);
+  const bool shown = !hosts.v4.empty() || !hosts.v6.empty();
+  const OwnHost v4 = hosts.v4.empty() ? of_family(AF_INET) : OwnHost();
+  const OwnHost v6 = hosts.v6.empty() ? of_family(AF_INET6) : OwnHost();
+  if (hosts.v4.empty()) hosts.v4 = v4.host;
+  if (hosts.v6.empty()) hosts.v6 = v6.host;
+  if (!shown) hosts.v6_first = v6.routed && !v4.routed;  // an interface without a route may be a bridge of containers
   return hosts;
 }
 
@@ -175,6 +184,7 @@ OwnHosts own_hosts_towards(const std::string& peer) {
 }
 
 OwnHosts or_loopback(OwnHosts hosts) {
+  hosts.v6_first |= hosts.v4.empty() && !hosts.v6.empty();  // what others can use goes before what they can't
   if (hosts.v4.empty()) hosts.v4 = "127.0.0.1";
   if (hosts.v6.empty()) hosts.v6 = "::1";
   return hosts;

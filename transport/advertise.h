@@ -31,7 +31,8 @@ struct OwnHosts {
 OwnHosts own_hosts(const std::string& here = {});
 // As for a connection with `peer`, which is not made. Of a name nobody asks a name server: it counts as none.
 OwnHosts own_hosts_towards(const std::string& peer);
-OwnHosts or_loopback(OwnHosts hosts);  // where a family has none: for what concerns this machine alone
+// Where a family has none: for what concerns this machine alone. What listens over both goes by an address of others'.
+OwnHosts or_loopback(OwnHosts hosts);
 // What listens on 0.0.0.0 is there over IPv4 alone, and what listens on :: over both: that host is replaced by one of
 // these where there is one, and stays otherwise.
 Address with_own_host_for_any(const Address& listening, const OwnHosts& hosts);

@@ -84,6 +84,7 @@ Result<Address> TcpEngine::listen(const Address& where) {
   Fd socket(::socket(address->get()->sa_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
   if (!socket) return fail_errno("socket");
   set_option(socket, SOL_SOCKET, SO_REUSEADDR, 1);
+  if (address->get()->sa_family == AF_INET6) set_option(socket, IPPROTO_IPV6, IPV6_V6ONLY, 0);
   if (options_.one_of_several) set_option(socket, IPPROTO_IP, IP_FREEBIND, 1);  // of IPv6, too
   if (::bind(socket.get(), address->get(), address->length()) != 0 || ::listen(socket.get(), 512) != 0)
     return fail_errno(

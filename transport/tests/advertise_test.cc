@@ -95,6 +95,14 @@ TEST(Advertise, AListenerIsToldByAnAddressOfTheFamilyThatItListensOn) {
   EXPECT_EQ(with_own_host_for_any({"shm:@rejoin-0123"}, both).text, "shm:@rejoin-0123");
 }
 
+TEST(Advertise, TheLoopbackStandsInForAFamilyAndNeverForAnAddressOfTheOther) {
+  const OwnHosts v6 = or_loopback({.v4 = "", .v6 = "fd00::1"}), v4 = or_loopback({.v4 = "10.0.0.1", .v6 = ""});
+  EXPECT_EQ(with_own_host_for_any({"[::]:1"}, v6).text, "[fd00::1]:1");
+  EXPECT_EQ(with_own_host_for_any({"0.0.0.0:1"}, v6).text, "127.0.0.1:1");
+  EXPECT_EQ(with_own_host_for_any({"[::]:1"}, v4).text, "10.0.0.1:1");
+  EXPECT_EQ(with_own_host_for_any({"[::]:1"}, or_loopback({})).text, "127.0.0.1:1");
+}
+
 TEST(Advertise, ALinkLocalAddressIsWrittenWithItsInterface) {
   const auto lo = SocketAddress::numeric("[fe80::1%lo]:7000");
   ASSERT_TRUE(lo) << lo.error().message;
