@@ -198,6 +198,9 @@ class Communicator {
   // Returns for this epoch's neighbours the best rate of our writes to each since the last call, in bytes a second,
   // where any were of some size.
   std::vector<std::pair<Member, double>> take_link_rates();
+  // The peer is at this address from now on: a call of this member's to another one, which has not come up, is given
+  // up, so that connect() calls it here. Connections that are up stay.
+  void on_address(Member peer, const transport::Address& address);
   bool knows(Member peer) const { return peers_.contains(peer); }  // connected, or on the way
   std::size_t connecting() const;                                  // connections of its own that are on the way
   bool needs(Member peer) const;                                   // in this epoch the two send each other something

@@ -81,11 +81,19 @@ Result<> Communicator::connect(Member member, const transport::Address& address)
   auto& peer = peers_[member] = std::make_unique<Peer>();
   peer->member = member;
   peer->called = true;
+  peer->address = address.text;
   peer->endpoint = *endpoint;
   peer->since = now_;
   by_endpoint_[*endpoint] = peer.get();
   place(*peer);
   return {};
+}
+
+// Somebody may yet answer at the address of before; then the peer hears a connection end, and the next one come. A call
+// that goes nowhere would last for a silence, in which this epoch's flush waits for it.
+void Communicator::on_address(Member member, const transport::Address& address) {
+  const Peer* peer = peer_of(member);
+  if (peer != nullptr && peer->called && !peer->up && peer->address != address.text) forget(member);
 }
 
 void Communicator::on_accepted(const transport::Event& event) {

@@ -61,6 +61,7 @@ struct Peer {
   transport::EndpointId endpoint;
   bool up = false;
   bool called = false;  // this member has opened the connection
+  std::string address;  // … to there
   TimePoint since{};    // when it began to open it
   transport::RemoteRegion staging;
   std::vector<transport::RemoteRegion> outputs;  // by bucket

@@ -322,18 +322,26 @@ void Driver::on_peers(const proto::Peers& fragment) {
   news_.MergeFrom(fragment);
   if (fragment.more()) return;
   const proto::Peers news = std::exchange(news_, {});
-  std::set<ftar::Member> before, after;
-  for (const auto& peer : peers()) before.insert(member_of(peer));
+  std::map<ftar::Member, std::string> before;  // addresses
+  std::set<ftar::Member> after;
+  for (const auto& peer : peers()) before.emplace(member_of(peer), peer.address());
   (void)peers_.apply(news);
   if (!ring_) return;
   for (const auto& peer : peers()) after.insert(member_of(peer));
-  for (const auto& member : before)
+  for (const auto& [member, address] : before)
     if (!after.contains(member)) ring_->forget(member);  // fenced
   std::erase_if(unreached_, [&](const auto& one) {
     return !after.contains({ReplicaId(one.second.replica()), one.first});
   });
+  for (const auto& peer : peers()) {
+    const auto known = before.find(member_of(peer));
+    if (known == before.end() || known->second == peer.address()) continue;
+    unreached_.erase(known->first.incarnation);  // what it says is of the address of before
+    ring_->on_address(known->first, {peer.address(), secret_});
+  }
   const auto peers_now = peers_.incarnations(config_.rank);
   std::erase_if(round_trips_, [&](const auto& one) { return !peers_now.contains(one.first); });
+  if (current_) current_->cards = cards();
   reach_peers();
   report_links();
 }

@@ -37,6 +37,62 @@ TEST_P(FtarRing, SurvivorsFinishFromIntactInputsWhereverAMemberDies) {
   }
 }
 
+// In the place of a driver: what the newer ones of all do.
+void call_at(Cluster& cluster, const Rank& moved, const transport::Address& address) {
+  for (auto& rank : cluster.ranks) {
+    if (rank->self.incarnation <= moved.self.incarnation) continue;
+    rank->communicator->on_address(moved.self, address);
+    EXPECT_TRUE(rank->communicator->connect(moved.self, address));
+  }
+}
+
+TEST_P(FtarRing, ACallToAnAddressThatIsNoMoreIsGivenUpWhenTheNewOneIsTold) {
+  Cluster cluster(1, kSizes, over);
+  for (int i = 0; i < 3; ++i) cluster.add();
+  cluster.enter(Epoch(1), cluster.ring_members());
+  cluster.start(Step(1));
+  ASSERT_TRUE(cluster.until([&] { return cluster.all_done(Step(1)); }));
+  Rank& moved = *cluster.ranks[0];
+  const auto before = moved.address, now = cluster.fabric.move(*moved.on_fabric);
+  cluster.fabric.cut(*moved.on_fabric);
+  ASSERT_TRUE(cluster.until(
+      [&] { return std::ranges::all_of(cluster.ranks, [](const auto& rank) { return rank->lost_someone(); }); }));
+  call_at(cluster, moved, before);
+  cluster.enter(Epoch(2), cluster.ring_members());
+  cluster.start(Step(2));
+  for (int turns = 0; turns < 500; ++turns) {
+    (void)cluster.fabric.step();
+    cluster.pump();
+  }
+  EXPECT_FALSE(cluster.all_done(Step(2))) << "somebody is called at an address that is no more";
+  call_at(cluster, moved, now);
+  ASSERT_TRUE(cluster.until([&] { return cluster.all_done(Step(2)); }));
+  cluster.expect_result(cluster.live());
+}
+
+// The right address, a wrong one, and the right one again, each at any moment of the call before.
+TEST_P(FtarRing, CallsThatCrossAsAddressesAreToldLeaveOneConnection) {
+  for (std::uint64_t seed = 1; seed <= seeds(60); ++seed) {
+    SCOPED_TRACE(seed);
+    Cluster cluster(seed, kSizes, over);
+    for (int i = 0; i < 3; ++i) cluster.add();
+    Rank& moved = *cluster.ranks[0];
+    const auto wrong = cluster.fabric.move(*moved.on_fabric), right = cluster.fabric.move(*moved.on_fabric);
+    for (const auto& address : {right, wrong, right}) {
+      call_at(cluster, moved, address);
+      for (auto turns = cluster.random() % 24; turns > 0; --turns) {
+        (void)cluster.fabric.step();
+        cluster.pump();
+      }
+    }
+    cluster.enter(Epoch(1), cluster.ring_members());
+    cluster.start(Step(1));
+    ASSERT_TRUE(cluster.until([&] { return cluster.all_done(Step(1)); }));
+    cluster.expect_result(cluster.live());
+    for (auto& rank : cluster.ranks) EXPECT_EQ(cluster.fabric.held(*rank->on_fabric).endpoints, 2u);
+  }
+}
+
 TEST_P(FtarRing, AStoppedMemberThatWakesLaterWritesNothingIntoTheNewEpoch) {
   for (std::uint64_t seed = 1; seed <= seeds(30); ++seed) {
     SCOPED_TRACE(seed);

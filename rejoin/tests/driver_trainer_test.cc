@@ -1,7 +1,10 @@
-// What a rank's driver tells the others of its trainer.
+// What a rank's driver tells the others of its trainer, and its trainer of the others.
 #include <functional>
 #include <optional>
+#include <string>
+#include <vector>
 
+#include "rejoin/log.h"
 #include "rejoin/tests/lone_driver.h"
 
 namespace rejoin {
@@ -151,6 +154,31 @@ TEST(Driver, APauseOfTheProcessIsNotCountedAgainstATrainerThatMayTakeItsTime) {
   }
   ASSERT_TRUE(waited_ms);
   EXPECT_LT(*waited_ms, 1000u);
+}
+
+TEST(Driver, SaysOnceWhatTheJobWaitsForHoweverOftenItsNodeIsTold) {
+  Alone rank;
+  rank.register_it();
+  std::vector<std::string> lines;
+  set_log([&](LogLevel, std::string_view line) { lines.emplace_back(line); });
+  set_log_level(LogLevel::warn);
+  const auto hear = [&](const std::string& why, bool stands = false) {
+    proto::ToNode message;
+    message.mutable_waits()->set_why(why);
+    message.mutable_waits()->set_stands(stands);
+    rank.driver->on_control_message(message, rank.now);
+  };
+  for (const char* why :
+       {"replica 1: 0 of 2 ranks have registered", "replica 1: 0 of 2 ranks have registered",
+        "replica 1: 1 of 2 ranks have registered", "replica 2: silent for 30 ms", "replica 2: silent for 1.5 s"})
+    hear(why);
+  for (int i = 0; i < 2; ++i) hear("its relay", true);
+  set_log_level(LogLevel::off);
+  set_log({});
+  EXPECT_EQ(lines, (std::vector<std::string>{"the job waits for replica 1: 0 of 2 ranks have registered",
+                                             "the job waits for replica 1: 1 of 2 ranks have registered",
+                                             "the job waits for replica 2: silent for 30 ms",
+                                             "the job waits for its relay", "the job waits for its relay"}));
 }
 
 }  // namespace

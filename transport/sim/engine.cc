@@ -30,8 +30,10 @@ Result<EndpointId> SimEngine::connect(const Address& peer, BytesView hello) {
   const bool shaped = text.starts_with("sim:");
   if (!shaped || std::from_chars(text.data() + 4, text.data() + text.size(), number).ec != std::errc{})
     return fail(ErrorCode::invalid_argument, "address '{}' is not of the form sim:N", text);
+  number = fabric_.engine_at(number);
   const EndpointId mine(++fabric_.ids_made_), theirs(++fabric_.ids_made_);
   endpoints_[mine.value] = {.peer_engine = number, .peer = theirs};
+  if (number == Fabric::kNobody) return mine;
   const Duration there = fabric_.delay() + fabric_.slowness(number_, number);
   fabric_.after(there, [&fabric = fabric_, from = number_, number, mine, theirs,
                         bytes = Bytes(hello.begin(), hello.end())]() mutable {

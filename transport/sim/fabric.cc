@@ -23,6 +23,20 @@ SimEngine* Fabric::engine(std::uint32_t number) const {
   return found == engines_.end() || found->second->dead_ ? nullptr : found->second;
 }
 
+std::uint32_t Fabric::engine_at(std::uint32_t address) const {
+  const auto found = moved_.find(address);
+  return found == moved_.end() ? address : found->second;
+}
+
+Address Fabric::move(const Engine& engine) {
+  const std::uint32_t number = made_here(engine).number_, address = engines_made_++;
+  for (auto& [before, whose] : moved_)
+    if (whose == number) whose = kNobody;
+  moved_[number] = kNobody;
+  moved_[address] = number;
+  return {fmt::format("sim:{}", address)};
+}
+
 void Fabric::after(Duration delay, std::function<void()> action) {
   agenda_.emplace(std::pair(clock_.now() + delay, sequence_++), std::move(action));
 }

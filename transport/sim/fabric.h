@@ -66,6 +66,8 @@ class Fabric {
   // that is sent on them arrives, their ends included, and neither side sees that until they have been dead for so
   // long.
   void forget(const Engine& engine, Duration until_found);
+  // Its machine has another address from now on, which is returned. Calls to those of before get no answer at all.
+  Address move(const Engine& engine);
   // Registering memory fails, so many times.
   void refuse_memory(const Engine& engine, std::uint64_t times);
   // The next registration takes this long: its caller, who can't wait in virtual time, asks for how long it stands now.
@@ -95,6 +97,7 @@ class Fabric {
   // Most are quick; one in sixteen comes after the poster's end may be known to have failed.
   Duration late_delay() { return random_() % 16 == 0 ? pick(options_.min_delay, options_.detection) : delay(); }
   SimEngine* engine(std::uint32_t number) const;
+  std::uint32_t engine_at(std::uint32_t address) const;  // its number; nobody's, where nobody answers
   Duration slowness(std::uint32_t from, std::uint32_t to);
   bool far(std::uint32_t one, std::uint32_t other) const;  // in another room
   Duration least_latency(std::uint32_t from, std::uint32_t to) const;
@@ -106,6 +109,8 @@ class Fabric {
   std::uint64_t sequence_ = 0;
   std::uint64_t ids_made_ = 0, stale_writes_ = 0, bytes_between_rooms_ = 0;
   std::unordered_map<std::uint32_t, SimEngine*> engines_;
+  static constexpr std::uint32_t kNobody = ~0u;
+  std::unordered_map<std::uint32_t, std::uint32_t> moved_;  // by address: whose it is now, where that has changed
   std::map<std::pair<std::uint32_t, std::uint32_t>, TimePoint> blocked_;  // from, to: until then
   std::map<std::pair<TimePoint, std::uint64_t>, std::function<void()>> agenda_;
   struct Moving {
