@@ -13,12 +13,14 @@ namespace rejoin::daemon {
 
 namespace {
 
-// A trainer that is refused and started again is refused in the same words many times a second. Returns how often it
+// A trainer that is refused and started again is refused for the same reason many times a second. Returns how often it
 // was since they were logged; nothing where that was within the last minute.
-std::optional<std::uint64_t> may_say(const std::string& text, TimePoint now) {
+std::optional<std::uint64_t> may_say(const membership::Note& note, TimePoint now) {
   constexpr std::size_t most = 256;
   static thread_local std::map<std::string, Seldom> said;
-  if (text.find(" was refused: ") == std::string::npos && text.find(": it has left: ") == std::string::npos) return 0;
+  const std::string& text = note.like.empty() ? note.text : note.like;
+  if (note.like.empty() && text.find(" was refused: ") == text.npos && text.find(": it has left: ") == text.npos)
+    return 0;
   const bool full = said.size() >= most && !said.contains(text);
   if (full) std::erase_if(said, [&](const auto& one) { return one.second.is_over(now); });
   if (full && said.size() >= most) return 0;
@@ -29,7 +31,7 @@ std::optional<std::uint64_t> may_say(const std::string& text, TimePoint now) {
 
 void log_notes(const std::vector<membership::Note>& notes, std::string_view of) {
   for (const auto& note : notes) {
-    const auto left_out = note.warning ? may_say(note.text, SteadyClock().now()) : 0;
+    const auto left_out = note.warning ? may_say(note, SteadyClock().now()) : 0;
     if (!left_out) continue;
     const std::string more = *left_out > 0 ? fmt::format(" (and {} times more since that was logged)", *left_out) : "";
     spdlog::log(note.warning ? spdlog::level::warn : spdlog::level::info, "{}{}{}", of, note.text, more);

@@ -56,6 +56,7 @@ Screened Coordinator::screen_place(NodeId node, const proto::RankUp& up) {
   if (holder == nullptr) return Screened::handled;
   warn("replica {} rank {}: process {} on node {} asks for the place of process {} on node {}", up.replica(), up.rank(),
        up.pid(), up.node(), holder->pid, node_name(*holder));
+  actions_.notes.back().like = fmt::format("replica {} rank {} is asked for", up.replica(), up.rank());
   inquire(claim, *holder);
   return Screened::handled;
 }

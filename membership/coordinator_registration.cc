@@ -94,6 +94,8 @@ void Coordinator::refuse(NodeId node, const proto::RankUp& up, refusals::Why why
   refused.set_reason(std::move(reason));
   refused.set_why(static_cast<std::uint32_t>(why));
   warn("replica {} rank {} was refused: {}", up.replica(), up.rank(), refused.reason());
+  if (why == refusals::Why::place)
+    actions_.notes.back().like = fmt::format("replica {} rank {} was refused its place", up.replica(), up.rank());
   send(node, std::move(answer));
 }
 

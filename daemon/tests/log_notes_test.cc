@@ -23,5 +23,17 @@ TEST(LogNotes, WhatATrainerIsRefusedForAgainAndAgainIsSaidOnce) {
   EXPECT_EQ(std::ranges::count(text, '\n'), 5) << text;
 }
 
+// Each process has another number, and each answer another time.
+TEST(LogNotes, LinesThatAreAlikeAreSaidOnceWhateverNumbersTheyHave) {
+  testing::internal::CaptureStdout();
+  testing::internal::CaptureStderr();
+  for (int i = 0; i < 100; ++i) {
+    const auto process = fmt::format("process {} asks for the place", i);
+    log_notes({{process, true, "of one"}, {process, true, "of another"}, {process, true}});
+  }
+  const std::string text = testing::internal::GetCapturedStdout() + testing::internal::GetCapturedStderr();
+  EXPECT_EQ(std::ranges::count(text, '\n'), 102) << text;
+}
+
 }  // namespace
 }  // namespace rejoin::daemon
