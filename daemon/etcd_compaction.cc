@@ -3,7 +3,7 @@
 // there. Each transaction compares the leader with the token, and the head with what it was at first: so nothing is
 // written by a former leader, or late into what is complete. The last one also compares the fragments with what was
 // written here: a repeated put that came late, of other bytes, is found. Whatever was left behind by a compaction that
-// was given up is deleted by the next one.
+// was given up is deleted by the next one. An entry of the log that goes with it is in the last one.
 #include "base/bytes.h"
 #include "base/fail.h"
 #include "daemon/etcd_request.h"
@@ -75,6 +75,7 @@ class Compaction final : public EtcdRequest {
     head.set_fragments(static_cast<std::uint32_t>(fragments()));
     auto& ops = *transaction.mutable_success();
     add_put(ops, keys_.head(), head.SerializeAsString());
+    if (!request_.entry.empty()) add_put(ops, keys_.entry(request_.entry_at), request_.entry);
     add_delete(ops, keys_.entry(0), keys_.entry(request_.whole ? request_.position : log_from_));
     add_delete(ops, keys_.fragments(), fragment(0));
     add_delete(ops, fragment(fragments()), keys_.fragments_end());

@@ -21,6 +21,7 @@ class Write final : public EtcdRequest {
   void begin() override {
     etcd::TxnRequest transaction;
     compare_leader(transaction, keys_, request_);
+    compare_behind(transaction);
     add_put(*transaction.mutable_success(), key(), request_.value);
     add_range(*transaction.mutable_success(), keys_.leader());
     add_range(*transaction.mutable_failure(), keys_.leader());
@@ -41,6 +42,18 @@ class Write final : public EtcdRequest {
   }
 
  private:
+  void compare_behind(etcd::TxnRequest& in) const {
+    const auto& behind = request_.behind;
+    if (!behind.entry) {
+      if (behind.snapshot_revision != 0) compare_written(in, keys_.head(), behind.snapshot_revision);
+      return;
+    }
+    auto& there = *in.add_compare();
+    there.set_target(etcd::Compare::CREATE);
+    there.set_result(etcd::Compare::GREATER);
+    there.set_key(keys_.entry(*behind.entry));
+    there.set_create_revision(0);
+  }
   std::string key() const {
     if (request_.kind == StoreRequest::Kind::claim) return keys_.leader();
     return request_.kind == StoreRequest::Kind::append ? keys_.entry(request_.position) : keys_.alive();
@@ -73,6 +86,7 @@ class Read final : public EtcdRequest {
       answer_.alive_revision = static_cast<std::uint64_t>(alive.mod_revision());
     const auto& heads = answer.responses(2).response_range().kvs();
     if (!heads.empty() && !head_.ParseFromString(heads[0].value())) return strange_head();
+    if (!heads.empty()) answer_.snapshot_revision = static_cast<std::uint64_t>(heads[0].mod_revision());
     bool wants_snapshot = head_.position() > request_.position;
     const auto& entries = answer.responses(3).response_range();
     answer_.more = entries.more();

@@ -186,6 +186,8 @@ void add_coordinator(Metrics& metrics, const json& c, const JobHistory& history,
   if (store.contains("term")) {
     metrics.gauge("leader_term", "The number of the current lead: it rises with each takeover.", number(store, "term"));
     metrics.counter("takeovers", "Times that this coordinator has taken the lead.", number(store, "takeovers"));
+    metrics.counter("store_set_back", "Times that the store was set back to an older copy under this coordinator.",
+                    number(store, "times_set_back"));
     metrics.gauge("store_stalled", "1: the store does not take what is decided.", number(store, "stalled"));
     metrics.gauge("store_failing_seconds", "For how long the store has not answered, or taken a write; 0: it does.",
                   number(store, "failing_ms") * 1e-3);

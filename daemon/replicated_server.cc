@@ -150,6 +150,7 @@ nlohmann::json ReplicatedServer::status() const {
         fmt::format("the copy of the decisions in {} is given up: {}", options_.log_directory, given_up));
   if (const auto& why = machine_->snapshot_failed(); !why.empty())
     json["alarms"].push_back(fmt::format("the store takes no snapshot, so that its log grows: {}", why));
+  if (const auto& line = machine_->set_back_under_it(); !line.empty()) json["alarms"].push_back(line);
   if (auto line = machine_->of_another_job(); !line.empty()) json["alarms"].push_back(std::move(line));
   if (leads)
     for (auto& line : unreached_of(*machine_->leading(), history_, now())) json["alarms"].push_back(std::move(line));
@@ -168,6 +169,7 @@ nlohmann::json ReplicatedServer::status() const {
       {"failing_ms", failing ? static_cast<std::uint64_t>(milliseconds(now() - failing->since)) : 0},
       {"write_us", status_of(machine_->latency())},
       {"takeovers", machine_->takeovers()},
+      {"times_set_back", machine_->times_set_back()},
       {"copy", given_up}};
   return json;
 }

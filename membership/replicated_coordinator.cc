@@ -27,7 +27,8 @@ ReplicatedCoordinator::ReplicatedCoordinator(Options options, TimePoint now)
       pause_detector_(options_.job.silence),
       now_(now),
       failing_said_(kLinesApart * options_.job.silence),
-      stall_said_(kLinesApart * options_.job.silence) {
+      stall_said_(kLinesApart * options_.job.silence),
+      set_back_said_(kLinesApart * options_.job.silence) {
   forget();
 }
 
@@ -42,7 +43,8 @@ void ReplicatedCoordinator::forget() {
   due_.reset();
   again_.reset();
   snapshot_at_ = tried_at_ = last_entry_ = claim_reported_ = 0;
-  verifies_ = false;
+  verifies_ = set_back_told_ = false;
+  set_back_.clear();
   has_read_ = stalled_ = stall_logged_ = waits_reported_ = suspects_itself_ = false;
 }
 
@@ -221,7 +223,8 @@ ReplicatedCoordinator::Actions ReplicatedCoordinator::on_answer(const StoreAnswe
   // Of a lead that was given up meanwhile. What has become of it shows when it reads again.
   if (request.kind != Kind::read && request.kind != Kind::claim && role_ != Role::leading) return take();
   if (request.kind == Kind::compact) {
-    on_compacted(request, answer, now);
+    if (request.entry.empty()) on_compacted(request, answer, now);
+    else on_mended(request, answer, now);
     write_next(now);
     return take();
   }
@@ -249,6 +252,7 @@ ReplicatedCoordinator::Actions ReplicatedCoordinator::on_answer(const StoreAnswe
       // Where an earlier try of an append has been done, the log has its very bytes.
       const bool own = request.kind == Kind::append && leads_still(answer) && answer.existing == request.value;
       if (answer.outcome == Outcome::done || own) on_written(now);
+      else if (leads_still(answer) && answer.existing.empty()) on_set_back(now);  // that alone was not as it should be
       else follow(answer, now);
       break;
     }

@@ -34,6 +34,9 @@
 //              there is, and for each write. Otherwise they would take the lead from each other, and decide nothing.
 //   snapshot   The leader puts a snapshot in place of the log before it, every so many records. Who finds a gap between
 //              what it knows and the log begins with the snapshot.
+//   set back   A store may be put back to an older copy under a leader, which so has what the store has lost. What it
+//              writes is written only behind what it wrote last; refused, it puts a snapshot of all that it knows in
+//              place of that, with the last entry. Until then it can write nothing else, and says so.
 //   copy       Every record of the log comes out once, in order, for a file on this coordinator's disk.
 #pragma once
 
@@ -59,6 +62,7 @@ class ReplicatedCoordinator {
     std::uint64_t instance = 0;         // random, another one for each process
     std::uint64_t started_ms = 0;       // since 1970
     std::uint64_t per_snapshot = 1024;  // records
+    std::size_t entry_bytes = 1 << 20;  // at most, unless one decision has more: etcd takes 1.5 MiB
     // What the copy on its disk has: records, counted from the beginning of the job, and the job's id.
     std::uint64_t copied = 0, copied_job = 0;
     std::string copied_landmark{};    // what they lead to; empty: not compared
@@ -100,6 +104,9 @@ class ReplicatedCoordinator {
   bool stalled() const { return stalled_; }
   // Of a standby: an operator's word that it was started with, and that the leader need not have; empty: none.
   std::string unheeded_word() const;
+  // Of a leader whose store was set back, and has not taken yet what is to be in place of that; empty: it was not.
+  const std::string& set_back_under_it() const { return set_back_; }
+  std::uint64_t times_set_back() const { return times_set_back_; }
   const std::string& snapshot_failed() const { return snapshot_failed_; }  // why the last one is not in the store
   // All that the records lead to that have come out for the copy, with their number; nothing while more is decided than
   // is written, or not all is read.
@@ -168,7 +175,10 @@ class ReplicatedCoordinator {
   void enqueue(membership::Actions decided);
   void bound_queue();
   void write_next(TimePoint now);
+  StoreRequest::Behind behind() const;
   void on_written(TimePoint now);
+  void on_set_back(TimePoint now);
+  void on_mended(const StoreRequest& request, const StoreAnswer& answer, TimePoint now);
   void release(std::size_t items);
   void look_at_stall(TimePoint now);
   Duration patience() const;
@@ -191,6 +201,7 @@ class ReplicatedCoordinator {
   std::uint64_t copied_;        // of the first record that the copy lacks
   std::pair<std::uint64_t, std::string> landmark_;  // of the copy when it ended at such a record
   std::uint64_t last_entry_ = 0;                    // of those records, the first of the last entry
+  std::uint64_t snapshot_revision_ = 0;             // of the snapshot that was there when it was read last
   bool has_read_ = false;                           // all that the store had, once
   std::optional<std::uint64_t> steps_at_start_;     // that were committed when this process had read all
   bool reads_recent_ = false;                       // the next time, not what was some time ago
@@ -213,11 +224,11 @@ class ReplicatedCoordinator {
   TimePoint asked_at_{}, begun_at_{};              // the request under way: this try, and the first one
   std::optional<Failing> failing_;
   TimePoint write_failed_at_{};
-  Seldom failing_said_, stall_said_;  // lines in the log
-  Duration claim_pause_{};            // after the last claim, which has failed; 0: it has not
-  TimePoint claim_again_{};           // … until then
-  std::uint64_t claim_reported_ = 0;  // the term of the last claim
-  Duration took_{};                   // the last write, or claim
+  Seldom failing_said_, stall_said_, set_back_said_;  // lines in the log
+  Duration claim_pause_{};                            // after the last claim, which has failed; 0: it has not
+  TimePoint claim_again_{};                           // … until then
+  std::uint64_t claim_reported_ = 0;                  // the term of the last claim
+  Duration took_{};                                   // the last write, or claim
 
   // Of a leader:
   std::uint64_t token_ = 0;
@@ -231,7 +242,9 @@ class ReplicatedCoordinator {
   std::uint64_t appending_ = 0;                   // records, in it
   std::optional<proto::LogRecord> due_;           // a snapshot for the position behind it
   std::uint64_t snapshot_at_ = 0, tried_at_ = 0;  // records that the last one stands for; … that was tried
-  std::string snapshot_failed_;
+  std::string snapshot_failed_, set_back_;
+  bool set_back_told_ = false;
+  std::uint64_t times_set_back_ = 0;
   TimePoint confirmed_at_{};
   bool suspects_itself_ = false;  // a node knows a higher term
   bool stalled_ = false;          // and has told

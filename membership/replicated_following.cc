@@ -39,8 +39,10 @@ void ReplicatedCoordinator::on_read(const StoreRequest& request, const StoreAnsw
   if (actions_.failed) return;
   if (answer.alive_revision != alive_revision_ || !answer.entries.empty()) sign_at_ = now;
   alive_revision_ = answer.alive_revision;
+  const bool entry_there = !answer.entries.empty() && answer.entries.front().first == last_entry_;
   const bool there =
-      !answer.snapshot.empty() || (!answer.entries.empty() && answer.entries.front().first == last_entry_);
+      !answer.snapshot.empty() || entry_there ||
+      (last_entry_ == position_ && answer.snapshot_position == position_);  // it knows the snapshot alone
   if (std::exchange(verifies_, false) && !there) {
     note(true, "the store was set back: what it had of this job is forgotten here, too");
     forget();
@@ -92,7 +94,7 @@ std::string ReplicatedCoordinator::unheeded_word() const {
 void ReplicatedCoordinator::read_for_lead(TimePoint now) {
   role_ = Role::reading;
   token_ = leader_revision_;
-  verifies_ = has_read_ && last_entry_ < position_;
+  verifies_ = has_read_ && position_ > 0;
   submit(
       {.kind = Kind::read, .position = verifies_ ? last_entry_ : position_, .leader = {}, .value = {}, .recent = true},
       now);
@@ -152,6 +154,7 @@ bool ReplicatedCoordinator::is_of_copy() {
 // False where it does not follow on what is known, or can't be read (`failed`).
 bool ReplicatedCoordinator::take_in(const StoreAnswer& answer) {
   snapshot_at_ = answer.snapshot_position;
+  snapshot_revision_ = answer.snapshot_revision;
   if (!answer.snapshot.empty() && answer.snapshot_position > position_) {
     proto::LogRecord snapshot;
     if (!snapshot.ParseFromString(answer.snapshot) || !snapshot.has_snapshot()) {

@@ -107,7 +107,6 @@ std::optional<proto::LogRecord> ReplicatedCoordinator::snapshot() const {
 
 // What has been decided meanwhile, together; or where there is nothing, now and then a sign of life.
 void ReplicatedCoordinator::write_next(TimePoint now) {
-  constexpr std::size_t kMostBytes = 1 * MiB;  // etcd takes 1.5 MiB
   if (role_ != Role::leading || under_way_ || again_) return;
   if (due_) {
     const std::uint64_t position = due_->snapshot().position();
@@ -130,11 +129,13 @@ void ReplicatedCoordinator::write_next(TimePoint now) {
   for (confirming_ = 0; confirming_ < queue_.size(); ++confirming_) {
     const auto& records = queue_[confirming_].actions.append;
     for (const auto& record : records) bytes += record.ByteSizeLong();
-    if (confirming_ > 0 && bytes > kMostBytes) break;
+    if (confirming_ > 0 && bytes > options_.entry_bytes) break;
     for (const auto& record : records) *entry.add_records() = record;
   }
   appending_ = static_cast<std::uint64_t>(entry.records_size());
-  if (appending_ == 0) return submit({.kind = Kind::renew, .token = token_, .leader = leader_bytes_, .value = {}}, now);
+  if (appending_ == 0)
+    return submit({.kind = Kind::renew, .token = token_, .leader = leader_bytes_, .value = {}, .behind = behind()},
+                  now);
   // The decisions are as far as this entry now, and never again.
   if (const std::uint64_t end = position_ + appending_;
       confirming_ == queue_.size() && end - std::max(snapshot_at_, tried_at_) >= options_.per_snapshot) {
@@ -145,8 +146,15 @@ void ReplicatedCoordinator::write_next(TimePoint now) {
           .token = token_,
           .position = position_,
           .leader = leader_bytes_,
-          .value = entry.SerializeAsString()},
+          .value = entry.SerializeAsString(),
+          .behind = behind()},
          now);
+}
+
+// The last entry is never deleted: a snapshot deletes what the one before it stands for.
+StoreRequest::Behind ReplicatedCoordinator::behind() const {
+  if (last_entry_ < position_) return {.entry = last_entry_};
+  return {.entry = {}, .snapshot_revision = snapshot_revision_};
 }
 
 void ReplicatedCoordinator::on_written(TimePoint now) {
@@ -167,6 +175,67 @@ void ReplicatedCoordinator::on_written(TimePoint now) {
   role_ = Role::following;
   forget();
   tell_who_leads(all_nodes());
+}
+
+// The store lacks what this one wrote last. All that is decided goes there now, at once and in one: a snapshot, with
+// those records that were not written yet in an entry, for who has read as far. Where they are too many for that, it
+// has the last one alone: so there is an entry for what comes to be behind.
+void ReplicatedCoordinator::on_set_back(TimePoint now) {
+  ++times_set_back_;
+  set_back_ = fmt::format(
+      "the store lacks what this leader wrote there last: its data was set back to an older copy. What is decided is "
+      "put there as a snapshot; until that is done nothing else is written, and no other coordinator can go on");
+  if (set_back_said_.may_say(now)) {
+    note(true, "{}", set_back_);
+    set_back_told_ = true;
+  }
+  due_.reset();
+  membership::Actions mark;
+  auto& led = *mark.append.emplace_back().mutable_led();
+  led.set_term(leader_.term());
+  led.set_name(options_.name);
+  led.set_address(options_.address);
+  enqueue(std::move(mark));
+  if (role_ != Role::leading) return;  // it has given up
+  proto::LogEntry entry;
+  for (const auto& decided : queue_)
+    for (const auto& record : decided.actions.append) *entry.add_records() = record;
+  confirming_ = queue_.size();
+  appending_ = static_cast<std::uint64_t>(entry.records_size());
+  const std::uint64_t end = position_ + appending_;
+  if (entry.ByteSizeLong() > options_.entry_bytes) {
+    const proto::LogRecord last = *entry.records().rbegin();
+    entry.Clear();
+    *entry.add_records() = last;
+  }
+  auto snapshot = machine_->snapshot();
+  snapshot.mutable_snapshot()->set_position(end);
+  submit({.kind = Kind::compact,
+          .token = token_,
+          .position = end,
+          .leader = leader_bytes_,
+          .value = snapshot.SerializeAsString(),
+          .entry = entry.SerializeAsString(),
+          .entry_at = end - static_cast<std::uint64_t>(entry.records_size())},
+         now);
+}
+
+void ReplicatedCoordinator::on_mended(const StoreRequest& request, const StoreAnswer& answer, TimePoint now) {
+  if (answer.outcome == StoreAnswer::Outcome::unknown) {
+    on_unknown(request, answer.error);
+    again_ = request;
+    return bound_queue();
+  }
+  on_answered(request, answer);
+  // Refused to the leader: an earlier try has been done.
+  if (answer.outcome != StoreAnswer::Outcome::done && !leads_still(answer)) return follow(answer, now);
+  if (std::exchange(set_back_told_, false))
+    note(false, "the store has again what its {} decisions lead to, as a snapshot", request.position);
+  set_back_.clear();
+  snapshot_failed_.clear();
+  snapshot_at_ = request.position;
+  on_written(now);
+  if (role_ == Role::leading) last_entry_ = request.entry_at;
 }
 
 void ReplicatedCoordinator::release(std::size_t items) {

@@ -15,6 +15,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -25,10 +26,18 @@ struct StoreRequest {
     read,     // the log from `position` on; or, where nothing follows there and the snapshot stands for more, that, and
               // the log from there on
     claim,    // if `leader` has the revision `token` (0: there is none): `value` is the new one
-    append,   // if `leader` has the revision `token`, and the log has no entry at `position`: `value` is that entry
-    renew,    // if `leader` has the revision `token`: `alive` is written
+    append,   // if `leader` has the revision `token`, the log has what is to be `behind`, and no entry at `position`:
+              // `value` is that entry
+    renew,    // if `leader` has the revision `token`, and the log what is to be `behind`: `alive` is written
     compact,  // if `leader` has the revision `token`, and the snapshot there stands for fewer records: `value` is the
               // snapshot, of the records before `position`; those that the one there stands for are deleted
+  };
+  // What this leader has written or read last: that the log has it still. Without that, the store was set back to an
+  // older copy under the leader, and an entry would leave a gap. (So no entry is ever behind a gap, not even one that
+  // is written late.)
+  struct Behind {
+    std::optional<std::uint64_t> entry;   // there is one at this position
+    std::uint64_t snapshot_revision = 0;  // or else, unless 0: the snapshot was written then
   };
   Kind kind{};
   std::uint64_t token = 0, position = 0;
@@ -38,6 +47,11 @@ struct StoreRequest {
   std::string value;   // serialized: claim: proto::Leader; append: proto::LogEntry; compact: proto::LogRecord
   bool recent = true;  // read: as of now; otherwise it may be as of some time ago, which spares the store work
   bool whole = false;  // compact: all of the log before `position` is deleted
+  Behind behind{};     // append, renew
+  // Compact, unless empty: an entry at `entry_at`, written with the snapshot, whatever the log lacks before it; it ends
+  // where the snapshot does.
+  std::string entry{};
+  std::uint64_t entry_at = 0;
 };
 
 struct StoreAnswer {
@@ -55,6 +69,7 @@ struct StoreAnswer {
   // A read sets these. The entries follow on one another, from `position` on, or from the snapshot's where it is given.
   std::uint64_t alive_revision = 0;
   std::uint64_t snapshot_position = 0;                         // the records that the newest snapshot stands for
+  std::uint64_t snapshot_revision = 0;                         // of the last time it was written; 0: there is none
   std::string snapshot;                                        // empty: the log has what follows on `position`
   std::vector<std::pair<std::uint64_t, std::string>> entries;  // position, a serialized proto::LogEntry
   bool more = false;                                           // there are entries behind these

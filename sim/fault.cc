@@ -61,7 +61,8 @@ constexpr std::array<std::string_view, kFaultKinds> kFaultNames{"kill_trainer",
                                                                 "older_log",
                                                                 "kill_relay",
                                                                 "stop_relay",
-                                                                "store_read_only"};
+                                                                "store_read_only",
+                                                                "store_set_back"};
 
 constexpr std::array<std::string_view, kMoments> kMomentNames{"at once",        "commit",    "epoch",    "update",
                                                               "catch_up_begun", "caught_up", "promoted", "rank_up"};
@@ -86,7 +87,8 @@ constexpr std::array<std::string_view, kPlants> kPlantNames{"none",
                                                             "send_before_durable",
                                                             "answer_unconfirmed",
                                                             "claim_without_majority",
-                                                            "replay_from_a_gap"};
+                                                            "replay_from_a_gap",
+                                                            "append_behind_a_gap"};
 
 }  // namespace
 
@@ -132,6 +134,7 @@ Duration draw_lasting(FaultKind kind, Random& random) {
     case FaultKind::store_away:
     case FaultKind::store_cut_off:
     case FaultKind::store_read_only:
+    case FaultKind::store_set_back:
     case FaultKind::cut_off_from_some:
     case FaultKind::slow_memory:
     case FaultKind::lying_joiner:

@@ -68,8 +68,9 @@ enum class FaultKind : std::uint8_t {
   stop_relay,  // SIGSTOP
   // And where there are several coordinators (the last one: so what other seeds draw stays as it was):
   store_read_only,  // their store answers reads, and takes nothing for a while: from nobody, or not from one of them
+  store_set_back,   // … is put back to an older copy while the same one leads
 };
-constexpr std::size_t kFaultKinds = 52;
+constexpr std::size_t kFaultKinds = 53;
 std::string_view to_string(FaultKind kind);
 Result<FaultKind> parse_fault(std::string_view name);
 
@@ -116,8 +117,9 @@ enum class Plant : std::uint8_t {
   answer_unconfirmed,         // … for confirmed, where nothing is to be written
   claim_without_majority,     // a standby takes over although the leader is heard
   replay_from_a_gap,          // … and reads the log from where it is, not from where it stopped
+  append_behind_a_gap,        // the store takes an entry although it has lost the one before
 };
-constexpr std::size_t kPlants = 21;
+constexpr std::size_t kPlants = 22;
 std::string_view to_string(Plant plant);
 Result<Plant> parse_plant(std::string_view name);
 

@@ -63,6 +63,7 @@ void ReplicatedCoordinator::on_answer(const membership::StoreAnswer& answer) {
 }
 
 void ReplicatedCoordinator::carry_out(membership::ReplicatedCoordinator::Actions actions) {
+  if (actions.failed && world_.may_give_up(number)) return;
   if (actions.failed)
     return world_.checker().violate("no-garbage", fmt::format("{} gives up: {}", describe(), actions.failed->message));
   if (const auto* leads = decisions();

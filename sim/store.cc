@@ -1,5 +1,7 @@
 #include "sim/store.h"
 
+#include <fmt/format.h>
+
 #include "base/fail.h"
 #include "sim/world.h"
 
@@ -14,7 +16,7 @@ using Answered = StoreAnswer::Outcome;
 namespace {
 
 constexpr Duration kDeadline = 15ms;  // of a try
-constexpr std::size_t kBefore = 8, kEntriesOfARead = 5;
+constexpr std::size_t kBefore = 8, kBackups = 40, kEntriesOfARead = 5;
 
 }  // namespace
 
@@ -26,13 +28,28 @@ void Store::begin_with(const std::vector<proto::LogRecord>& records) {
   proto::LogEntry entry;
   for (const auto& record : records) *entry.add_records() = record;
   state_.log[0] = std::make_shared<const std::string>(entry.SerializeAsString());
+  state_.end = records.size();
 }
 
 void Store::clear() {
   state_ = {};
   before_.clear();
+  backups_.clear();
+  lacks_records_ = false;
   leader_ = {};
   ++generation_;
+}
+
+// What is under way is done there. Revisions are given out again.
+bool Store::set_back(Random& random, std::uint64_t below) {
+  std::erase_if(backups_, [&](const State& one) { return one.end >= below; });
+  if (backups_.empty()) return false;
+  backups_.resize(1 + random.pick(backups_.size()));
+  state_ = backups_.back();
+  revision_ = state_.revision;
+  before_.clear();
+  lacks_records_ = true;
+  return true;
 }
 
 void Store::go_away(TimePoint until) { away_until_ = std::max(away_until_, until); }
@@ -80,7 +97,10 @@ StoreAnswer Store::execute(std::uint32_t coordinator, const StoreRequest& reques
   const State before = state_;
   const bool leads = request.token == state_.leader_revision && request.leader == state_.leader;
   const bool fenced = !leads && !world_.planted(Plant::append_without_comparison);
-  bool done = !fenced;
+  const bool has_last = !request.behind.entry ? request.behind.snapshot_revision == 0 ||
+                                                    request.behind.snapshot_revision == state_.snapshot_revision
+                                              : state_.log.contains(*request.behind.entry);
+  bool done = !fenced && (has_last || world_.planted(Plant::append_behind_a_gap));
   if (done) {
     ++revision_;
     switch (request.kind) {
@@ -88,6 +108,7 @@ StoreAnswer Store::execute(std::uint32_t coordinator, const StoreRequest& reques
       case Kind::claim:
         if (judged_) world_.on_claim(coordinator, leader_, late);
         led_until_[leader_.instance()] = world_.now();
+        backups_.clear();
         state_.leader_revision = revision_;
         state_.leader = request.value;
         REJOIN_CHECK(leader_.ParseFromString(request.value), "a claim that can't be read");
@@ -99,18 +120,24 @@ StoreAnswer Store::execute(std::uint32_t coordinator, const StoreRequest& reques
         if (!done) break;
         proto::LogRecord taken;
         REJOIN_CHECK(taken.ParseFromString(request.value), "a snapshot that can't be read");
+        if (!request.entry.empty()) put_entry(request.entry_at, request.entry), lacks_records_ = false;
         if (judged_) world_.compare_with_log(taken, request.position);
         state_.begin = request.whole ? request.position : state_.snapshot_position;
         state_.snapshot_position = request.position;
         state_.snapshot = std::make_shared<const std::string>(request.value);
+        state_.snapshot_revision = revision_;
+        state_.end = std::max(state_.end, request.position);
         state_.log.erase(state_.log.begin(), state_.log.lower_bound(state_.begin));
         break;
       }
     }
   }
   if (done) {
+    state_.revision = revision_;
     before_.push_back(before);
     if (before_.size() > kBefore) before_.pop_front();
+    if (request.kind != Kind::claim) backups_.push_back(before);
+    if (backups_.size() > kBackups) backups_.pop_front();
   }
   answer.outcome = done ? Answered::done : Answered::refused;
   answer.leader_revision = state_.leader_revision;
@@ -122,14 +149,21 @@ StoreAnswer Store::execute(std::uint32_t coordinator, const StoreRequest& reques
 
 bool Store::append(const StoreRequest& request) {
   if (state_.log.contains(request.position) && !world_.planted(Plant::append_without_comparison)) return false;
-  proto::LogEntry entry;
-  REJOIN_CHECK(entry.ParseFromString(request.value), "an entry that can't be read");
-  state_.log[request.position] = std::make_shared<const std::string>(request.value);
-  // A late repetition of one that has gone into a snapshot is before the log, where nobody reads.
-  if (request.position < state_.begin) return true;
-  if (judged_)
-    for (const auto& record : entry.records()) world_.on_shared_record(record);
+  if (judged_ && request.position > state_.end)
+    world_.checker().violate(
+        "one-decision", fmt::format("an entry at {} is written, and the log ends at {}", request.position, state_.end));
+  put_entry(request.position, request.value);
   return true;
+}
+
+void Store::put_entry(std::uint64_t position, const std::string& bytes) {
+  proto::LogEntry entry;
+  REJOIN_CHECK(entry.ParseFromString(bytes), "an entry that can't be read");
+  state_.log[position] = std::make_shared<const std::string>(bytes);
+  state_.end = std::max(state_.end, position + static_cast<std::uint64_t>(entry.records_size()));
+  // A late repetition of one that has gone into a snapshot is before the log, where nobody reads.
+  if (position < state_.begin || !judged_) return;
+  for (const auto& record : entry.records()) world_.on_shared_record(position++, record);
 }
 
 StoreAnswer Store::read(const StoreRequest& request) {
@@ -140,6 +174,7 @@ StoreAnswer Store::read(const StoreRequest& request) {
   answer.alive_revision = from.alive_revision;
   std::uint64_t position = request.position;
   answer.snapshot_position = from.snapshot_position;
+  answer.snapshot_revision = from.snapshot_revision;
   if (from.snapshot_position > position && !from.log.contains(position) && !world_.planted(Plant::replay_from_a_gap)) {
     position = from.snapshot_position;
     answer.snapshot = *from.snapshot;

@@ -29,6 +29,9 @@ class Store {
   void cut_off(std::uint32_t coordinator, TimePoint until);  // this one can't reach it
   // It answers who reads, and does nothing else: it is full, or this one's role there may only read.
   void take_nothing(TimePoint until, std::optional<std::uint32_t> from);
+  // To an older copy of what this leader has written, with fewer records than this; false: there is none.
+  bool set_back(Random& random, std::uint64_t below);
+  bool lacks_records() const { return lacks_records_; }  // since then, and what the leader knows has not replaced them
 
   const proto::Leader& leader() const { return leader_; }
   // Whether this instance is the leader, or was a short time ago: an answer to it may be on its way.
@@ -38,7 +41,8 @@ class Store {
   // What is readable, and was at the time of a write.
   struct State {
     std::uint64_t leader_revision = 0, alive_revision = 0, snapshot_position = 0;
-    std::uint64_t begin = 0;  // of the log
+    std::uint64_t revision = 0, snapshot_revision = 0;
+    std::uint64_t begin = 0, end = 0;  // of the log, in records
     std::string leader;
     std::shared_ptr<const std::string> snapshot;
     std::map<std::uint64_t, std::shared_ptr<const std::string>> log;
@@ -46,14 +50,16 @@ class Store {
   membership::StoreAnswer execute(std::uint32_t coordinator, const membership::StoreRequest& request, bool late);
   membership::StoreAnswer read(const membership::StoreRequest& request);
   bool append(const membership::StoreRequest& request);
+  void put_entry(std::uint64_t position, const std::string& bytes);
   void answer_with(std::uint64_t instance, Duration delay, membership::StoreAnswer answer);
 
   World& world_;
   const bool judged_;
   Random random_;
   State state_;
-  std::deque<State> before_;  // the last few
+  std::deque<State> before_, backups_;  // the last few; … of this leader
   std::uint64_t revision_ = 0;
+  bool lacks_records_ = false;
   proto::Leader leader_;
   std::map<std::uint64_t, TimePoint> led_until_;  // by instance
   TimePoint away_until_{}, full_until_{};

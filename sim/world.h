@@ -159,7 +159,8 @@ class World {
   void check_that_it_sends_nobody_away(const proto::ToNode& message);
 
   void answer_coordinator(std::uint64_t instance, Duration delay, membership::StoreAnswer answer);
-  void on_shared_record(const proto::LogRecord& record);  // is in the store's log
+  void on_shared_record(std::uint64_t position, const proto::LogRecord& record);  // is in the store's log
+  bool may_give_up(std::uint32_t coordinator);  // since its store lacks what its copy has; it ends then
   void on_claim(std::uint32_t coordinator, const proto::Leader& before, bool late);
   void check_output(const CoordinatorProcess& of, const membership::ReplicatedCoordinator::Actions& actions);
   // The copies on the coordinators' disks: how far they are, and what comes next.
@@ -233,6 +234,7 @@ class World {
   std::uint32_t draw_coordinator(Random& random) const;
   bool shared() const { return shape.coordinators > 1; }
   void part(const Fault& fault, TimePoint until);
+  void set_back_store(Random& random, TimePoint until);
   void kill_trainer(std::uint32_t replica, std::uint32_t rank, const std::string& why);
   void end_trainer(Trainer& trainer, const std::string& why, bool gave_up = false);
   // A second process in a rank's place (world_rivals.cc).

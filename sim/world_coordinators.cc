@@ -36,7 +36,12 @@ void World::answer_coordinator(std::uint64_t instance, Duration delay, membershi
   deliver(*to, delay, [to, answer = std::move(answer)] { to->on_answer(answer); });
 }
 
-void World::on_shared_record(const proto::LogRecord& record) {
+void World::on_shared_record(std::uint64_t position, const proto::LogRecord& record) {
+  if (position < log_.size() && log_[position].SerializeAsString() == record.SerializeAsString())
+    return;  // once more, where the store was set back
+  if (position != log_.size())
+    return checker().violate("one-decision",
+                             fmt::format("another record is written as number {} of {}", position, log_.size()));
   on_record(record);
   if (record.has_caught_up()) on_replica_status();
   CoordinatorProcess* leads = leader();
@@ -48,6 +53,28 @@ void World::on_shared_record(const proto::LogRecord& record) {
     disturb(slow_append_);  // from now on, not from when the fault was drawn: nothing was appended until now
     store_.go_away(now() + std::exchange(slow_append_, {}));
   }
+}
+
+// While the same one leads. All have copies of more than it has then: otherwise one could go on from less, in another
+// history (world_older_log.cc has those).
+void World::set_back_store(Random& random, TimePoint until) {
+  if (!shared() || whole_log_ || !store_.set_back(random, *std::ranges::min_element(copied_))) return;
+  count("store set back");
+  if (random.one_in(2)) store_.go_away(until);
+}
+
+// It is started again, in vain for as long as the leader has not noticed. Where nobody leads any more, the operator
+// puts the data back.
+bool World::may_give_up(std::uint32_t coordinator) {
+  if (!store_.lacks_records()) return false;
+  after({}, [this, coordinator] {
+    if (!store_.lacks_records() || leader() != nullptr) return kill_coordinator(coordinator, "the store lacks records");
+    count("the store's data put back");
+    kill_coordinators("the store's data is put back");
+    store_.clear();
+    store_.begin_with(log_);
+  });
+  return true;
 }
 
 // What a coordinator takes for the log is what has been written, in that order.

@@ -112,6 +112,7 @@ void World::happen(const Fault& fault) {
       if (random.one_in(2)) only = draw_coordinator(random);
       return store_.take_nothing(until, only);
     }
+    case FaultKind::store_set_back: return set_back_store(random, until);
     case FaultKind::cut_off_from_some: return part(fault, until);
     case FaultKind::stop_some:
     case FaultKind::stop_all: return stop_many(fault);

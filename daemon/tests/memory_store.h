@@ -14,7 +14,7 @@ namespace rejoin::daemon {
 
 // What the store holds. It must outlive whoever uses it.
 struct MemoryStoreData {
-  std::uint64_t revision = 0, leader_revision = 0, alive_revision = 0, snapshot_position = 0;
+  std::uint64_t revision = 0, leader_revision = 0, alive_revision = 0, snapshot_position = 0, snapshot_revision = 0;
   std::string leader, snapshot;
   std::map<std::uint64_t, std::string> log;
   bool stands_still = false;  // nothing is done, and nobody is answered in time
@@ -42,13 +42,13 @@ struct MemoryStoreData {
         break;
       case Kind::append:
         if (auto there = log.find(request.position); there != log.end()) answer.existing = there->second;
-        if (!leads || log.contains(request.position)) break;
+        if (!leads || log.contains(request.position) || !has(request.behind)) break;
         answer.outcome = Outcome::done;
         log[request.position] = request.value;
         ++revision;
         break;
       case Kind::renew:
-        if (!leads) break;
+        if (!leads || !has(request.behind)) break;
         answer.outcome = Outcome::done;
         alive_revision = ++revision;
         break;
@@ -57,8 +57,9 @@ struct MemoryStoreData {
         answer.outcome = Outcome::done;
         snapshot = request.value;
         log.erase(log.begin(), log.lower_bound(request.whole ? request.position : snapshot_position));
+        if (!request.entry.empty()) log[request.entry_at] = request.entry;
         snapshot_position = request.position;
-        ++revision;
+        snapshot_revision = ++revision;
         break;
     }
     answer.leader_revision = leader_revision;
@@ -67,11 +68,16 @@ struct MemoryStoreData {
   }
 
  private:
+  bool has(const membership::StoreRequest::Behind& behind) const {
+    if (behind.entry) return log.contains(*behind.entry);
+    return behind.snapshot_revision == 0 || behind.snapshot_revision == snapshot_revision;
+  }
   void read(std::uint64_t position, membership::StoreAnswer& answer) const {
     constexpr std::size_t most = 5;  // entries
     answer.outcome = membership::StoreAnswer::Outcome::done;
     answer.alive_revision = alive_revision;
     answer.snapshot_position = snapshot_position;
+    answer.snapshot_revision = snapshot_revision;
     if (snapshot_position > position && !log.contains(position)) {
       answer.snapshot = snapshot;
       position = snapshot_position;

@@ -47,7 +47,7 @@ struct Alone {
   TimePoint now{1h};
   std::unique_ptr<ReplicatedCoordinator> one;
   std::string leader, snapshot;
-  std::uint64_t revision = 0, leader_revision = 0, alive = 0, snapshot_position = 0;
+  std::uint64_t revision = 0, leader_revision = 0, alive = 0, snapshot_position = 0, snapshot_revision = 0;
   std::map<std::uint64_t, std::string> log;
   std::vector<StoreRequest> asked;
   std::vector<std::string> told;
@@ -83,6 +83,10 @@ struct Alone {
     write(position,
           [&](proto::LogEntry& entry) { entry.add_records()->mutable_incarnated()->set_incarnation(incarnation); });
   }
+  bool has(const StoreRequest::Behind& behind) const {
+    if (behind.entry) return log.contains(*behind.entry);
+    return behind.snapshot_revision == 0 || behind.snapshot_revision == snapshot_revision;
+  }
   StoreAnswer answer_to(const StoreRequest& request) {
     StoreAnswer answer{.outcome = Answered::unknown, .error = "nobody is there", .leader = {}};
     if (!answers || request.kind == answers_not) return answer;
@@ -91,10 +95,11 @@ struct Alone {
     if (request.kind == Asked::read) {
       answer.alive_revision = alive;
       answer.snapshot_position = snapshot_position;
+      answer.snapshot_revision = snapshot_revision;
       std::uint64_t from = request.position;
       if (snapshot_position > from && !log.contains(from)) from = snapshot_position, answer.snapshot = snapshot;
       for (auto entry = log.lower_bound(from); entry != log.end(); ++entry) answer.entries.emplace_back(*entry);
-    } else if (!fits || (request.kind == Asked::append && log.contains(request.position))) {
+    } else if (!fits || !has(request.behind) || (request.kind == Asked::append && log.contains(request.position))) {
       answer.outcome = Answered::refused;
       if (request.kind == Asked::append && log.contains(request.position)) answer.existing = log[request.position];
     } else {
@@ -102,6 +107,10 @@ struct Alone {
       if (request.kind == Asked::claim) leader = request.value, leader_revision = revision;
       if (request.kind == Asked::append) log[request.position] = request.value;
       if (request.kind == Asked::renew) alive = revision;
+      if (request.kind == Asked::compact) {
+        snapshot = request.value, snapshot_position = request.position, snapshot_revision = revision;
+        if (!request.entry.empty()) log[request.entry_at] = request.entry;
+      }
     }
     answer.leader = leader;
     answer.leader_revision = leader_revision;

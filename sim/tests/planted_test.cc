@@ -46,7 +46,8 @@ INSTANTIATE_TEST_SUITE_P(
                     Bug{Plant::joiners_prove, "same-bits", FaultKind::kill_trainer},
                     Bug{Plant::append_without_comparison, "one-decision"},
                     Bug{Plant::send_before_durable, "one-decision"}, Bug{Plant::claim_without_majority, "progress"},
-                    Bug{Plant::replay_from_a_gap, "no-garbage"}),
+                    Bug{Plant::replay_from_a_gap, "no-garbage"},
+                    Bug{Plant::append_behind_a_gap, "one-decision", FaultKind::store_set_back}),
     [](const auto& instance) { return std::string(to_string(instance.param.plant)); });
 
 TEST_P(EachPlanted, IsFoundUnderTheNameOfTheInvariantThatItBreaks) {

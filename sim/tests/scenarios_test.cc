@@ -77,6 +77,33 @@ TEST_F(Scenario, AStoreThatCanOnlyBeReadCostsNobodyAPlace) {
   EXPECT_GT(taken_over, 0u) << "from a leader that alone can't write";
 }
 
+// It lacks the last of what its leader wrote, which puts a snapshot there. Where that one ends before, its operator
+// puts the data back.
+TEST_F(Scenario, AStoreThatIsSetBackUnderItsLeaderCostsNobodyAPlace) {
+  std::map<std::string, std::uint64_t> counts;
+  for (const bool killed : {false, true})
+    for (const auto lasting : {60, 250})
+      for (std::uint64_t seed = 0; seed < (2 * kAFew); ++seed) {
+        Fault fault{.at = std::chrono::seconds(1),
+                    .kind = FaultKind::store_set_back,
+                    .replica = 1,
+                    .lasting = std::chrono::milliseconds(lasting),
+                    .detail = seed};
+        std::vector<Fault> faults{fault};
+        fault.at += std::chrono::milliseconds(seed % 3), fault.kind = FaultKind::kill_coordinator;
+        if (killed) faults.push_back(fault);
+        Outcome outcome = play({.seed = seed, .replicas = 3, .ranks = 2, .coordinators = 3, .faults = faults});
+        const std::string what = fmt::format("{}, for {} ms, seed {}", killed, lasting, seed);
+        ASSERT_TRUE(holds(outcome)) << what;
+        EXPECT_EQ(outcome.counts["trainer gave up"], 0u) << what;
+        EXPECT_EQ(outcome.counts["rolled back"], 0u) << what;
+        if (!killed && lasting < 200) EXPECT_EQ(outcome.counts["the store's data put back"], 0u) << what;
+        for (const auto& [name, count] : outcome.counts) counts[name] += count;
+      }
+  EXPECT_GT(counts["store set back"], 12 * kAFew / 2);
+  EXPECT_GT(counts["the store's data put back"], 0u);
+}
+
 // Its checkpoints say what the log would have: which samples are trained. The checker compares.
 TEST_F(Scenario, AJobWhoseLogIsLostGoesOnFromItsCheckpoints) {
   std::uint64_t from_checkpoints = 0;

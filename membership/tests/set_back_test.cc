@@ -1,0 +1,181 @@
+// The store is put back to an older copy of its data, under the one that leads or before another one does.
+#include <gtest/gtest.h>
+
+#include "membership/tests/lone_coordinator.h"
+
+namespace rejoin::membership {
+namespace {
+
+bool was_told(const Alone& of, const std::string& part) {
+  return std::ranges::any_of(of.told, [&](const auto& line) { return line.find(part) != line.npos; });
+}
+
+// What the store has, for whoever starts anew beside the leader.
+void begin_standby(Alone& standby, const Alone& of) {
+  standby.options.name = "c1", standby.options.instance = 2;
+  standby.leader = of.leader, standby.leader_revision = of.leader_revision;
+  standby.snapshot = of.snapshot, standby.snapshot_position = of.snapshot_position;
+  standby.log = of.log;
+  standby.start();
+  standby.pass(kQuiet / 4);
+}
+
+// All that it has written since it claimed.
+void set_back(Alone& job) {
+  job.log.clear();
+  job.snapshot.clear();
+  job.snapshot_position = job.snapshot_revision = 0;
+}
+
+struct SetBackUnderALeader : testing::Test {
+  void SetUp() override {
+    job.start();
+    job.node(0, false);
+    job.pass(kQuiet / 4);
+    ASSERT_TRUE(job.leads());
+    ASSERT_EQ(job.one->position(), 2u);
+  }
+  void decide() {  // gives out an incarnation
+    proto::FromNode comes;
+    comes.mutable_rank_up()->set_instance(++instances);
+    job.carry_out(job.one->on_message(NodeId(1), comes, job.now));
+  }
+  Alone job;
+  std::uint64_t instances = 0;
+};
+
+TEST_F(SetBackUnderALeader, ASnapshotTakesThePlaceOfWhatIsLost) {
+  set_back(job);
+  job.pass(kQuiet / 4);
+  EXPECT_TRUE(job.leads()) << "its claim is there still";
+  EXPECT_TRUE(was_told(job, "the store lacks what this leader wrote there last"));
+  EXPECT_TRUE(was_told(job, "the store has again what its 3 decisions lead to"));
+  EXPECT_EQ(job.one->set_back_under_it(), "");
+  EXPECT_EQ(job.one->times_set_back(), 1u);
+  EXPECT_EQ(job.snapshot_position, 3u);
+  EXPECT_TRUE(job.log.contains(2)) << "who has read as far finds the next one there";
+  EXPECT_EQ(job.count(Asked::compact), 1u);
+  decide();
+  EXPECT_EQ(job.log.rbegin()->first, 3u);
+  Alone standby;
+  begin_standby(standby, job);
+  EXPECT_FALSE(standby.failed) << standby.failed->message;
+  EXPECT_EQ(standby.one->position(), job.one->position());
+}
+
+TEST_F(SetBackUnderALeader, NothingIsWrittenBehindTheGapAndWhatWaitsGoesWithTheSnapshot) {
+  decide();
+  const auto before = job.one->position();
+  set_back(job);
+  job.answers_not = Asked::compact;
+  decide();
+  EXPECT_TRUE(job.log.empty()) << "an entry there would be behind a gap";
+  EXPECT_NE(job.one->set_back_under_it(), "");
+  decide();
+  job.pass(kQuiet / 8);
+  EXPECT_TRUE(job.log.empty());
+  EXPECT_EQ(job.one->position(), before) << "nothing of it counts as written";
+  ASSERT_TRUE(job.one->failing());
+  job.answers_not.reset();
+  job.pass(kQuiet / 8);
+  EXPECT_EQ(job.one->set_back_under_it(), "");
+  EXPECT_FALSE(job.one->failing());
+  ASSERT_TRUE(job.log.contains(before)) << "what waited is in the log, too, for who has read as far";
+  EXPECT_GT(job.one->position(), job.snapshot_position) << "and what was decided after the snapshot was made";
+  Alone standby;
+  begin_standby(standby, job);
+  EXPECT_FALSE(standby.failed);
+  EXPECT_EQ(standby.one->position(), job.one->position());
+}
+
+TEST_F(SetBackUnderALeader, AnAnswerThatIsLostAndASecondTimeChangeNothing) {
+  job.lose = Asked::compact;
+  set_back(job);
+  job.pass(kQuiet / 2);
+  EXPECT_EQ(job.count(Asked::compact), 2u);
+  EXPECT_EQ(job.snapshot_position, 3u);
+  EXPECT_EQ(job.one->position(), 3u) << "it is there once";
+  set_back(job);
+  job.pass(kQuiet / 4);
+  EXPECT_EQ(job.one->times_set_back(), 2u);
+  EXPECT_EQ(job.snapshot_position, 4u);
+  EXPECT_TRUE(job.leads());
+}
+
+TEST_F(SetBackUnderALeader, WhatDoesNotFitIntoAnEntryIsInTheSnapshotAlone) {
+  Alone small;
+  std::swap(job, small);
+  job.options.entry_bytes = 40;
+  SetUp();
+  set_back(job);
+  job.keeps_requests = true;
+  for (int i = 0; i < 20; ++i) decide();
+  job.keeps_requests = false;
+  job.carry_out(job.one->on_answer(job.answer_to(*job.unheard), job.now));
+  EXPECT_EQ(job.one->times_set_back(), 1u);
+  EXPECT_EQ(job.one->set_back_under_it(), "");
+  ASSERT_GT(job.snapshot_position, 10u);
+  EXPECT_EQ(job.log.begin()->first, job.snapshot_position - 1);
+  decide();
+  Alone standby;
+  begin_standby(standby, job);
+  EXPECT_FALSE(standby.failed);
+  EXPECT_EQ(standby.one->position(), job.one->position());
+}
+
+// Between the first line and the snapshot: the store has a log without a gap, and fewer decisions than there are
+// copies.
+TEST_F(SetBackUnderALeader, WhenItEndsBeforeTheSnapshotIsThereWhoHasMoreSaysSo) {
+  const auto older = job.log;
+  decide();
+  Alone standby;
+  begin_standby(standby, job);
+  ASSERT_EQ(standby.one->position(), job.one->position());
+  job.log = older;
+  job.answers_not = Asked::compact;
+  decide();
+  EXPECT_EQ(job.log, older);
+  standby.log = older;
+  standby.node(0, true);
+  standby.pass(3 * kQuiet);
+  ASSERT_TRUE(standby.failed);
+  EXPECT_NE(standby.failed->message.find("an older copy"), std::string::npos) << standby.failed->message;
+}
+
+// It has read no entry, and would write behind nothing.
+TEST_F(SetBackUnderALeader, AStandbyThatKnowsASnapshotAloneLooksWhetherItIsThere) {
+  const auto older = job.log;
+  set_back(job);
+  job.pass(kQuiet / 4);
+  job.log.clear();
+  for (const bool there : {true, false}) {
+    Alone standby;
+    begin_standby(standby, job);
+    ASSERT_EQ(standby.one->position(), 3u);
+    if (!there) standby.snapshot_position = 0, standby.log = older;
+    standby.node(0, true);
+    standby.pass(3 * kQuiet);
+    EXPECT_EQ(standby.leads(), there);
+    EXPECT_EQ(standby.failed.has_value(), !there);
+  }
+}
+
+// A member of the store's that lags behind says what was, to who does not ask for what is.
+TEST(ReplicatedCoordinator, AnOlderAnswerToWhoMayHaveOneIsNoSetBack) {
+  Alone job;
+  job.let_other_lead();
+  job.give_out(2, 3);
+  job.start();
+  job.pass(kQuiet);
+  const auto newest = job.log;
+  job.log.erase(2);
+  job.pass(kQuiet / 16);
+  job.log = newest;
+  job.pass(kQuiet);
+  EXPECT_FALSE(job.failed);
+  EXPECT_EQ(job.one->position(), 3u);
+  EXPECT_FALSE(was_told(job, "set back"));
+}
+
+}  // namespace
+}  // namespace rejoin::membership
