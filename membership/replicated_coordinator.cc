@@ -45,6 +45,7 @@ void ReplicatedCoordinator::forget() {
   snapshot_at_ = tried_at_ = last_entry_ = claim_reported_ = 0;
   verifies_ = set_back_told_ = false;
   set_back_.clear();
+  lacks_since_.reset();
   has_read_ = stalled_ = stall_logged_ = waits_reported_ = suspects_itself_ = false;
 }
 
@@ -212,8 +213,14 @@ void ReplicatedCoordinator::submit_again(TimePoint now) {
   actions_.request = under_way_;
 }
 
-void ReplicatedCoordinator::read(bool recent, TimePoint now) {
-  submit({.kind = Kind::read, .position = position_, .leader = {}, .value = {}, .recent = recent}, now);
+void ReplicatedCoordinator::read(bool recent, TimePoint now, bool verify) {
+  verifies_ = verify && has_read_ && position_ > 0;
+  submit({.kind = Kind::read,
+          .position = verifies_ ? last_entry_ : position_,
+          .leader = {},
+          .value = {},
+          .recent = recent},
+         now);
 }
 
 ReplicatedCoordinator::Actions ReplicatedCoordinator::on_answer(const StoreAnswer& answer, TimePoint now) {

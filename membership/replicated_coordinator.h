@@ -36,7 +36,8 @@
 //              what it knows and the log begins with the snapshot.
 //   set back   A store may be put back to an older copy under a leader, which so has what the store has lost. What it
 //              writes is written only behind what it wrote last; refused, it puts a snapshot of all that it knows in
-//              place of that, with the last entry. Until then it can write nothing else, and says so.
+//              place of that, with the last entry. Until then it can write nothing else, and says so. A standby that
+//              finds it before it claims leaves the leader `kAbandoned` to do so.
 //   copy       Every record of the log comes out once, in order, for a file on this coordinator's disk.
 #pragma once
 
@@ -142,7 +143,7 @@ class ReplicatedCoordinator {
   void on_view(NodeView& from, const proto::LeaderView& view);
   void submit(StoreRequest request, TimePoint now);
   void submit_again(TimePoint now);
-  void read(bool recent, TimePoint now);
+  void read(bool recent, TimePoint now, bool verify = false);
   void on_unknown(const StoreRequest& request, const std::string& why);
   void on_answered(const StoreRequest& request, const StoreAnswer& answer);
   void on_read(const StoreRequest& request, const StoreAnswer& answer, TimePoint now);
@@ -206,6 +207,7 @@ class ReplicatedCoordinator {
   std::optional<std::uint64_t> steps_at_start_;     // that were committed when this process had read all
   bool reads_recent_ = false;                       // the next time, not what was some time ago
   bool verifies_ = false;  // the read under way begins with what is known, to see whether it is there still
+  std::optional<TimePoint> lacks_since_;  // since when it is not, before a claim
   proto::Leader leader_;
   std::string leader_bytes_;
   std::uint64_t leader_revision_ = 0, alive_revision_ = 0;

@@ -37,13 +37,20 @@ void ReplicatedCoordinator::on_read(const StoreRequest& request, const StoreAnsw
   if (role_ == Role::reading && !leads_still(answer)) return follow(answer, now);
   if (role_ == Role::following) learn_of_leader(answer.leader_revision, answer.leader, now);
   if (actions_.failed) return;
-  if (answer.alive_revision != alive_revision_ || !answer.entries.empty()) sign_at_ = now;
+  const bool more_known = !answer.entries.empty() && answer.entries.back().first >= position_;
+  if (answer.alive_revision != alive_revision_ || more_known) sign_at_ = now;
+  if (more_known || answer.snapshot_position > position_) lacks_since_.reset();
   alive_revision_ = answer.alive_revision;
   const bool entry_there = !answer.entries.empty() && answer.entries.front().first == last_entry_;
   const bool there =
       !answer.snapshot.empty() || entry_there ||
       (last_entry_ == position_ && answer.snapshot_position == position_);  // it knows the snapshot alone
-  if (std::exchange(verifies_, false) && !there) {
+  const bool verified = std::exchange(verifies_, false);
+  if (verified && !there && role_ == Role::following) {
+    if (!lacks_since_) lacks_since_ = now;
+    return try_claim(now, true);
+  }
+  if (verified && !there) {
     note(true, "the store was set back: what it had of this job is forgotten here, too");
     forget();
     return read(true, now);
@@ -75,7 +82,7 @@ void ReplicatedCoordinator::on_read(const StoreRequest& request, const StoreAnsw
   if (role_ == Role::reading) return lead(now);
   // A claim without an answer was done after all.
   if (leader_.instance() == options_.instance && leader_.term() != 0 && !outranked()) return read_for_lead(now);
-  try_claim(now, request.recent);
+  try_claim(now, request.recent && (verified || first || position_ == 0));
   if (const auto word = unheeded_word(); first && !under_way_ && !word.empty()) note(true, "{}", word);
 }
 
@@ -94,10 +101,7 @@ std::string ReplicatedCoordinator::unheeded_word() const {
 void ReplicatedCoordinator::read_for_lead(TimePoint now) {
   role_ = Role::reading;
   token_ = leader_revision_;
-  verifies_ = has_read_ && position_ > 0;
-  submit(
-      {.kind = Kind::read, .position = verifies_ ? last_entry_ : position_, .leader = {}, .value = {}, .recent = true},
-      now);
+  read(true, now, true);
 }
 
 // The copy on this disk must be of this job, and can't have more than the store.
@@ -240,13 +244,16 @@ ReplicatedCoordinator::Lost ReplicatedCoordinator::who_lost_the_leader(TimePoint
 std::optional<std::string> ReplicatedCoordinator::reason_to_claim(TimePoint now) const {
   if (role_ != Role::following || !has_read_ || under_way_ || again_ || pause_detector_.settling(now)) return {};
   if (now < claim_again_) return {};
+  const Duration silence = options_.job.silence;
+  // The leader, where there is one, puts there what is lost; who comes before it has less, and can't go on.
+  if (lacks_since_ && leader_.instance() != 0 && now - *lacks_since_ <= deadlines::kAbandoned.of(silence)) return {};
   if (leader_.term() == 0) return "nobody has led yet";
   if (leader_.instance() == 0) return "nobody leads since decisions were imported";
   if (predecessor_.value_or(0) != 0 && leader_.instance() == *predecessor_)
     return fmt::format("who led before had this one's name and address, {} at {}", leader_.name(), leader_.address());
   if (gave_up_ && leader_.instance() == options_.instance) return "it has given up the lead, and nobody has taken it";
   if (outranked()) return "nodes know a higher term than the store does";
-  const Duration silence = options_.job.silence, no_sign = now - sign_at_;
+  const Duration no_sign = now - sign_at_;
   const Lost lost = who_lost_the_leader(now);
   const std::uint64_t all = machine_->members().size() * std::uint64_t{options_.job.ranks};
   if (2 * lost.ranks > all)
@@ -263,11 +270,12 @@ std::optional<std::string> ReplicatedCoordinator::reason_to_claim(TimePoint now)
                      leader_.address(), milliseconds(no_sign));
 }
 
-// Who the members are is read once more before a claim: a replica that has just been admitted counts too.
+// Who the members are is read once more before a claim: a replica that has just been admitted counts too. So is what
+// this one knows, which the store may have lost.
 void ReplicatedCoordinator::try_claim(TimePoint now, bool has_read_now) {
   const auto why = reason_to_claim(now);
   if (!why) return;
-  if (!has_read_now) return read(true, now);
+  if (!has_read_now) return read(true, now, true);
   proto::Leader claim;
   claim.set_term(std::max(leader_.term(), heard_term_) + 1);
   claim.set_name(options_.name);

@@ -142,6 +142,28 @@ TEST_F(SetBackUnderALeader, WhenItEndsBeforeTheSnapshotIsThereWhoHasMoreSaysSo) 
   EXPECT_NE(standby.failed->message.find("an older copy"), std::string::npos) << standby.failed->message;
 }
 
+// An etcd that is put back is away for a while, and a leader that could not write counts as lost when it is back.
+TEST_F(SetBackUnderALeader, AStandbyLeavesItToTheLeaderAndMayClaimWhenThatHasDoneIt) {
+  const auto older = job.log;
+  decide();
+  Alone standby;
+  begin_standby(standby, job);
+  const auto known = standby.one->position();
+  standby.log = older;
+  standby.node(0, false, true);
+  standby.pass(kQuiet);
+  EXPECT_EQ(standby.count(Asked::claim), 0u);
+  EXPECT_FALSE(standby.failed);
+  job.log = older;
+  decide();
+  ASSERT_EQ(job.one->times_set_back(), 1u);
+  standby.log = job.log, standby.snapshot = job.snapshot, standby.snapshot_position = job.snapshot_position;
+  standby.pass(kQuiet / 2);
+  EXPECT_FALSE(standby.failed);
+  EXPECT_TRUE(standby.leads()) << "the node says so still";
+  EXPECT_GT(standby.one->position(), known);
+}
+
 // It has read no entry, and would write behind nothing.
 TEST_F(SetBackUnderALeader, AStandbyThatKnowsASnapshotAloneLooksWhetherItIsThere) {
   const auto older = job.log;
