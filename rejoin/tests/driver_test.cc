@@ -1,12 +1,10 @@
 // A rank's driver and its peers and daemon.
 #include <sys/socket.h>
 
-#include <algorithm>
 #include <set>
 
 #include "base/unix_socket.h"
 #include "local.pb.h"
-#include "rejoin/log.h"
 #include "rejoin/report_queue.h"
 #include "rejoin/tests/lone_driver.h"
 
@@ -310,10 +308,7 @@ TEST(Driver, APeerThatIsBeingCalledIsCalledAnewWhereItIsToldWithAnotherAddress) 
     rank.driver->on_control_message(message, rank.now);
     rank.pass(1ms);
   };
-  const auto calls = [&] {
-    return std::ranges::count_if(
-        engine->poll(), [](const transport::Event& event) { return event.kind == transport::EventKind::accepted; });
-  };
+  const auto calls = [&] { return was_called(*engine); };
   tell(before);
   EXPECT_EQ(calls(), 0);
   tell(now);
