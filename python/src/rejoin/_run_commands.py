@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import codecs
+import contextlib
 import io
 import re
 import sys
@@ -33,7 +34,8 @@ def show_names_as_they_are() -> None:
     """Let names of files, and what logs have, be shown with the bytes that they have, also where those are no text."""
     codecs.register_error("rejoin-run", _as_it_is)
     if isinstance(sys.stderr, io.TextIOWrapper):
-        sys.stderr.reconfigure(errors="rejoin-run")
+        with contextlib.suppress(OSError):  # it was a file when it was opened, and is none now: they are shown escaped
+            sys.stderr.reconfigure(errors="rejoin-run")
 
 
 def run_parser() -> argparse.ArgumentParser:
