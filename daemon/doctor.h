@@ -143,7 +143,8 @@ struct StoreFacts {
   std::vector<double> milliseconds;    // that each write took; none: it takes none, for an alarm
   std::uint64_t bytes = 0, quota = 0;  // that one of its members has, and may have; 0: it does not say
   std::vector<std::string> alarms;
-  std::string unknown;  // why nothing is known of the three
+  std::string unknown;                                          // why nothing is known of the three
+  std::vector<std::pair<std::string, std::uint64_t>> clusters;  // of each endpoint that answers
 };
 
 struct Probes {

@@ -167,9 +167,9 @@ Result<> probe_peer(const std::string& peer, const std::string& transport, const
 
 namespace {
 
-// The first of etcd's members that answers.
-Result<> ask_for_space(const StoreSettings& settings, std::chrono::milliseconds patience, StoreFacts& facts) {
-  Result<etcd::StatusResponse> answer = fail(ErrorCode::timeout, "no answer in {} ms", patience.count());
+// How full the first of etcd's members that answers is; and of which cluster each is.
+Result<> ask_members(const StoreSettings& settings, std::chrono::milliseconds patience, StoreFacts& facts) {
+  Result<etcd::StatusResponse> first = fail(ErrorCode::timeout, "no answer in {} ms", patience.count());
   for (const auto& endpoint : settings.endpoints()) {
     asio::io_context io(1);
     auto options = etcd_options(settings, patience);
@@ -177,14 +177,17 @@ Result<> ask_for_space(const StoreSettings& settings, std::chrono::milliseconds 
     options->endpoints = {endpoint};
     const auto client = EtcdClient::create(io, *options);
     if (!client) return tl::unexpected(client.error());
+    Result<etcd::StatusResponse> answer = fail(ErrorCode::timeout, "no answer in {} ms", patience.count());
     (*client)->status([&](Result<etcd::StatusResponse> said) { answer = std::move(said); });
     io.run_for(patience);  // until it has said so: nothing else is under way
-    if (answer) break;
+    if (answer && answer->header().cluster_id() != 0)
+      facts.clusters.emplace_back(endpoint, answer->header().cluster_id());
+    if (!first) first = std::move(answer);
   }
-  if (!answer) return tl::unexpected(answer.error());
-  facts.bytes = static_cast<std::uint64_t>(std::max<std::int64_t>(0, answer->db_size()));
-  facts.quota = static_cast<std::uint64_t>(std::max<std::int64_t>(0, answer->db_size_quota()));
-  for (const auto& one : answer->errors()) facts.alarms.push_back(printable(one, 200));
+  if (!first) return tl::unexpected(first.error());
+  facts.bytes = static_cast<std::uint64_t>(std::max<std::int64_t>(0, first->db_size()));
+  facts.quota = static_cast<std::uint64_t>(std::max<std::int64_t>(0, first->db_size_quota()));
+  for (const auto& one : first->errors()) facts.alarms.push_back(printable(one, 200));
   return {};
 }
 
@@ -219,7 +222,7 @@ Result<StoreFacts> probe_store(const StoreSettings& settings, std::chrono::milli
   const auto work = asio::make_work_guard(io);  // what is heard of etcd comes from other threads
   io.run_for(5 * patience);
   store->reset();
-  if (const auto asked = ask_for_space(settings, patience, facts); !asked) facts.unknown = asked.error().message;
+  if (const auto asked = ask_members(settings, patience, facts); !asked) facts.unknown = asked.error().message;
   if (!facts.alarms.empty()) return facts;  // which says why, where it takes no writes
   if (error) return tl::unexpected(*error);
   if (facts.milliseconds.empty())

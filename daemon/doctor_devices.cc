@@ -150,6 +150,19 @@ void examine_space(const StoreFacts& facts, Findings& findings) {
                         make_room});
 }
 
+void examine_clusters(const StoreFacts& facts, Findings& findings) {
+  const auto of_another = std::ranges::find_if(
+      facts.clusters, [&](const auto& one) { return one.second != facts.clusters.front().second; });
+  if (of_another == facts.clusters.end()) return;
+  findings.push_back(
+      {Verdict::fail, "store",
+       fmt::format("etcd at {} is of another cluster ({:x}) than at {} ({:x}): each has its own data",
+                   of_another->first, of_another->second, facts.clusters.front().first, facts.clusters.front().second),
+       "give --store the addresses of one cluster's members; if they are to be that, start etcd's members "
+       "with one --initial-cluster, or put the one that was made anew back into the cluster ('etcdctl "
+       "member add')"});
+}
+
 void examine_store(const DoctorSettings& s, const Probes& probes, Findings& findings) {
   if (!s.store.shared()) return findings.push_back({Verdict::skipped, "store", "no --store etcd:…", ""});
   if (const auto together = check(s.store); !together)
@@ -161,6 +174,7 @@ void examine_store(const DoctorSettings& s, const Probes& probes, Findings& find
     return findings.push_back({Verdict::fail, "store", facts.error().message, reach});
   if (!facts) return findings.push_back(failed("store", facts.error(), reach));
   examine_space(*facts, findings);
+  examine_clusters(*facts, findings);
   if (facts->milliseconds.empty()) return;
   constexpr double slow = 50;  // ms; a step ends when it is kept
   const auto& all = facts->milliseconds;

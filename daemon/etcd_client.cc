@@ -275,6 +275,10 @@ class GrpcClient final : public EtcdClient {
       if (!answer.ParseFromString(bytes) ||
           answer.responses_size() != (answer.succeeded() ? request_->on_success : request_->on_failure))
         return failed("its answer is none of etcd's");
+      if (const auto why = clusters_.on_answer(endpoint(), answer.header().cluster_id()); !why.empty()) {
+        ++request_->late;  // the others may be
+        return failed(why);
+      }
       answered();
       return finish(std::move(answer));
     }
@@ -363,6 +367,7 @@ class GrpcClient final : public EtcdClient {
   std::size_t first_ = 0;    // the endpoint to be tried first
   std::string token_;
   etcd_client::Password password_{options_};
+  etcd_client::Clusters clusters_{options_.endpoints};
   std::chrono::milliseconds reads_within_ = options_.deadline, writes_within_ = options_.deadline;  // the next try
   TimePoint asked_at_{};                                                                            // the last one
   bool open_ = false;  // etcd asks nobody for a token

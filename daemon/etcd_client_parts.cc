@@ -11,6 +11,7 @@
 
 #include "base/fail.h"
 #include "base/fd.h"
+#include "base/log.h"
 #include "base/number.h"
 #include "base/start_thread.h"
 
@@ -62,7 +63,13 @@ Result<> check(const EtcdOptions& options) {
   for (const std::string& endpoint : options.endpoints) {
     const auto colon = endpoint.rfind(':');
     std::uint16_t port = 0;
+    const std::string_view host = std::string_view(endpoint).substr(0, colon);
+    if (endpoint.find("://") == endpoint.npos && host.find(':') != host.npos && !host.starts_with('['))
+      return fail(ErrorCode::invalid_argument,
+                  "etcd endpoint {} is not HOST:PORT: an IPv6 address is to be in brackets; write e.g. [{}]:{}",
+                  endpoint, host, std::string_view(endpoint).substr(colon + 1));
     if (endpoint.find("://") != endpoint.npos || colon == endpoint.npos || colon == 0 ||
+        host.starts_with('[') != host.ends_with(']') ||
         !parse_number(std::string_view(endpoint).substr(colon + 1), port) || port == 0)
       return fail(
           ErrorCode::invalid_argument,
@@ -84,6 +91,26 @@ const char* remedy_for(const std::string& text) {
 bool asks_for_token(const std::string& text) {
   return text.find("invalid auth token") != text.npos || text.find("user name is empty") != text.npos ||
          text.find("revision of auth store is old") != text.npos;
+}
+
+std::string Clusters::on_answer(std::size_t endpoint, std::uint64_t cluster) {
+  if (cluster == 0) return {};
+  const bool news = std::exchange(of_[endpoint], cluster) != cluster;
+  if (cluster_ == 0) cluster_ = cluster, first_ = endpoints_[endpoint];
+  if (cluster == cluster_) return {};
+  if (std::ranges::all_of(of_, [&](std::uint64_t one) { return one == cluster; })) {
+    spdlog::warn("etcd at {} is another cluster now, {:x}, and was {:x}: that one counts from here on",
+                 fmt::join(endpoints_, ", "), cluster, cluster_);
+    cluster_ = cluster;
+    first_ = endpoints_[endpoint];
+    return {};
+  }
+  std::string why = fmt::format(
+      "it is of another cluster ({:x}) than {} ({:x}), and has other data: give one cluster's addresses. Where all of "
+      "etcd was put back as another cluster, start this again",
+      cluster, first_, cluster_);
+  if (news) spdlog::warn("etcd at {}: {}", endpoints_[endpoint], why);
+  return why;
 }
 
 bool refuses_password(const std::string& text) { return text.find(kWrongPassword) != text.npos; }

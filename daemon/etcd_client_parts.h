@@ -3,6 +3,7 @@
 
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "base/clock.h"
 #include "base/result.h"
@@ -21,6 +22,21 @@ bool asks_for_token(const std::string& text);
 // back, and those that are cancelled don't either.
 constexpr int kThreads = 12;
 Result<> has_threads();  // whether the system would give them now; errors: `exhausted`
+
+// Of which cluster each endpoint's answers are. That of the first answer counts; another one's has other data. Where
+// all endpoints have come to be of one other, which is what a backup that is put back may make of them, that counts.
+class Clusters {
+ public:
+  explicit Clusters(std::vector<std::string> endpoints) : endpoints_(std::move(endpoints)), of_(endpoints_.size()) {}
+  // Why this endpoint's answer does not count; empty: it does. Cluster 0: the answer does not say.
+  std::string on_answer(std::size_t endpoint, std::uint64_t cluster);
+
+ private:
+  const std::vector<std::string> endpoints_;
+  std::vector<std::uint64_t> of_;  // 0: not known
+  std::uint64_t cluster_ = 0;      // that counts
+  std::string first_;              // the endpoint that said so
+};
 
 // The user's password. To refuse one costs etcd 100 ms of a core and more, so one that was refused is shown again after
 // ever longer pauses; it is read again then.

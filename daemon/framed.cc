@@ -9,6 +9,7 @@
 #include <asio/ssl/stream.hpp>
 
 #include "daemon/control_tls.h"
+#include "daemon/listen.h"
 
 namespace rejoin::daemon {
 
@@ -73,7 +74,7 @@ void Framed::start(Handlers handlers, std::chrono::milliseconds deadline) {
   send_again_soon(socket.native_handle());
   if (server_) end_without_acknowledgement(socket.native_handle(), deadline);
   const auto endpoint = socket.remote_endpoint(ignored);
-  remote_ = ignored ? "?" : fmt::format("{}:{}", endpoint.address().to_string(), endpoint.port());
+  remote_ = ignored ? "?" : text_of(endpoint);
   timer_.expires_after(deadline);
   timer_.async_wait([self = shared_from_this()](asio::error_code error) {
     if (error || self->open_) return;

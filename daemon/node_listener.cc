@@ -22,6 +22,7 @@ constexpr std::size_t kMostHosts = 256;  // of which it is known when a refusal 
 // Of "address:port". Of IPv6 a whole network of 64 bits: whoever has one address there has them all.
 std::string host_of(const std::string& remote) {
   std::string host = remote.substr(0, remote.rfind(':'));
+  if (host.starts_with('[') && host.ends_with(']')) host = host.substr(1, host.size() - 2);
   asio::error_code not_ipv6;
   const auto address = asio::ip::make_address_v6(host, not_ipv6);
   if (not_ipv6 || address.is_v4_mapped()) return host;

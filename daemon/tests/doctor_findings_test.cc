@@ -315,6 +315,11 @@ TEST_F(DoctorFindings, TellsAStoreThatIsSlowOrAway) {
       {"etcd holds 1.8 GiB, and may hold 2.0 GiB unless its --quota-backend-bytes says otherwise -> 'etcdctl compact"});
   store->quota = 8ull * 1024 * 1024 * 1024;
   EXPECT_EQ(lines("store").find("WARN"), std::string::npos);
+  store->clusters = {{"e0:2379", 7}, {"e1:2379", 7}};
+  EXPECT_EQ(lines("store").find("FAIL"), std::string::npos);
+  store->clusters.emplace_back("e2:2379", 0xab);
+  expect("store", "FAIL", {"etcd at e2:2379 is of another cluster (ab) than at e0:2379 (7)", "--initial-cluster"});
+  store->clusters.clear();
   store->alarms = {"memberID:1 alarm:NOSPACE"};
   store->milliseconds.clear();
   expect("store", "FAIL", {"alarm:NOSPACE -> 'etcdctl compact"});

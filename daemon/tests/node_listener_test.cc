@@ -35,5 +35,22 @@ TEST(NodeListener, ARefusalIsLoggedOnceForEachHostAndOnceForAllThatAreTooMany) {
   EXPECT_EQ(count, kKnown + 1) << "the last one for all hosts that are not known";
 }
 
+TEST(NodeListener, AnIPv6AddressIsNamedInBrackets) {
+  asio::io_context io{1};
+  const JobKeys keys{test::kKey};
+  NodeListener listener(io, keys, std::chrono::seconds(2), {.message = [](auto, const auto&) {}, .lost = [](auto) {}});
+  if (auto here = listener.listen("[::1]:0"); !here) GTEST_SKIP() << "no IPv6 here: " << here.error().message;
+  const auto port = std::stoi(listener.address().substr(listener.address().rfind(':') + 1));
+  testing::internal::CaptureStdout();
+  tcp::socket stranger(io);
+  stranger.connect({asio::ip::address_v6::loopback(), static_cast<std::uint16_t>(port)});
+  const auto from = stranger.local_endpoint().port();
+  asio::write(stranger, asio::buffer("GET / HTTP/1.1\r\n\r\n", 18));
+  const TimePoint deadline = SteadyClock().now() + std::chrono::seconds(10);
+  while (listener.rejected() < 1 && SteadyClock().now() < deadline) io.run_one_for(std::chrono::seconds(1));
+  const std::string lines = testing::internal::GetCapturedStdout();
+  EXPECT_NE(lines.find("a connection from [::1]:" + std::to_string(from) + " was refused"), lines.npos) << lines;
+}
+
 }  // namespace
 }  // namespace rejoin::daemon
