@@ -134,7 +134,14 @@ ValueCheck peer_addresses() {
 ValueCheck store_name() {
   return {"", [](const std::string& text) -> Result<> {
             if (text == "file") return {};
-            if (text.starts_with(kEtcd)) return check_peers(text.substr(kEtcd.size()), text);
+            if (text.starts_with(kEtcd)) {
+              for (const auto& each : split(text.substr(kEtcd.size()), ','))
+                if (!each.starts_with('[') && each.find(':') != each.rfind(':'))
+                  return fail(ErrorCode::invalid_argument,
+                              "'{}': {} is not HOST:PORT: an IPv6 address is to be in brackets; write e.g. [{}]{}",
+                              text, each, each.substr(0, each.rfind(':')), each.substr(each.rfind(':')));
+              return check_peers(text.substr(kEtcd.size()), text);
+            }
             return fail(ErrorCode::invalid_argument, "'{}' is not file, or etcd:HOST:PORT,HOST:PORT…", text);
           }};
 }

@@ -54,6 +54,7 @@ TEST(Settings, AWrongOneIsRefusedWithItsFlagItsValueAndWhatIsAllowed) {
            {"--store", "files", "file, or etcd:HOST:PORT"},
            {"--store", "etcd:", "host:port"},
            {"--store", "etcd:a:2379,b:0", "1 to 65535"},
+           {"--store", "etcd:a:2379,::1:2379", "write e.g. [::1]:2379"},
            {"--job", "my job", "letters, digits"},
            {"--log-level", "loud", "trace, debug, info, warn, error, off"},
            {"--steps", "-1", "from 0 to"},
