@@ -34,20 +34,22 @@ void Group::reconfigure(std::uint64_t number, std::vector<Handle> members, std::
   collectives_ = 0;
   between_two_.clear();
   number_ = number, rank_ = rank;
-  Bytes all;
+  Bytes all, secrets;
   for (auto& member : members) {
     put(all, member.secret);
+    put(secrets, member.secret);
     const auto text = as_bytes(member.address.text);
     put(all, text.size());
     all.insert(all.end(), text.begin(), text.end());
     peers_.push_back({.handle = std::move(member)});
   }
   digest_ = digest(all);
+  members_ = digest(secrets);
   configuring_ = true, configured_ = std::move(done), configured_by_ = deadline;
   connect_again_ = {};
   for (auto early = early_.begin(); early != early_.end();) {
     const auto [endpoint, hello] = *early;
-    if (hello.number != number_ || hello.digest != digest_) {
+    if (!is_of_this(hello)) {
       ++early;
       continue;
     }
@@ -95,7 +97,8 @@ void Group::connect_missing() {
   for (std::uint32_t rank = rank_ + 1; rank < size() && configuring_; ++rank) {
     auto& peer = peers_[rank];
     if (peer.stage != Stage::missing) continue;
-    const Hello hello{.secret = peer.handle.secret, .number = number_, .digest = digest_, .rank = rank_};
+    const Hello hello{
+        .secret = peer.handle.secret, .number = number_, .digest = digest_, .rank = rank_, .members = members_};
     const auto said = peer.may_be_old ? bytes_of(hello).first(kFirstHelloBytes) : bytes_of(hello);
     const auto endpoint = engine_.connect({peer.handle.address.text, transport::Secret::of(peer.handle.secret)}, said);
     if (!endpoint && endpoint.error().code == ErrorCode::invalid_argument) return fail_all(endpoint.error());
@@ -112,12 +115,16 @@ void Group::on_accepted(const Event& event) {
   Hello hello;
   if (event.message.size() >= kFirstHelloBytes)
     std::memcpy(&hello, event.message.data(), std::min(event.message.size(), sizeof hello));
-  if (event.message.size() < sizeof hello) hello.newest = hello.oldest;
+  if (event.message.size() < kHelloWithVersionBytes) hello.newest = hello.oldest;
+  if (event.message.size() < sizeof hello) hello.members = 0;
   const bool known = event.message.size() >= kFirstHelloBytes && hello.secret == own_.secret;
   if (!known || (early_.size() == kMostEarlyMembers)) return engine_.close(event.endpoint);
-  if (!peers_.empty() && hello.number == number_ && hello.digest == digest_ && !failed_)
-    return welcome(hello, event.endpoint);
+  if (!peers_.empty() && is_of_this(hello) && !failed_) return welcome(hello, event.endpoint);
   early_[event.endpoint] = hello;
+}
+
+bool Group::is_of_this(const Hello& hello) const {
+  return hello.number == number_ && (hello.digest == digest_ || (hello.members != 0 && hello.members == members_));
 }
 
 // That one is in this configuration, too.

@@ -139,6 +139,7 @@ class Group {
   void on_accepted(const transport::Event& event);
   void on_closed(const transport::Event& event);
   void on_parted(const transport::Event& event);
+  bool is_of_this(const Hello& hello) const;
   void welcome(const Hello& hello, transport::EndpointId endpoint);
   void on_welcome(std::uint32_t rank, BytesView message);
   void connect_missing();
@@ -198,7 +199,7 @@ class Group {
   std::uint64_t steps_ = 0;
 
   // The configuration.
-  std::uint64_t number_ = 0, digest_ = 0;
+  std::uint64_t number_ = 0, digest_ = 0, members_ = 0;  // members_: see Hello
   std::uint32_t rank_ = 0;
   std::vector<Peer> peers_;  // by rank; this one's own is never connected
   std::map<transport::EndpointId, std::uint32_t> rank_of_;

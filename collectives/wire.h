@@ -21,8 +21,11 @@ struct Group::Hello {
   std::uint64_t number = 0, digest = 0;   // of the configuration
   std::uint32_t oldest = kOldest, rank = 0;
   std::uint32_t newest = kNewest, unused = 0;
+  // Of the members' secrets alone: where one is, others may know differently. 0: not given, by releases before.
+  std::uint64_t members = 0;
 };
-constexpr std::size_t kFirstHelloBytes = 40;  // up to the rank
+constexpr std::size_t kFirstHelloBytes = 40;        // up to the rank
+constexpr std::size_t kHelloWithVersionBytes = 48;  // up to what is not used
 
 enum class Message : std::uint8_t {
   welcome,   // the newest version that the higher rank speaks; from one that speaks 1 nothing more

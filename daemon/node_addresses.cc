@@ -4,6 +4,7 @@
 #include "base/fail.h"
 #include "base/log.h"
 #include "daemon/node_server.h"
+#include "membership/rank.h"
 #include "transport/advertise.h"
 #include "transport/socket_address.h"
 
@@ -41,7 +42,8 @@ void NodeServer::find_own_hosts(bool connected_anew) {
 bool NodeServer::needs_own_hosts() const {
   const auto stream = transport::advertised({host_->thread->address()}, options_.advertise);
   return (stream && transport::listens_everywhere(*stream)) || std::ranges::any_of(trainers_, [](const auto& one) {
-           return one.second.key && transport::listens_everywhere({one.second.listens});
+           return one.second.key &&
+                  (transport::listens_everywhere({one.second.listens}) || !one.second.card_listening.empty());
          });
 }
 
@@ -58,9 +60,9 @@ bool NodeServer::place_trainers() {
   std::vector<std::pair<membership::RankConnection, Error>> nowhere;
   for (const auto& [id, trainer] : trainers_) {
     if (!trainer.key) continue;
-    const auto place = place_of(trainer.listens, *trainer.stream);
+    const auto place = place_of(trainer, *trainer.stream);
     if (!place) nowhere.emplace_back(id, place.error());
-    else moved |= machine_.move(id, place->engine, place->stream);
+    else moved |= machine_.move(id, place->engine, place->stream, place->card);
   }
   for (const auto& [id, error] : nowhere) refuse(id, error);
   say_where_it_is();
@@ -97,12 +99,26 @@ Result<std::string> NodeServer::advertised_of_trainer(const std::string& address
   return one ? transport::with_host_for_any({address}, options_.advertise).text : told(address);
 }
 
-Result<NodeServer::Place> NodeServer::place_of(const std::string& engine, const StreamThread& stream) const {
-  auto its = advertised_of_trainer(engine);
+// What a trainer of this release says for daemons of the one before has an address that it found by itself, at its
+// start.
+Result<std::string> NodeServer::card_of(const Trainer& trainer) const {
+  const auto& text = trainer.card_listening;
+  if (text.empty()) return trainer.card;
+  const std::size_t at = text.rfind(' ') + 1;  // 0: it is all of it
+  return advertised_of_trainer(text.substr(at)).map([&](const std::string& address) {
+    const std::string card = text.substr(0, at) + address;
+    return card.size() <= membership::kMostCardBytes ? card : trainer.card;
+  });
+}
+
+Result<NodeServer::Place> NodeServer::place_of(const Trainer& trainer, const StreamThread& stream) const {
+  auto its = advertised_of_trainer(trainer.listens);
   if (!its) return tl::unexpected(its.error());
+  auto card = card_of(trainer);
+  if (!card) return tl::unexpected(card.error());
   const auto of_stream = advertised(stream.address());
   if (!of_stream) return tl::unexpected(of_stream.error());
-  return Place{std::move(*its), stream_address(family_, *of_stream)};
+  return Place{std::move(*its), stream_address(family_, *of_stream), std::move(*card)};
 }
 
 // Once, and again where it is another one.
@@ -121,8 +137,15 @@ void NodeServer::say_where_it_is() {
     if (address && transport::is_link_local({*address}))
       spdlog::warn("that is a link-local address: it is of use to machines alone whose interface has the same name");
   }
-  if (!address || !own_hosts_ || coordinator_is_here_ || !transport::is_loopback({*address})) return;
-  if (std::exchange(warned_of_loopback_, true)) return;
+  if (!address || !own_hosts_ || !transport::is_loopback({*address})) return;
+  const bool v4_alone = coordinator_is_here_ && transport::listens_everywhere({host_->thread->address()}) &&
+                        own_hosts_->v4.empty() && !own_hosts_->v6.empty();
+  if ((coordinator_is_here_ && !v4_alone) || std::exchange(warned_of_loopback_, true)) return;
+  if (v4_alone)
+    return spdlog::warn(
+        "other machines can't reach {}, which this one's nodes are told of: it has IPv6 addresses alone, and listens "
+        "over IPv4 alone: give --data-listen [::]:PORT",
+        *address);
   spdlog::warn(
       "other nodes are told of {}, this machine's loopback, where they don't reach it, and the coordinator is on "
       "another machine, at {}: give --data-listen 0.0.0.0:0, or --advertise",

@@ -70,7 +70,8 @@ class NodeServer {
     std::optional<Offering> offering;
     bool opening = false;  // a stream for its GPU is being opened, or was
     std::optional<catchup::RankKey> key;
-    std::string listens;  // its engine's own address
+    std::string listens;               // its engine's own address
+    std::string card, card_listening;  // as it has told them
     bool catching_up = false;
     std::optional<Incarnation> serves;
     proto::Heartbeat ring;      // the last one, with the counters of its all-reduces
@@ -131,9 +132,10 @@ class NodeServer {
   // node_addresses.cc. Where peers find a trainer's engine, and its stream; before a coordinator has been connected
   // with, where these listen. Errors: `unavailable`, where peers can be told of no address.
   struct Place {
-    std::string engine, stream;
+    std::string engine, stream, card;
   };
-  Result<Place> place_of(const std::string& engine, const StreamThread& stream) const;
+  Result<Place> place_of(const Trainer& trainer, const StreamThread& stream) const;
+  Result<std::string> card_of(const Trainer& trainer) const;
   Result<std::string> advertised(const std::string& stream) const;
   Result<std::string> advertised_of_trainer(const std::string& address) const;
   Result<std::string> told(const std::string& listening) const;

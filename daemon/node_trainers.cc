@@ -146,9 +146,10 @@ NodeServer::Taken NodeServer::on_hello(Trainer& trainer, const proto::LocalHello
                                   hello.layout() > local::kLayoutVersion ? "its daemon" : "the trainer's library"));
   if (trainer.offering || trainer.opening || trainer.key)
     return fail(ErrorCode::invalid_argument, "it registered twice on one connection");
-  if (hello.up().card().size() > membership::kMostCardBytes)
-    return fail(ErrorCode::invalid_argument, "its card has {} bytes; there may be up to {}", hello.up().card().size(),
-                membership::kMostCardBytes);
+  for (const auto* card : {&hello.up().card(), &hello.up().card_listening()})
+    if (card->size() > membership::kMostCardBytes)
+      return fail(ErrorCode::invalid_argument, "its card has {} bytes; there may be up to {}", card->size(),
+                  membership::kMostCardBytes);
   if (hello.descriptors() > local::kMaxOffered)
     return fail(ErrorCode::corrupt, "it wants to send {} descriptors", hello.descriptors());
   trainer.offering = {hello, {}};
@@ -202,7 +203,10 @@ NodeServer::Taken NodeServer::admit(Trainer& trainer, Offering offering, DeviceS
   auto view = local::View::make(std::move(offering.fds), stream.device);
   if (!view) return tl::unexpected(view.error());
   const catchup::RankKey key{ReplicaId(hello.up().replica()), RankId(hello.up().rank())};
-  const auto place = place_of(hello.up().address(), *stream.thread);
+  trainer.listens = hello.up().address();
+  trainer.card = hello.up().card();
+  trainer.card_listening = hello.up().card_listening();
+  const auto place = place_of(trainer, *stream.thread);
   if (!place) return tl::unexpected(place.error());
   if (auto cleared = clear_place(trainer, key, hello.up()); !cleared) return cleared;
   trainer.key = key;
@@ -212,7 +216,6 @@ NodeServer::Taken NodeServer::admit(Trainer& trainer, Offering offering, DeviceS
                                          .a = static_cast<std::uint64_t>(trainer.credentials.pid),
                                          .b = hello.up().incarnation()});
   trainer.stream = stream.thread.get();
-  trainer.listens = hello.up().address();
   const bool complete = view->complete();
   auto shared = std::make_shared<local::View>(std::move(*view));
   trainer.stream->post([key, instance = hello.up().instance(), shared](catchup::Service& service, TimePoint) {
@@ -232,6 +235,8 @@ NodeServer::Taken NodeServer::admit(Trainer& trainer, Offering offering, DeviceS
   *up.mutable_rank_up() = hello.up();
   up.mutable_rank_up()->set_address(place->engine);
   up.mutable_rank_up()->set_stream_address(place->stream);
+  up.mutable_rank_up()->set_card(place->card);
+  up.mutable_rank_up()->clear_card_listening();
   up.mutable_rank_up()->set_pid(trainer.credentials.pid);
   up.mutable_rank_up()->set_speaks(protocol);
   up.mutable_rank_up()->set_release(hello.release());

@@ -295,13 +295,15 @@ void Node::gather(const RankInfo& last, Actions& actions) {
   if (coordinator_up_) actions.to_coordinator.push_back(std::move(message));
 }
 
-bool Node::move(RankConnection rank, const std::string& address, const std::string& stream_address) {
+bool Node::move(RankConnection rank, const std::string& address, const std::string& stream_address,
+                const std::string& card) {
   auto found = ranks_.find(rank);
   if (found == ranks_.end()) return false;
   auto& up = found->second.up;
-  if (up.address() == address && up.stream_address() == stream_address) return false;
+  if (up.address() == address && up.stream_address() == stream_address && up.card() == card) return false;
   up.set_address(address);
   up.set_stream_address(stream_address);
+  up.set_card(card);
   return true;
 }
 

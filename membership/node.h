@@ -78,7 +78,8 @@ class Node {
   };
   Actions on_rank_gone(RankConnection rank, const std::string& reason, Gone how);
   // Others find it there from when it is introduced next. True: they have been told of other places, or of none.
-  bool move(RankConnection rank, const std::string& address, const std::string& stream_address);
+  bool move(RankConnection rank, const std::string& address, const std::string& stream_address,
+            const std::string& card);
   // Returns what becomes of a rank whose place is asked for. replaced: by itself, over another connection. silent: by a
   // process that the coordinator has registered, while it has not registered this one, or that one later; so is who
   // comes back after a daemon's restart behind a second process for its place. ended: it has to, or the newcomer is

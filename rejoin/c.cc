@@ -165,9 +165,13 @@ rejoin_code rejoin_set_fingerprint(rejoin_session* session, const char* text) {
 }
 void rejoin_use_weights(rejoin_session* session) { session->session->use_weights(); }
 rejoin_code rejoin_set_card(rejoin_session* session, const char* text) {
+  return rejoin_set_card_listening(session, text, "");
+}
+rejoin_code rejoin_set_card_listening(rejoin_session* session, const char* text, const char* listening) {
   return guarded([&] {
-    if (text == nullptr) return failed({ErrorCode::invalid_argument, "rejoin_set_card() without a text"});
-    return code(session->session->set_card(text));
+    if (text == nullptr || listening == nullptr)
+      return failed({ErrorCode::invalid_argument, "rejoin_set_card() without a text"});
+    return code(session->session->set_card(text, listening));
   });
 }
 rejoin_code rejoin_weight(rejoin_session* session, uint32_t tensor, rejoin_memory* memory) {

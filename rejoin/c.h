@@ -128,6 +128,8 @@ rejoin_code rejoin_allocate(rejoin_session* session);
 rejoin_code rejoin_set_fingerprint(rejoin_session* session, const char* text);
 void rejoin_use_weights(rejoin_session* session);
 rejoin_code rejoin_set_card(rejoin_session* session, const char* text); /* before rejoin_join() */
+/* … with where the card's address is listened on: see Session::set_card(). */
+rejoin_code rejoin_set_card_listening(rejoin_session* session, const char* text, const char* listening);
 rejoin_code rejoin_weight(rejoin_session* session, uint32_t tensor, rejoin_memory* memory);
 rejoin_code rejoin_moment(rejoin_session* session, uint32_t tensor, uint32_t index, rejoin_memory* memory);
 rejoin_code rejoin_gradient(rejoin_session* session, uint32_t tensor, rejoin_memory* memory);
@@ -257,6 +259,9 @@ rejoin_code rejoin_group_open(const char* transport, const char* listen, const c
 /* Opens a group with a device such as "cuda:0", or null for none. */
 rejoin_code rejoin_group_open_on(const char* transport, const char* listen, const char* advertise, const char* device,
                                  rejoin_group** group);
+/* … and, or null, with ListenConfig::towards. */
+rejoin_code rejoin_group_open_towards(const char* transport, const char* listen, const char* advertise,
+                                      const char* device, const char* towards, rejoin_group** group);
 /* The caller calls it when no other call on the group is under way. Works may be closed later. Null is allowed. */
 void rejoin_group_close(rejoin_group* group);
 /* The text is the group's, and stays as long as it. */

@@ -26,9 +26,14 @@ rejoin_code rejoin_group_open(const char* transport, const char* listen, const c
 }
 rejoin_code rejoin_group_open_on(const char* transport, const char* listen, const char* advertise, const char* device,
                                  rejoin_group** group) {
+  return rejoin_group_open_towards(transport, listen, advertise, device, nullptr, group);
+}
+rejoin_code rejoin_group_open_towards(const char* transport, const char* listen, const char* advertise,
+                                      const char* device, const char* towards, rejoin_group** group) {
   return guarded([&] {
-    auto opened =
-        rejoin::ProcessGroup::open(listen_config(transport, listen, advertise), device == nullptr ? "host" : device);
+    auto config = listen_config(transport, listen, advertise);
+    if (towards != nullptr) config.towards = towards;
+    auto opened = rejoin::ProcessGroup::open(config, device == nullptr ? "host" : device);
     if (!opened) return failed(opened.error());
     *group = new rejoin_group{std::move(*opened)};
     return REJOIN_OK;

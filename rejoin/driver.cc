@@ -159,6 +159,7 @@ void Driver::describe(proto::RankUp& up) const {
                               config_.ring.device ? config_.ring.device_direct_bytes : config_.ring.direct_bytes));
   up.set_job(job_);
   up.set_card(config_.card);
+  up.set_card_listening(config_.card_listening);
   up.set_weighs(config_.weighs);
   up.set_heard_epoch(machine_.epoch().value);
   up.set_heard_committed(machine_.committed().value);

@@ -33,6 +33,7 @@ struct DriverConfig {
   std::uint64_t plan_hash = 0;  // digest of tensors and buckets, equal on all ranks `rank`
   proto::Declaration declared;  // the tensors and settings that plan_hash stands for
   std::string card;             // the trainer's text for the same rank of other replicas
+  std::string card_listening;   // see Session::set_card()
   Position from;                // of the state that the rank comes with
   bool weighs = false;          // the trainer multiplies its gradients with StepView::weight
   ftar::Options ring;

@@ -20,11 +20,12 @@
 namespace rejoin {
 
 ProgressThread::ProgressThread(const SessionConfig& config, TrainingState& state, const Interrupt& interrupt,
-                               std::string card, bool weighs)
+                               std::string card, std::string card_listening, bool weighs)
     : config_(config),
       state_(state),
       interrupt_(interrupt),
       card_(std::move(card)),
+      card_listening_(std::move(card_listening)),
       weighs_(weighs),
       owner_(state.owner()),
       buckets_(state.buckets()),
@@ -86,6 +87,7 @@ Result<> ProgressThread::join(const Position& from, std::uint64_t digest, Durati
                    .plan_hash = state_.plan_hash(),
                    .declared = state_.declaration(),
                    .card = card_,
+                   .card_listening = card_listening_,
                    .from = from,
                    .weighs = weighs_,
                    .ring = {.chunk_bytes = config_.chunk_bytes,

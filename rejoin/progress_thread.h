@@ -34,7 +34,7 @@ class ProgressThread {
  public:
   // `state`, which is allocated, and `interrupt` outlive this.
   ProgressThread(const SessionConfig& config, TrainingState& state, const Interrupt& interrupt, std::string card,
-                 bool weighs);
+                 std::string card_listening, bool weighs);
   ~ProgressThread();
 
   // Returns when the coordinator has taken this rank. `digest_time`: how long the state's digest took.
@@ -149,7 +149,7 @@ class ProgressThread {
   const SessionConfig config_;
   TrainingState& state_;
   const Interrupt& interrupt_;
-  const std::string card_;
+  const std::string card_, card_listening_;
   const bool weighs_;
   local::Owner& owner_;
   const std::vector<ftar::BucketSpec>& buckets_;

@@ -55,11 +55,13 @@ class SessionImpl final : public Session {
     if (progress_) return fail(ErrorCode::invalid_argument, "set_fingerprint() comes after join()");
     return state_.set_fingerprint(std::move(text));
   }
-  Result<> set_card(std::string card) override {
+  Result<> set_card(std::string card, std::string listening) override {
     if (progress_) return fail(ErrorCode::invalid_argument, "set_card() comes after join()");
-    if (card.size() > membership::kMostCardBytes)
-      return fail(ErrorCode::invalid_argument, "a card of {} bytes, over {}", card.size(), membership::kMostCardBytes);
-    card_ = std::move(card);
+    for (const auto* text : {&card, &listening})
+      if (text->size() > membership::kMostCardBytes)
+        return fail(ErrorCode::invalid_argument, "a card of {} bytes, over {}", text->size(),
+                    membership::kMostCardBytes);
+    card_ = std::move(card), card_listening_ = std::move(listening);
     return {};
   }
   void use_weights() override { weighted_ = true; }
@@ -80,7 +82,7 @@ class SessionImpl final : public Session {
     const Duration took = clock.now() - before;
     if (auto right = check_restored(from, *digest); !right) return right;
     joined_from_ = from;
-    progress_ = std::make_unique<ProgressThread>(config_, state_, interrupt_, card_, weighted_);
+    progress_ = std::make_unique<ProgressThread>(config_, state_, interrupt_, card_, card_listening_, weighted_);
     Result<> joined;
     try {
       joined = progress_->join(from, *digest, took);
@@ -361,7 +363,7 @@ class SessionImpl final : public Session {
   static constexpr std::size_t kLongestReason = 500;  // of what anybody may have written
   SessionConfig config_;
   Interrupt interrupt_;
-  std::string card_;
+  std::string card_, card_listening_;
   bool weighted_ = false;
   TrainingState state_;
   std::unique_ptr<ProgressThread> progress_;

@@ -188,7 +188,11 @@ class Session {
   virtual Result<> set_fingerprint(std::string text) = 0;
   // The caller says, before join() and in up to 1 KiB, what trainers of the same rank of other replicas are to know,
   // such as an address. They get it with each step that this rank contributes to.
-  virtual Result<> set_card(std::string card) = 0;
+  Result<> set_card(std::string card) { return set_card(std::move(card), ""); }
+  // … with an address of this machine that is listened on for all (0.0.0.0 or [::]): in `listening`, the same text as
+  // the card's but for that, it is the last word. There the daemon fills in where others reach this machine, and tells
+  // them anew when that changes. Daemons of the release before pass on the card as it is.
+  virtual Result<> set_card(std::string card, std::string listening) = 0;
   template <typename T>
   static std::span<T> as(std::span<std::byte> bytes) {
     return {reinterpret_cast<T*>(bytes.data()), bytes.size() / sizeof(T)};
@@ -248,7 +252,8 @@ class Session {
     std::uint64_t weight() const { return facts_.weight; }
     // These three serve connections of the trainers' own among those that contribute. The epoch is the one in which
     // this step began here; later ones have larger numbers. Settled means that all members begin the step in this
-    // epoch, so that all have the same cards; otherwise somebody has been lost in this step, and the next one will do.
+    // epoch, so that all have cards of the same ones; otherwise somebody has been lost in this step, and the next one
+    // will do.
     std::uint64_t epoch() const { return facts_.epoch; }
     bool settled() const { return facts_.settled; }
     const std::vector<Card>& cards() const { return facts_.cards; }

@@ -56,6 +56,8 @@ struct RawTrainer {
     hello.mutable_up()->set_replica(replica);
     hello.mutable_up()->set_instance(replica + 1);
     hello.mutable_up()->set_address(listens);
+    hello.mutable_up()->set_card(card);
+    hello.mutable_up()->set_card_listening(card_listening);
     say(message, fds);
   }
   std::optional<proto::ToTrainer> hear() const {
@@ -79,6 +81,7 @@ struct RawTrainer {
   local::Owner owner = *local::Owner::make(*local::Manifest::make({{.name = "w", .count = 64, .columns = 1}}));
   Fd socket;
   std::string listens = "127.0.0.1:1";  // what it says of an engine
+  std::string card, card_listening;
 };
 
 struct OneNode : testing::Test {
@@ -175,6 +178,8 @@ TEST_F(OneNode, TellsOfWhoListensEverywhereByAnAddressOfTheFamilyThatItListensOn
   RawTrainer first(socket), second(socket);
   first.listens = "0.0.0.0:7001";
   second.listens = "10.1.2.3:7002|[::]:7003";
+  first.card = "its secret 172.17.0.1:7004", first.card_listening = "its secret 0.0.0.0:7004";
+  second.card = "what it likes";
   first.register_as(0);
   second.register_as(1);
   const auto up = [this](std::uint32_t replica) {
@@ -183,6 +188,9 @@ TEST_F(OneNode, TellsOfWhoListensEverywhereByAnAddressOfTheFamilyThatItListensOn
   };
   ASSERT_TRUE(comes_true([&] { return up(0) != reports.end() && up(1) != reports.end(); }));
   EXPECT_EQ(up(0)->rank_up().address(), hosts.v4 + ":7001");
+  EXPECT_EQ(up(0)->rank_up().card(), "its secret " + hosts.v4 + ":7004");
+  EXPECT_EQ(up(0)->rank_up().card_listening(), "");
+  EXPECT_EQ(up(1)->rank_up().card(), "what it likes");
   EXPECT_TRUE(up(0)->rank_up().stream_address().starts_with("tcp=" + hosts.v4 + ":")) << up(0)->DebugString();
   EXPECT_EQ(up(1)->rank_up().address(), "10.1.2.3:7002|" + transport::with_own_host_for_any({"[::]:7003"}, hosts).text);
 }

@@ -367,9 +367,9 @@ TEST(Node, WhoLeavesIsSaidToHaveLeft) {
 TEST(Node, TellsWhereARankIsByNowWhenItIntroducesItAgain) {
   Machine machine;
   machine.up(1, 0);
-  EXPECT_TRUE(machine.node.move(RankConnection(1), "10.0.0.2:1", "tcp=10.0.0.2:2"));
-  EXPECT_FALSE(machine.node.move(RankConnection(1), "10.0.0.2:1", "tcp=10.0.0.2:2"));
-  EXPECT_FALSE(machine.node.move(RankConnection(2), "10.0.0.3:1", "")) << "nobody is there";
+  EXPECT_TRUE(machine.node.move(RankConnection(1), "10.0.0.2:1", "tcp=10.0.0.2:2", "its card"));
+  EXPECT_FALSE(machine.node.move(RankConnection(1), "10.0.0.2:1", "tcp=10.0.0.2:2", "its card"));
+  EXPECT_FALSE(machine.node.move(RankConnection(2), "10.0.0.3:1", "", "")) << "nobody is there";
   machine.said.clear();
   machine.keep(machine.node.on_coordinator_up(machine.now));
   const auto up = std::ranges::find_if(machine.said, &proto::FromNode::has_rank_up);

@@ -104,7 +104,9 @@ class Session {
   }
   void keep_exact(std::uint32_t bucket) { check(rejoin_keep_exact(session_, bucket)); }
   void use_weights() { rejoin_use_weights(session_); }
-  void set_card(const std::string& text) { check(rejoin_set_card(session_, text.c_str())); }
+  void set_card(const std::string& text, const std::string& listening) {
+    check(rejoin_set_card_listening(session_, text.c_str(), listening.c_str()));
+  }
   bool intact(std::uint64_t during_ms) {
     const nb::gil_scoped_release release;
     return rejoin_intact(session_, during_ms) != 0;
@@ -264,7 +266,7 @@ NB_MODULE(_native, m) {
       .def("cards", &Session::cards)
       .def("keep_exact", &Session::keep_exact, nb::arg("bucket"))
       .def("use_weights", &Session::use_weights)
-      .def("set_card", &Session::set_card, nb::arg("text"))
+      .def("set_card", &Session::set_card, nb::arg("text"), nb::arg("listening") = "")
       .def("intact", &Session::intact, nb::arg("during_ms"))
       .def("all_reduce", &Session::all_reduce, nb::arg("bucket"), nb::arg("stream") = nb::none())
       .def("begin_update", &Session::begin_update)

@@ -33,9 +33,10 @@ class Work {
 class ProcessGroup {
  public:
   ProcessGroup(const std::string& transport, const std::string& listen, const std::string& advertise,
-               const std::string& device) {
+               const std::string& device, const std::string& towards) {
     rejoin_group* group = nullptr;
-    check(rejoin_group_open_on(transport.c_str(), listen.c_str(), advertise.c_str(), device.c_str(), &group));
+    check(rejoin_group_open_towards(transport.c_str(), listen.c_str(), advertise.c_str(), device.c_str(),
+                                    towards.c_str(), &group));
     group_.set(group, rejoin_group_close);
   }
 
@@ -98,8 +99,10 @@ void bind_process_groups(nb::module_& m) {
       .def("wait_on", &Work::wait_on, nb::arg("stream"))
       .def("notify", &Work::notify, nb::arg("number"));
   nb::class_<ProcessGroup>(m, "ProcessGroup")
-      .def(nb::init<const std::string&, const std::string&, const std::string&, const std::string&>(),
-           nb::arg("transport"), nb::arg("listen"), nb::arg("advertise"), nb::arg("device") = "host")
+      .def(nb::init<const std::string&, const std::string&, const std::string&, const std::string&,
+                    const std::string&>(),
+           nb::arg("transport"), nb::arg("listen"), nb::arg("advertise"), nb::arg("device") = "host",
+           nb::arg("towards") = "")
       .def("handle", &ProcessGroup::handle)
       .def("rank", &ProcessGroup::rank)
       .def("size", &ProcessGroup::size)

@@ -58,8 +58,8 @@ class Members:
         self.looked_at = threading.Event()
         self.one_is_lost = False
 
-    def set_card(self, card: str) -> None:
-        self.card = card
+    def set_card(self, card: str, listening: str) -> None:
+        self.card, self.listening = card, listening
 
     def intact(self, milliseconds: int) -> bool:
         self.looked_at.set()
@@ -70,6 +70,37 @@ class Members:
 def group_of(replica: int) -> tuple[SessionGroup, str]:
     members = Members()
     return SessionGroup(members, replica, LIMIT, Options(listen="127.0.0.1:0", device="host")), members.card
+
+
+@pytest.mark.parametrize("listen", ["0.0.0.0:0", "[::]:0", "127.0.0.1:0"])
+def test_the_daemon_is_told_of_a_group_that_listens_everywhere_where_its_own_address_goes(listen):
+    members = Members()
+    group = SessionGroup(members, 0, LIMIT, Options(listen=listen, device="host"))
+    host = listen.rpartition(":")[0]
+    if host == "127.0.0.1":
+        assert members.listening == ""
+    else:
+        known, _, address = members.card.rpartition(" ")
+        assert members.listening == f"{known} {host}:{address.rpartition(':')[2]}"
+        assert address.rpartition(":")[0] not in ("0.0.0.0", "[::]")
+    group.shutdown()
+
+
+# Not all hear of it in the same step. Who took it for another member would wait for others that have no reason to.
+def test_a_member_whose_address_has_changed_is_the_same_one_for_those_who_have_heard_and_those_who_have_not():
+    groups, cards = zip(*(group_of(replica) for replica in range(2)), strict=True)
+    moved = cards[1].replace("127.0.0.1", "127.0.0.2")
+    assert moved != cards[1]
+    with ThreadPoolExecutor(2) as pool:
+        for step, second in ((1, cards[1]), (2, moved)):
+            tensors = [torch.ones(3) for _ in groups]
+            for replica, group in enumerate(groups):
+                group.begin(step, 1, True, [(0, cards[0]), (1, second if replica == 0 else cards[1])])
+            works = pool.map(lambda group, tensor: group.allreduce([tensor]).wait(), groups, tensors)
+            assert all(works)
+            assert all(tensor.eq(2).all() for tensor in tensors)
+    for group in groups:
+        group.shutdown()
 
 
 # One that is in C++ when the interpreter ends would end the process by a signal.

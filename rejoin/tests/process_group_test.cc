@@ -219,6 +219,37 @@ TEST(ProcessGroup, AloneItIsAGroupOfOneAndWaitsCanBeInterrupted) {
   EXPECT_EQ(group->next_done(kPatience).error().code, ErrorCode::cancelled);
 }
 
+TEST(ProcessGroup, WithoutAnAddressAMemberListensOnAllAndNamesOneOfThem) {
+  std::vector<std::string> handles;
+  std::vector<rejoin_group*> groups(2);
+  for (auto& group : groups) {
+    ASSERT_EQ(rejoin_group_open_towards("tcp", nullptr, nullptr, nullptr, "127.0.0.1:1", &group), REJOIN_OK);
+    handles.emplace_back(rejoin_group_handle(group));
+    EXPECT_THAT(handles.back(), testing::Not(testing::AnyOf(HasSubstr(" 0.0.0.0:"), HasSubstr("[::]"))));
+  }
+  const char* members[] = {handles[0].c_str(), handles[1].c_str()};
+  const auto reconfigure = [&](rejoin_group* group) {
+    return rejoin_group_reconfigure(group, 1, members, 2, 20000, nullptr, nullptr);
+  };
+  auto first = std::async(std::launch::async, reconfigure, groups[0]);
+  EXPECT_EQ(reconfigure(groups[1]), REJOIN_OK);
+  EXPECT_EQ(first.get(), REJOIN_OK);
+  for (auto* group : groups) rejoin_group_close(group);
+}
+
+// An address may have changed, of which not all have heard.
+TEST(ProcessGroup, AMemberIsTheSameOneForThoseWhoKnowItAtAnotherAddress) {
+  const auto one = *ProcessGroup::open({.transport = "tcp", .listen = "127.0.0.1:0", .advertise = {}});
+  const auto other = *ProcessGroup::open({.transport = "tcp", .listen = "127.0.0.1:0", .advertise = {}});
+  const std::string elsewhere = other->handle().substr(0, other->handle().rfind(' ')) + " 127.0.0.9:1";
+  auto first = std::async(std::launch::async, [&] {
+    return one->reconfigure(1, {one->handle(), other->handle()}, kPatience);
+  });
+  const auto second = other->reconfigure(1, {one->handle(), elsewhere}, kPatience);
+  EXPECT_TRUE(second) << second.error().message;
+  EXPECT_TRUE(first.get());
+}
+
 TEST(ProcessGroup, FromC) {
   rejoin_group* group = nullptr;
   ASSERT_EQ(rejoin_group_open("tcp", "127.0.0.1:0", nullptr, &group), REJOIN_OK);

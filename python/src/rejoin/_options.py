@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import socket
 import warnings
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -16,8 +20,9 @@ class Options:
 
     Args:
         transport: "tcp", "ibverbs", "shm" (one machine) or another that `rejoind --help` names
-        listen: the address to listen on; by default the loopback's if MASTER_ADDR is, else any
-        advertise: the host under which others reach this one; by default the machine's own address
+        listen: the address to listen on; by default the loopback's if MASTER_ADDR is, else any, over IPv4 and IPv6
+        advertise: the host under which others reach this one; by default the machine's own address: where it has
+            several, the one that it reaches MASTER_ADDR from
         device: the GPU whose tensors stay in its memory, "cuda:0" say; by default torch's current one, where torch has
             one and the kernels are built; "host": none. All members have one, or none
         configure: False: no members before the first `reconfigure()`, as with torch's `enable_reconfigure=True`
@@ -30,11 +35,37 @@ class Options:
     configure: bool = True
 
 
+def is_everywhere(listen: str) -> bool:
+    """Say whether that is on all addresses."""
+    return listen.rpartition(":")[0] in ("", "0.0.0.0", "[::]")
+
+
+def master() -> str:
+    """Give the address of MASTER_ADDR and MASTER_PORT: of all that a name has the first that there is a way to."""
+    host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    if not host:
+        return ""
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), port or 9, type=socket.SOCK_DGRAM)
+    except OSError:
+        return ""
+    for family, kind, protocol, _, address in found:
+        with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as way:
+            way.connect(address)  # it sends nothing
+            return _with_port(address)
+    return _with_port(found[0][4]) if found else ""
+
+
+def _with_port(address: tuple[Any, ...]) -> str:
+    return f"[{address[0]}]:{address[1]}" if ":" in address[0] else f"{address[0]}:{address[1]}"
+
+
 def open_native(options: Options, listen: str) -> tuple[_native.ProcessGroup, torch.device | None]:
     """Open a group without members; give it with its GPU. Errors: `rejoin.RejoinError`."""
+    towards = master() if is_everywhere(listen) and not options.advertise and options.transport != "shm" else ""
 
     def opened(device: str) -> _native.ProcessGroup:
-        return _native.ProcessGroup(options.transport, listen, options.advertise, device)
+        return _native.ProcessGroup(options.transport, listen, options.advertise, device, towards)
 
     if options.device == "host":
         return opened("host"), None

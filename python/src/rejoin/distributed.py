@@ -59,8 +59,8 @@ class ProcessGroup(Named):
         listen = options.listen
         if not listen:
             local = os.environ.get("MASTER_ADDR") in ("localhost", "127.0.0.1", "::1")
-            listen = "" if options.transport == "shm" else "127.0.0.1:0" if local else "0.0.0.0:0"
-        self.options_given = options
+            listen = "127.0.0.1:0" if local and options.transport != "shm" else ""
+        self.options_given, self._listen = options, listen
         self._native, self._device = open_native(options, listen)
         self._stage_all = partial(stage_all, device=self._device)
         self._stage_reduction = partial(stage_reduction, device=self._device)

@@ -64,7 +64,7 @@ class RejoinTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft 
     Args:
         timeout: how long `disallow_checkpoint()` waits for who is receiving; below the manager's own
         transport: "tcp", "ibverbs", "shm" (one machine) or another that `rejoind --help` names
-        listen: the address to listen on; port 0: the system picks one
+        listen: the address to listen on, where port 0 is any; by default any, over IPv4 and IPv6
         advertise: the host under which others reach this one; by default the machine's own address
         state_dict: gives the tensors that are received into, in place; they may have another device, and those of
             another shape or type are left out and made anew. A receive that fails leaves them written in part, so
@@ -76,7 +76,7 @@ class RejoinTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft 
         self,
         timeout: timedelta = timedelta(seconds=10),
         transport: str = "tcp",
-        listen: str = "0.0.0.0:0",
+        listen: str = "",
         advertise: str = "",
         state_dict: Callable[[], T] | None = None,
     ) -> None:

@@ -10,6 +10,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from rejoin import _native
+from rejoin._options import is_everywhere
 from rejoin._work import LONGEST
 from rejoin.distributed import Options, ProcessGroup
 from rejoin.errors import InvalidArgument, RejoinError, Unavailable
@@ -21,6 +22,11 @@ _WATCHED = 100  # milliseconds, of one look at the members
 _ENDS_WITHIN = 5.0  # seconds; it looks no more, or waits for what this thread holds, in a signal's handler
 
 
+def _who(members: Sequence[tuple[int, str]]) -> list[tuple[int, str]]:
+    """Give the members without where they are, which may change, and of which not all hear at the same time."""
+    return [(replica, card.rpartition(" ")[0]) for replica, card in members]
+
+
 class SessionGroup(ProcessGroup):
     """The contributors of the step under way, by the numbers of their replicas; of each the same rank.
 
@@ -30,7 +36,7 @@ class SessionGroup(ProcessGroup):
 
     def __init__(self, native: _native.Session, replica: int, timeout: timedelta, options: Options) -> None:
         super().__init__(timeout, options)
-        native.set_card(self.get_reconfigure_handle())
+        native.set_card(self.get_reconfigure_handle(), self._listening())
         self._session, self._replica = native, replica
         self._changed = threading.Condition(self._lock)  # which guards all below, too
         self._number, self._epoch = 0, 0
@@ -48,7 +54,7 @@ class SessionGroup(ProcessGroup):
             if self._refused is not None:
                 self._configured = []  # what has failed is not gone on with
             self._number, self._epoch, self._members = number, epoch, sorted(cards)
-            if self._configured != self._members:
+            if _who(self._configured) != _who(self._members):
                 self._of_before = set(self._pending)
             self._refused = None if settled else f"a replica was lost in step {number}"
             without = [replica for replica, card in cards if not card]
@@ -96,7 +102,7 @@ class SessionGroup(ProcessGroup):
             self._check()
             number, epoch, members = self._number, self._epoch, self._members
         # Not in each epoch: others may still be in operations of the step before.
-        if self._configured != members:
+        if _who(self._configured) != _who(members):
             try:
                 self._end_what_is_decided()
                 handles = [card for _, card in members]
@@ -108,6 +114,16 @@ class SessionGroup(ProcessGroup):
                 self._check()
                 self._configured = members
         return super()._start(*operation, **more)
+
+    def _listening(self) -> str:
+        """Give the handle with where it listens; nothing, where that is what the handle has."""
+        known, _, address = self.get_reconfigure_handle().rpartition(" ")
+        kind = self.options_given.transport.partition(";")[0]
+        one = kind in ("tcp", "tcp+aes", "ibverbs") and "|" not in address
+        if not one or self.options_given.advertise or not is_everywhere(self._listen):
+            return ""
+        host, _, port = address.rpartition(":")
+        return f"{known} {self._listen.rpartition(':')[0] or ('[::]' if host[:1] == '[' else '0.0.0.0')}:{port}"
 
     def _end_what_is_decided(self) -> None:
         """Wait for operations of steps before, which would fail with the connections among those members.

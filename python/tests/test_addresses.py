@@ -1,0 +1,69 @@
+"""Where a process group and a checkpoint server say that they are, on machines with one family of addresses or both."""
+
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("torch")
+
+# Each argument is a MASTER_ADDR and what a group listens on; "server": a checkpoint server.
+PROGRAM = """
+import os, sys
+from datetime import timedelta
+from rejoin.distributed import Options, ProcessGroup
+from rejoin.torchft import RejoinTransport
+os.environ["MASTER_PORT"] = "4711"
+for case in sys.argv[1:]:
+    os.environ["MASTER_ADDR"], _, listen = case.partition(" ")
+    try:
+        if case == "server":
+            transport = RejoinTransport()
+            print("TOLD", transport.metadata().split(" ")[-1].rpartition(":")[0])
+            transport.shutdown()
+        else:
+            group = ProcessGroup(timedelta(seconds=9), Options(listen=listen, device="host"))
+            print("TOLD", group.get_reconfigure_handle().split(" ")[-1].rpartition(":")[0])
+            group.shutdown()
+    except Exception as error:
+        print("TOLD", error)
+"""
+IPV6, BRIDGE = "addr add fd00:5::1/64 dev eth0 nodad", "addr add 172.17.0.1/16 dev eth1"
+ROUTE = "-6 route add default via fd00:5::9 dev eth0"
+
+
+def told_on_a_machine(*network, cases):
+    """Give what each says in a network namespace of their own."""
+    lines = ["link set lo up", "link add eth0 type veth peer name eth1", "link set eth0 up", "link set eth1 up"]
+    set_up = " && ".join(f"ip {line}" for line in (*lines, *network))
+    made = subprocess.run(["unshare", "-n", "sh", "-c", set_up], capture_output=True, text=True)
+    if made.returncode:
+        pytest.skip(f"network namespaces with IPv6 can't be had: {made.stderr}")
+    command = ["unshare", "-n", "sh", "-c", f'{set_up} && exec "$@"', "sh", sys.executable, "-c", PROGRAM, *cases]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    told = [line.removeprefix("TOLD ") for line in ended.stdout.splitlines() if line.startswith("TOLD ")]
+    assert len(told) == len(cases), ended.stdout + ended.stderr
+    return told
+
+
+def test_on_a_machine_with_ipv6_alone_its_ipv6_address_is_told_and_what_can_not_be_reached_is_refused():
+    *told, refused = told_on_a_machine(
+        IPV6, cases=["fd00:5::1 ", "fd00:5::1 [::]:0", "fd00:5::2 ", "server", "fd00:5::1 0.0.0.0:0"]
+    )
+    assert told == ["[fd00:5::1]"] * 4
+    assert "over IPv4 alone, and this machine has no IPv4 address that others could be told: give [::]:PORT" in refused
+
+
+def test_a_group_tells_the_address_from_which_it_reaches_the_master():
+    told = told_on_a_machine(IPV6, BRIDGE, cases=["fd00:5::2 ", "fd00:5::2 [::]:0", "172.17.0.2 ", "localhost "])
+    assert told == ["[fd00:5::1]", "[fd00:5::1]", "172.17.0.1", "127.0.0.1"]
+
+
+def test_without_a_master_an_address_on_the_default_route_comes_before_that_of_a_bridge():
+    assert told_on_a_machine(IPV6, BRIDGE, ROUTE, cases=["server"]) == ["[fd00:5::1]"]
+
+
+def test_the_loopback_is_told_where_there_is_nothing_else_and_nobody_is_known_to_be_elsewhere():
+    alone, refused = told_on_a_machine(cases=[" ", "fd00:5::1 "])
+    assert alone == "127.0.0.1"
+    assert "this machine has no address that others could be told" in refused
