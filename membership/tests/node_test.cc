@@ -369,6 +369,7 @@ TEST(Node, TellsWhereARankIsByNowWhenItIntroducesItAgain) {
   machine.up(1, 0);
   EXPECT_TRUE(machine.node.move(RankConnection(1), "10.0.0.2:1", "tcp=10.0.0.2:2", "its card"));
   EXPECT_FALSE(machine.node.move(RankConnection(1), "10.0.0.2:1", "tcp=10.0.0.2:2", "its card"));
+  EXPECT_TRUE(machine.node.move(RankConnection(1), "10.0.0.2:1", "tcp=10.0.0.2:2", "another card"));
   EXPECT_FALSE(machine.node.move(RankConnection(2), "10.0.0.3:1", "", "")) << "nobody is there";
   machine.said.clear();
   machine.keep(machine.node.on_coordinator_up(machine.now));
@@ -376,6 +377,7 @@ TEST(Node, TellsWhereARankIsByNowWhenItIntroducesItAgain) {
   ASSERT_NE(up, machine.said.end());
   EXPECT_EQ(up->rank_up().address(), "10.0.0.2:1");
   EXPECT_EQ(up->rank_up().stream_address(), "tcp=10.0.0.2:2");
+  EXPECT_EQ(up->rank_up().card(), "another card");
   EXPECT_EQ(up->rank_up().incarnation(), 5u);
 }
 
