@@ -57,10 +57,9 @@ class SessionImpl final : public Session {
   }
   Result<> set_card(std::string card, std::string listening) override {
     if (progress_) return fail(ErrorCode::invalid_argument, "set_card() comes after join()");
-    for (const auto* text : {&card, &listening})
-      if (text->size() > membership::kMostCardBytes)
-        return fail(ErrorCode::invalid_argument, "a card of {} bytes, over {}", text->size(),
-                    membership::kMostCardBytes);
+    const auto longest = std::max(card.size(), listening.size());
+    if (longest > membership::kMostCardBytes)
+      return fail(ErrorCode::invalid_argument, "a card of {} bytes, over {}", longest, membership::kMostCardBytes);
     card_ = std::move(card), card_listening_ = std::move(listening);
     return {};
   }
@@ -389,8 +388,7 @@ Result<std::unique_ptr<Session>> Session::open(const SessionConfig& config) {
   auto device = device::open_device(config.device);
   if (!device) return tl::unexpected(device.error());
   if (config.flip_bit_at != 0 && (*device)->kind() != device::MemoryKind::host)
-    return fail(ErrorCode::invalid_argument, "--flip-bit-at {} of a state on {}: only the host's memory takes it",
-                config.flip_bit_at, config.device);
+    return fail(ErrorCode::invalid_argument, "--flip-bit-at is for state in the host's memory, not {}", config.device);
   auto interrupted = make_eventfd();
   if (!interrupted) return tl::unexpected(interrupted.error());
   const std::string who = fmt::format("r{}.{}", config.replica, config.rank);
