@@ -99,26 +99,23 @@ Result<std::string> NodeServer::advertised_of_trainer(const std::string& address
   return one ? transport::with_host_for_any({address}, options_.advertise).text : told(address);
 }
 
-// What a trainer of this release says for daemons of the one before has an address that it found by itself, at its
-// start.
-Result<std::string> NodeServer::card_of(const Trainer& trainer) const {
+// With this machine's address for others. Where there is none for it, and from trainers of the release before, it has
+// one that the trainer found by itself, at its start.
+std::string NodeServer::card_of(const Trainer& trainer) const {
   const auto& text = trainer.card_listening;
   if (text.empty()) return trainer.card;
   const std::size_t at = text.rfind(' ') + 1;  // 0: it is all of it
-  return advertised_of_trainer(text.substr(at)).map([&](const std::string& address) {
-    const std::string card = text.substr(0, at) + address;
-    return card.size() <= membership::kMostCardBytes ? card : trainer.card;
-  });
+  const auto address = advertised_of_trainer(text.substr(at));
+  const std::string card = address ? text.substr(0, at) + *address : trainer.card;
+  return card.size() <= membership::kMostCardBytes ? card : trainer.card;
 }
 
 Result<NodeServer::Place> NodeServer::place_of(const Trainer& trainer, const StreamThread& stream) const {
   auto its = advertised_of_trainer(trainer.listens);
   if (!its) return tl::unexpected(its.error());
-  auto card = card_of(trainer);
-  if (!card) return tl::unexpected(card.error());
   const auto of_stream = advertised(stream.address());
   if (!of_stream) return tl::unexpected(of_stream.error());
-  return Place{std::move(*its), stream_address(family_, *of_stream), std::move(*card)};
+  return Place{std::move(*its), stream_address(family_, *of_stream), card_of(trainer)};
 }
 
 // Once, and again where it is another one.

@@ -135,7 +135,7 @@ class NodeServer {
     std::string engine, stream, card;
   };
   Result<Place> place_of(const Trainer& trainer, const StreamThread& stream) const;
-  Result<std::string> card_of(const Trainer& trainer) const;
+  std::string card_of(const Trainer& trainer) const;
   Result<std::string> advertised(const std::string& stream) const;
   Result<std::string> advertised_of_trainer(const std::string& address) const;
   Result<std::string> told(const std::string& listening) const;

@@ -50,13 +50,14 @@ constexpr std::uint32_t kRows = 4;
 void add_rows(float* __restrict sum, std::uint32_t width, const float* __restrict rows, std::uint32_t count,
               const float* __restrict factors, std::size_t stride) {
   std::uint32_t r = 0;
-  for (; r + kRows <= count; r += kRows, rows += kRows * std::size_t{width}, factors += kRows * stride) {
-    const float f0 = factors[0], f1 = factors[stride], f2 = factors[2 * stride], f3 = factors[3 * stride];
+  for (; r + kRows <= count; r += kRows, rows += kRows * std::size_t{width}) {
+    const float* of = factors + r * stride;
+    const float f0 = of[0], f1 = of[stride], f2 = of[2 * stride], f3 = of[3 * stride];
     for (std::size_t i = 0; i < width; ++i)
       sum[i] += f0 * rows[i] + f1 * rows[width + i] + f2 * rows[2 * width + i] + f3 * rows[3 * width + i];
   }
-  for (; r < count; ++r, rows += width, factors += stride)
-    for (std::size_t i = 0; i < width; ++i) sum[i] += *factors * rows[i];
+  for (; r < count; ++r, rows += width)
+    for (std::size_t i = 0; i < width; ++i) sum[i] += factors[r * stride] * rows[i];
 }
 
 // products[r] += rows[r] · x

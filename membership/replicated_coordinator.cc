@@ -155,7 +155,7 @@ void ReplicatedCoordinator::tell_who_leads(const std::vector<NodeId>& nodes) {
   leads.set_term(leader_.term());
   leads.set_address(leader_.address());
   leads.set_leads(role_ == Role::leading);
-  leads.set_stalled(stalled_);
+  leads.set_stalled(stalled_ && set_back_.empty());  // where it was set back, who takes over has less than this one
   if (position_ > 0) leads.set_job(job_);
 }
 

@@ -46,6 +46,7 @@ void ReplicatedCoordinator::on_read(const StoreRequest& request, const StoreAnsw
       !answer.snapshot.empty() || entry_there ||
       (last_entry_ == position_ && answer.snapshot_position == position_);  // it knows the snapshot alone
   const bool verified = std::exchange(verifies_, false);
+  if (verified && there) lacks_since_.reset();
   if (verified && !there && role_ == Role::following) {
     if (!lacks_since_) lacks_since_ = now;
     return try_claim(now, true);

@@ -182,14 +182,15 @@ void ReplicatedCoordinator::on_written(TimePoint now) {
 // has the last one alone: so there is an entry for what comes to be behind.
 void ReplicatedCoordinator::on_set_back(TimePoint now) {
   ++times_set_back_;
-  set_back_ = fmt::format(
+  set_back_ =
       "the store lacks what this leader wrote there last: its data was set back to an older copy. What is decided is "
-      "put there as a snapshot; until that is done nothing else is written, and no other coordinator can go on");
+      "put there as a snapshot; until that is done nothing else is written, and no other coordinator can go on";
   if (set_back_said_.may_say(now)) {
     note(true, "{}", set_back_);
     set_back_told_ = true;
   }
   due_.reset();
+  if (stalled_) tell_who_leads(all_nodes());
   membership::Actions mark;
   auto& led = *mark.append.emplace_back().mutable_led();
   led.set_term(leader_.term());
@@ -262,8 +263,8 @@ Duration ReplicatedCoordinator::patience() const {
 }
 
 void ReplicatedCoordinator::look_at_stall(TimePoint now) {
-  // A snapshot is no decision, and takes several transactions.
-  const bool waits = again_ || (under_way_ && under_way_->kind != Kind::compact);
+  // A snapshot is no decision, and takes several transactions; but one that mends a store has all that is decided.
+  const bool waits = again_ || (under_way_ && (under_way_->kind != Kind::compact || !under_way_->entry.empty()));
   const Duration waited = waits ? now - begun_at_ : Duration{};
   const bool stalled = waited > patience();
   if (std::exchange(stalled_, stalled) != stalled) tell_who_leads(all_nodes());

@@ -377,9 +377,12 @@ std::vector<std::pair<ReplicaId, std::string>> Driver::cards() const {
 
 void Driver::enter_epoch() {
   if (machine_.epoch() <= ring_->epoch()) return;
+  waits_for_.clear();
   std::vector<ftar::RingMember> ring_members;
-  for (const auto& m : machine_.plan().members())
+  for (const auto& m : machine_.plan().members()) {
     ring_members.push_back({member_of(m), m.catching_up() ? ftar::Role::catching_up : ftar::Role::contributor});
+    came_late_ |= m.catching_up() && m.replica() == config_.replica.value;
+  }
   record_epoch();
   broken_.clear();
   // Whoever is out is fenced by this. It connects again, to be there if it is taken back.

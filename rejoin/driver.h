@@ -257,6 +257,7 @@ class Driver {
   TimePoint landing_since_{};               // its writes from before the epoch
   std::optional<Occupation> occupied_;
   int computed_before_ = 0;  // such occupations, of the first
+  bool came_late_ = false;   // to a job whose other members know how long steps take
   std::uint64_t offered_ = 0, begun_ = 0;
   std::uint64_t stall_reported_for_ = 0;
   std::tuple<std::uint64_t, std::uint32_t, bool> accused_;  // epoch, suspect, whether lost: recorded last

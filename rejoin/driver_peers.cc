@@ -183,7 +183,7 @@ Duration Driver::patience_with_compute() const {
 
 void Driver::occupy(std::optional<Occupation> occupation, TimePoint now) {
   const bool told = !occupied_ || to_be_told(*occupied_, now);
-  if (occupied_ && !occupation && told) released_at_ = now;
+  if (occupied_ && told && (!occupation || occupation->computes)) released_at_ = now;
   if (occupied_ && occupied_->computes) computed_before_ = std::min(computed_before_ + 1, kFirstComputed);
   computed_.busy += busy_otherwise(now);
   occupied_ = std::move(occupation);
@@ -216,11 +216,12 @@ void Driver::excuse_trainer(TimePoint now) {
   else excuse_between_steps(now);
 }
 
-// Where it computes, before the others' patience is over. Who has come to a job that runs does not know yet how long
-// that is; and from steps that were told of nobody would ever learn.
+// Where it computes, before the others' patience is over. Who has come to a job that runs does not know how long that
+// is until it has been in steps of which nobody was told; where all are new, they would never learn from those that
+// are.
 bool Driver::to_be_told(const Occupation& occupation, TimePoint now) const {
   if (!occupation.computes) return true;
-  const bool learns = step_times_.size() < kStepsToLearnFrom && computed_before_ < kFirstComputed;
+  const bool learns = step_times_.size() < kStepsToLearnFrom && (came_late_ || computed_before_ < kFirstComputed);
   return now - occupation.since > (learns ? silence_ : patience_with_compute()) / 2;
 }
 
@@ -341,7 +342,10 @@ void Driver::on_peers(const proto::Peers& fragment) {
   }
   const auto peers_now = peers_.incarnations(config_.rank);
   std::erase_if(round_trips_, [&](const auto& one) { return !peers_now.contains(one.first); });
-  if (current_) current_->cards = cards();
+  if (current_ && current_->cards != cards()) {  // somebody's machine has another address
+    current_->cards = cards();
+    ++revision_;
+  }
   reach_peers();
   report_links();
 }

@@ -21,7 +21,7 @@ Result<transport::Address> listen(transport::Engine& engine, const std::string& 
   return listening ? listening : engine.listen({"0.0.0.0:0"});
 }
 
-// The loopback's address is told where nobody is elsewhere, as far as can be seen.
+// The loopback's address is told where all are here, or nobody is elsewhere, as far as can be seen.
 Result<std::string> told_to_others(const transport::Address& listening, const std::string& towards) {
   if (!transport::listens_everywhere(listening)) return listening.text;
   const auto own = transport::own_hosts_towards(towards);
@@ -29,7 +29,7 @@ Result<std::string> told_to_others(const transport::Address& listening, const st
   if (!transport::listens_everywhere(told)) return told.text;
   const bool none = own.v4.empty() && own.v6.empty();
   const auto there = transport::SocketAddress::split(towards);
-  if (none && (!there || transport::SocketAddress::check_own(*there)))
+  if ((there && transport::is_loopback({towards})) || (none && (!there || transport::SocketAddress::check_own(*there))))
     return transport::with_own_host_for_any(told, transport::or_loopback(own)).text;
   return fail(ErrorCode::unavailable,
               "it listens on {}{}, and this machine has no {}address that others could be told: give {}the address "

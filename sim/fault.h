@@ -66,7 +66,7 @@ enum class FaultKind : std::uint8_t {
   // Where there are relays:
   kill_relay,  // SIGKILL of the one that a node is behind; it is started again after a while
   stop_relay,  // SIGSTOP
-  // And where there are several coordinators (the last one: so what other seeds draw stays as it was):
+  // And where there are several coordinators (the last ones):
   store_read_only,  // their store answers reads, and takes nothing for a while: from nobody, or not from one of them
   store_set_back,   // … is put back to an older copy while the same one leads
 };

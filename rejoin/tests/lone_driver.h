@@ -69,7 +69,7 @@ struct Alone {
     return peers;
   }
   // In a ring with so many peers, this rank between the first and the last of them.
-  void plan_with_peers(std::uint32_t count, std::uint64_t epoch = 1) {
+  void plan_with_peers(std::uint32_t count, std::uint64_t epoch = 1, bool catching_up = false) {
     proto::ToNode message;
     auto& plan = *message.mutable_plan();
     plan.set_epoch(epoch);
@@ -82,6 +82,7 @@ struct Alone {
     auto& self = *plan.add_members();
     self.set_replica(100);
     self.set_incarnation(1000);
+    self.set_catching_up(catching_up);
     driver->on_control_message(message, now);
     ASSERT_TRUE(driver->machine().member());
   }

@@ -41,14 +41,18 @@ def is_everywhere(listen: str) -> bool:
 
 
 def master() -> str:
-    """Give the address of MASTER_ADDR and MASTER_PORT: of all that a name has the first that there is a way to."""
+    """Give the address of MASTER_ADDR and MASTER_PORT: of all that a name has the first that there is a way to.
+
+    Those of IPv4 come first: where a name has both, some members may have no other.
+    """
     host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     if not host:
         return ""
     try:
         found = socket.getaddrinfo(host.strip("[]"), port or 9, type=socket.SOCK_DGRAM)
-    except OSError:
+    except (OSError, UnicodeError):  # a name that is none
         return ""
+    found.sort(key=lambda one: one[0] != socket.AF_INET)
     for family, kind, protocol, _, address in found:
         with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as way:
             way.connect(address)  # it sends nothing

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rejoin.torch._session import Session
+    from rejoin._native import Session
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,8 @@ class _With:
 class Busy:
     """The session's own reasons give way to the script's, as where a data set says that it is busy."""
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    def __init__(self, native: Session) -> None:
+        self._native = native
         self._now: _With | None = None
 
     def _begin(self, what: _With) -> None:
@@ -33,15 +33,18 @@ class Busy:
     def _end(self) -> None:
         if self._now is not None:
             self._now = None
-            self._session._native.done()
+            self._native.done()
 
     @contextmanager
     def with_scripts(self, reason: str, seconds: float) -> Iterator[None]:
-        """Be busy with what the script says."""
-        ours = self._now if self._now is not None and self._now.is_ours else None
+        """Be busy with what the script says. What it says within that is a part of it."""
+        ours = self._now
+        if ours is not None and not ours.is_ours:
+            yield
+            return
         if ours is not None:
             self._end()
-        self._begin(_With(self._session._native.busy, reason, seconds, is_ours=False))
+        self._begin(_With(self._native.busy, reason, seconds, is_ours=False))
         try:
             yield
         finally:
@@ -55,8 +58,8 @@ class Busy:
         if self._now is not None:
             yield
             return
-        native = self._session._native
-        self._begin(_With(native.busy_in_step if in_step else native.busy, reason, seconds, is_ours=True))
+        how = self._native.busy_in_step if in_step else self._native.busy
+        self._begin(_With(how, reason, seconds, is_ours=True))
         try:
             yield
         finally:

@@ -95,7 +95,7 @@ class Session:
         self._ranks: Ranks | None = None
         self._position: str | None = None
         self._compares = True  # the state with the position's digest
-        self._busy = Busy(self)
+        self._busy = Busy(self._native)
         self._fetchers: dict[int, Fetcher] = {}
         self._data: list[str] = []  # what batches() was told
         self._group: SessionGroup | None = None
