@@ -88,6 +88,22 @@ TEST_F(SetBackUnderALeader, NothingIsWrittenBehindTheGapAndWhatWaitsGoesWithTheS
   EXPECT_EQ(standby.one->position(), job.one->position());
 }
 
+// Its nodes hear nothing of that: who took over at their word would have less than this one.
+TEST_F(SetBackUnderALeader, AStoreThatDoesNotTakeTheSnapshotIsWaitedForAndNobodyElseIsToTakeOver) {
+  set_back(job);
+  job.answers_not = Asked::compact;
+  job.pass(3 * kQuiet);
+  EXPECT_TRUE(job.one->stalled());
+  EXPECT_TRUE(was_told(job, "the store does not take what is decided"));
+  EXPECT_FALSE(was_told(job, "the store takes what is decided again"));
+  EXPECT_TRUE(std::ranges::none_of(job.said, [](const proto::Leads& leads) { return leads.stalled(); }));
+  job.answers_not.reset();
+  job.pass(kQuiet / 4);
+  EXPECT_FALSE(job.one->stalled());
+  EXPECT_TRUE(was_told(job, "the store takes what is decided again"));
+  EXPECT_TRUE(job.leads());
+}
+
 TEST_F(SetBackUnderALeader, AnAnswerThatIsLostAndASecondTimeChangeNothing) {
   job.lose = Asked::compact;
   set_back(job);
