@@ -36,6 +36,7 @@ void Store::clear() {
   before_.clear();
   backups_.clear();
   lacks_records_ = false;
+  lacked_until_.reset();
   leader_ = {};
   ++generation_;
 }
@@ -50,6 +51,11 @@ bool Store::set_back(Random& random, std::uint64_t below) {
   before_.clear();
   lacks_records_ = true;
   return true;
+}
+
+// An answer of before may be on its way.
+bool Store::lacked_records() const {
+  return lacks_records_ || (lacked_until_ && world_.now() - *lacked_until_ < kDeadline);
 }
 
 void Store::go_away(TimePoint until) { away_until_ = std::max(away_until_, until); }
@@ -120,7 +126,10 @@ StoreAnswer Store::execute(std::uint32_t coordinator, const StoreRequest& reques
         if (!done) break;
         proto::LogRecord taken;
         REJOIN_CHECK(taken.ParseFromString(request.value), "a snapshot that can't be read");
-        if (!request.entry.empty()) put_entry(request.entry_at, request.entry), lacks_records_ = false;
+        if (!request.entry.empty()) {
+          put_entry(request.entry_at, request.entry);
+          if (std::exchange(lacks_records_, false)) lacked_until_ = world_.now();
+        }
         if (judged_) world_.compare_with_log(taken, request.position);
         state_.begin = request.whole ? request.position : state_.snapshot_position;
         state_.snapshot_position = request.position;

@@ -32,6 +32,7 @@ class Store {
   // To an older copy of what this leader has written, with fewer records than this; false: there is none.
   bool set_back(Random& random, std::uint64_t below);
   bool lacks_records() const { return lacks_records_; }  // since then, and what the leader knows has not replaced them
+  bool lacked_records() const;                           // by what somebody may hear now
 
   const proto::Leader& leader() const { return leader_; }
   // Whether this instance is the leader, or was a short time ago: an answer to it may be on its way.
@@ -60,6 +61,7 @@ class Store {
   std::deque<State> before_, backups_;  // the last few; … of this leader
   std::uint64_t revision_ = 0;
   bool lacks_records_ = false;
+  std::optional<TimePoint> lacked_until_;
   proto::Leader leader_;
   std::map<std::uint64_t, TimePoint> led_until_;  // by instance
   TimePoint away_until_{}, full_until_{};

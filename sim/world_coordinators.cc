@@ -66,7 +66,7 @@ void World::set_back_store(Random& random, TimePoint until) {
 // It is started again, in vain for as long as the leader has not noticed. Where nobody leads any more, the operator
 // puts the data back.
 bool World::may_give_up(std::uint32_t coordinator) {
-  if (!store_.lacks_records()) return false;
+  if (!store_.lacked_records()) return false;
   after({}, [this, coordinator] {
     if (!store_.lacks_records() || leader() != nullptr) return kill_coordinator(coordinator, "the store lacks records");
     count("the store's data put back");
