@@ -24,7 +24,6 @@ Node::Actions Node::on_coordinator_up(TimePoint now, std::uint64_t introduction)
   for (auto& [connection, rank] : ranks_) {
     proto::FromNode up;
     *up.mutable_rank_up() = rank.up;
-    rank.came_new = rank.up.incarnation() == 0;
     actions.to_coordinator.push_back(std::move(up));
   }
   statuses_.clear();
@@ -53,8 +52,8 @@ Node::Actions Node::on_coordinator_message(const proto::ToNode& message, TimePoi
         rank.up.set_incarnation(registered.incarnation());
         rank.up.set_job(registered.job());
         rank.registered = true;
-        // What was said in between went to a relay that did not know it as this one.
-        if (rank.came_new) statuses_.erase({rank.up.replica(), rank.up.incarnation()});
+        // What was said in between may have gone to a coordinator, or a relay, that did not know it, or not any more.
+        statuses_.erase({rank.up.replica(), rank.up.incarnation()});
         report_status(rank, actions);
       });
       break;
@@ -185,10 +184,8 @@ Node::Actions Node::on_rank_message(RankConnection connection, const proto::From
       actions.notes.push_back({"a rank registered twice on one connection; ignored", true});
       return actions;
     }
-    RankInfo& rank = ranks_[connection] = {.up = message.rank_up(),
-                                           .heard = now,
-                                           .registered = message.rank_up().incarnation() != 0,
-                                           .came_new = message.rank_up().incarnation() == 0};
+    RankInfo& rank = ranks_[connection] = {
+        .up = message.rank_up(), .heard = now, .registered = message.rank_up().incarnation() != 0};
     rank.up.set_node(name_);
     rank.up.set_daemon(id_);
     rank.up.set_location(location_);

@@ -47,7 +47,6 @@ class Node {
     proto::RankUp up;
     TimePoint heard{};
     bool registered = false;
-    bool came_new = false;  // it was introduced last without an incarnation
     std::optional<Incarnations> links;
     std::vector<proto::Unreached> unreached;
     RoundTrips round_trips;
