@@ -62,6 +62,14 @@ std::string without_times(std::string_view text) {
   return result;
 }
 
+std::optional<std::string> lacks_brackets(std::string_view host_port) {
+  const std::size_t port = host_port.rfind(':');
+  const bool plain =
+      host_port.find(':') == port || host_port.starts_with('[') || host_port.find("://") != host_port.npos;
+  if (plain) return {};
+  return std::string("[").append(host_port.substr(0, port)).append("]").append(host_port.substr(port));
+}
+
 std::string printable(std::string_view text, std::size_t longest) {
   std::string result;
   while (!text.empty()) {

@@ -14,6 +14,7 @@
 #include "base/log.h"
 #include "base/number.h"
 #include "base/start_thread.h"
+#include "base/text.h"
 
 namespace rejoin::daemon::etcd_client {
 
@@ -64,10 +65,10 @@ Result<> check(const EtcdOptions& options) {
     const auto colon = endpoint.rfind(':');
     std::uint16_t port = 0;
     const std::string_view host = std::string_view(endpoint).substr(0, colon);
-    if (endpoint.find("://") == endpoint.npos && host.find(':') != host.npos && !host.starts_with('['))
+    if (const auto right = lacks_brackets(endpoint))
       return fail(ErrorCode::invalid_argument,
-                  "etcd endpoint {} is not HOST:PORT: an IPv6 address is to be in brackets; write e.g. [{}]:{}",
-                  endpoint, host, std::string_view(endpoint).substr(colon + 1));
+                  "etcd endpoint {} is not HOST:PORT: an IPv6 address is to be in brackets; write e.g. {}", endpoint,
+                  *right);
     if (endpoint.find("://") != endpoint.npos || colon == endpoint.npos || colon == 0 ||
         host.starts_with('[') != host.ends_with(']') ||
         !parse_number(std::string_view(endpoint).substr(colon + 1), port) || port == 0)

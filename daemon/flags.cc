@@ -136,10 +136,10 @@ ValueCheck store_name() {
             if (text == "file") return {};
             if (text.starts_with(kEtcd)) {
               for (const auto& each : split(text.substr(kEtcd.size()), ','))
-                if (!each.starts_with('[') && each.find(':') != each.rfind(':') && each.find("://") == each.npos)
+                if (const auto right = lacks_brackets(each))
                   return fail(ErrorCode::invalid_argument,
-                              "'{}': {} is not HOST:PORT: an IPv6 address is to be in brackets; write e.g. [{}]{}",
-                              text, each, each.substr(0, each.rfind(':')), each.substr(each.rfind(':')));
+                              "'{}': {} is not HOST:PORT: an IPv6 address is to be in brackets; write e.g. {}", text,
+                              each, *right);
               return check_peers(text.substr(kEtcd.size()), text);
             }
             return fail(ErrorCode::invalid_argument, "'{}' is not file, or etcd:HOST:PORT,HOST:PORT…", text);

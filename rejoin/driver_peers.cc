@@ -342,10 +342,11 @@ void Driver::on_peers(const proto::Peers& fragment) {
   }
   const auto peers_now = peers_.incarnations(config_.rank);
   std::erase_if(round_trips_, [&](const auto& one) { return !peers_now.contains(one.first); });
-  if (current_ && current_->cards != cards()) {  // somebody's machine has another address
-    current_->cards = cards();
-    ++revision_;
-  }
+  if (current_)
+    if (auto now = cards(); current_->cards != now) {  // somebody's machine has another address
+      current_->cards = std::move(now);
+      ++revision_;
+    }
   reach_peers();
   report_links();
 }

@@ -117,6 +117,13 @@ struct Cluster {
       if (rank->alive)
         for (const auto& outcome : rank->communicator->poll(clock.now())) rank->outcomes.push_back(outcome);
   }
+  // One at a time: what happens next on the fabric, and then all look.
+  void pass(std::uint64_t turns) {
+    for (; turns > 0; --turns) {
+      (void)fabric.step();
+      pump();
+    }
+  }
   // Until it is, or nothing moves any more. What a GPU does takes real time, which the fabric knows nothing of.
   bool until(const std::function<bool()>& done) {
     const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);

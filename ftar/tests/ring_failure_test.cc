@@ -17,10 +17,7 @@ TEST_P(FtarRing, SurvivorsFinishFromIntactInputsWhereverAMemberDies) {
     for (auto& rank : cluster.ranks) inputs.push_back(rank->input);
     cluster.start(Step(1));
     const auto moment = static_cast<int>(cluster.random() % 400);
-    for (int i = 0; i < moment; ++i) {
-      cluster.fabric.step();
-      cluster.pump();
-    }
+    cluster.pass(moment);
     Rank& victim = *cluster.ranks[seed % 4];
     cluster.kill(victim);
     ASSERT_TRUE(cluster.until([&] {
@@ -60,10 +57,7 @@ TEST_P(FtarRing, ACallToAnAddressThatIsNoMoreIsGivenUpWhenTheNewOneIsTold) {
   call_at(cluster, moved, before);
   cluster.enter(Epoch(2), cluster.ring_members());
   cluster.start(Step(2));
-  for (int turns = 0; turns < 500; ++turns) {
-    (void)cluster.fabric.step();
-    cluster.pump();
-  }
+  cluster.pass(500);
   EXPECT_FALSE(cluster.all_done(Step(2))) << "somebody is called at an address that is no more";
   call_at(cluster, moved, now);
   ASSERT_TRUE(cluster.until([&] { return cluster.all_done(Step(2)); }));
@@ -80,10 +74,7 @@ TEST_P(FtarRing, CallsThatCrossAsAddressesAreToldLeaveOneConnection) {
     const auto wrong = cluster.fabric.move(*moved.on_fabric), right = cluster.fabric.move(*moved.on_fabric);
     for (const auto& address : {right, wrong, right}) {
       call_at(cluster, moved, address);
-      for (auto turns = cluster.random() % 24; turns > 0; --turns) {
-        (void)cluster.fabric.step();
-        cluster.pump();
-      }
+      cluster.pass(cluster.random() % 24);
     }
     cluster.enter(Epoch(1), cluster.ring_members());
     cluster.start(Step(1));
@@ -100,20 +91,14 @@ TEST_P(FtarRing, AStoppedMemberThatWakesLaterWritesNothingIntoTheNewEpoch) {
     for (int i = 0; i < 4; ++i) cluster.add();
     cluster.enter(Epoch(1), cluster.ring_members());
     cluster.start(Step(1));
-    for (std::uint64_t i = 0; i < 30 + seed * 7; ++i) {
-      cluster.fabric.step();
-      cluster.pump();
-    }
+    cluster.pass(30 + seed * 7);
     Rank& sleeper = *cluster.ranks[1];
     cluster.fabric.stop(*sleeper.on_fabric);
     sleeper.alive = false;  // for the cluster; its process wakes up again below
     for (auto& rank : cluster.ranks) rank->outcomes.clear();
     cluster.enter(Epoch(2), cluster.ring_members());
     cluster.start(Step(1));
-    for (int i = 0; i < 20; ++i) {
-      cluster.fabric.step();
-      cluster.pump();
-    }
+    cluster.pass(20);
     cluster.fabric.resume(*sleeper.on_fabric);
     ASSERT_TRUE(cluster.until([&] {
       sleeper.communicator->poll(cluster.clock.now());
@@ -133,18 +118,12 @@ TEST_P(FtarRing, AnEpochMayChangeInMidOperationWithAllMembersAlive) {
     for (int round = 0; round < 5; ++round) {
       cluster.start(Step(1));
       const auto moment = static_cast<int>(cluster.random() % 200);
-      for (int i = 0; i < moment; ++i) {
-        cluster.fabric.step();
-        cluster.pump();
-      }
+      cluster.pass(moment);
       // Members learn of the new epoch one after the other, with traffic in between.
       ++epoch;
       for (auto& rank : cluster.ranks) {
         rank->communicator->enter(Epoch(epoch), cluster.ring_members());
-        for (int i = 0; i < 5; ++i) {
-          cluster.fabric.step();
-          cluster.pump();
-        }
+        cluster.pass(5);
       }
     }
     for (auto& rank : cluster.ranks) rank->outcomes.clear();
