@@ -162,6 +162,11 @@ class NodeServer {
   Streams streams_;
   std::set<StrangeStream> warned_of_;
   std::map<membership::RankConnection, Trainer> trainers_;
+  struct Silent {
+    pid_t pid = 0;
+    std::unique_ptr<asio::posix::stream_descriptor> exited;
+  };
+  std::map<membership::RankConnection, Silent> silent_;  // dropped, and their processes have not ended yet
   struct Leaver {
     Fd socket;
     TimePoint since{};

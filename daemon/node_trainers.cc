@@ -211,6 +211,7 @@ NodeServer::Taken NodeServer::admit(Trainer& trainer, Offering offering, DeviceS
   if (auto cleared = clear_place(trainer, key, hello.up()); !cleared) return cleared;
   trainer.key = key;
   gone_.erase(key);
+  std::erase_if(silent_, [&](const auto& one) { return one.second.pid == trainer.credentials.pid; });
   events::record(events::Kind::rank_up, {.replica = key.replica.value,
                                          .number = key.rank.value,
                                          .a = static_cast<std::uint64_t>(trainer.credentials.pid),
@@ -336,7 +337,10 @@ void NodeServer::answer_leavers() {
 
 void NodeServer::drop(membership::RankConnection id, const std::string& reason, Gone how) {
   auto gone = trainers_.extract(id);
-  if (gone.empty()) return;
+  if (gone.empty()) {
+    if (silent_.erase(id) > 0) carry_out(machine_.on_rank_gone(id, reason, how));
+    return;
+  }
   Trainer& trainer = gone.mapped();
   const auto fenced = [this, id] { asio::post(io_, [this, id] { say_left(id); }); };  // thread: any
   if (trainer.key) {
@@ -365,6 +369,7 @@ void NodeServer::drop(membership::RankConnection id, const std::string& reason, 
     proto::ToTrainer farewell;
     farewell.set_dropped(reason);
     (void)send_with_fds(trainer.socket, as_bytes(farewell.SerializeAsString()), {});  // else it sees the hang-up alone
+    if (trainer.key && trainer.exited) silent_[id] = {trainer.credentials.pid, std::move(trainer.exited)};
   }
   carry_out(machine_.on_rank_gone(id, reason, how));
   if (trainer.own) {

@@ -86,10 +86,11 @@ int main(int argc, char** argv) {
   const rejoin_code trained = train(session);
   if (trained != REJOIN_OK && came == 0) fprintf(stderr, "%s\n", rejoin_error());
   const rejoin_code left = rejoin_leave(session); /* however it ended, nobody waits for this replica */
-  if (left != REJOIN_OK && trained == REJOIN_OK && came == 0) fprintf(stderr, "%s\n", rejoin_error());
+  if (left != REJOIN_OK && (trained == REJOIN_OK || came != 0)) fprintf(stderr, "%s\n", rejoin_error());
   running = NULL;
   rejoin_close(session);
-  if (came != 0) return fprintf(stderr, "interrupted; this replica has left\n"), 128 + came;
+  if (came != 0 && left == REJOIN_OK) fprintf(stderr, "interrupted; this replica has left\n");
+  if (came != 0) return 128 + came;
   if (trained == REJOIN_CANCELLED) return 3;        /* to be started again, to catch up */
   if (trained == REJOIN_INVALID_ARGUMENT) return 2; /* which would not help */
   return trained == REJOIN_OK && left == REJOIN_OK ? 0 : 1;

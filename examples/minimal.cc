@@ -78,7 +78,9 @@ int main(int argc, char**) {
   const auto trained = train(**opened);
   const auto left = (*opened)->leave();  // however it ended, nobody waits for this replica
   running = nullptr;
-  if (came != 0) return std::fprintf(stderr, "interrupted; this replica has left\n"), 128 + came;
+  if (came != 0)
+    return std::fprintf(stderr, "interrupted; %s\n", left ? "this replica has left" : left.error().message.c_str()),
+           128 + came;
   for (const auto& result : {trained, left})
     if (!result) {
       std::fprintf(stderr, "%s\n", result.error().message.c_str());

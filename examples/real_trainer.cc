@@ -174,7 +174,9 @@ int main(int argc, char** argv) {
   const auto trained = train(**session, config, *text, demo::Directory(directory), settings);
   const auto left = (*session)->leave();  // however it ended, nobody waits for this replica
   running = nullptr;
-  if (came != 0) return std::fprintf(stderr, "interrupted; this replica has left\n"), 128 + came;
+  if (came != 0)
+    return std::fprintf(stderr, "interrupted; %s\n", left ? "this replica has left" : left.error().message.c_str()),
+           128 + came;
   for (const auto& result : {trained, left})
     if (!result) {
       std::fprintf(stderr, "%s\n", result.error().message.c_str());

@@ -37,7 +37,8 @@ int fail_with(const Error& error) {
 int leave_with(Session& session, const std::optional<Error>& error) {
   const auto left = session.leave();
   if (demo::interrupted() != 0) {
-    std::cerr << "trainer: interrupted after step " << session.committed() << "; this replica has left\n";
+    std::cerr << "trainer: interrupted after step " << session.committed() << "; "
+              << (left ? "this replica has left" : left.error().message) << "\n";
     return 128 + demo::interrupted();
   }
   if (error) return fail_with(*error);

@@ -138,7 +138,8 @@ void Coordinator::on_rank_down(NodeId node, const proto::RankDown& down) {
   std::erase(nodes_[node].moved, process);
   if (waited && !down.ended()) ask_the_other_nodes(node, {}, {process});
   RankState* rank = rank_of(ProcessId::of(down));
-  if (rank == nullptr || !concerns(rank->node)) return;  // of an instance that is over already, or elsewhere
+  // of an instance that is over already, or elsewhere
+  if (rank != nullptr ? !concerns(rank->node) : !ended_unheard(down)) return;
   const std::string why = shortened(down.reason(), kLongestReason);
   if (down.ended()) {
     remove(ReplicaId(down.replica()), fmt::format("rank {}{}: {}", down.rank(), down.left() ? " has left" : "", why),

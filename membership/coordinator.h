@@ -213,6 +213,7 @@ class Coordinator {
   bool find_contributors();
   void give_up_suspended();
   void remove(ReplicaId replica, const std::string& reason, Parting parting = Parting::lost);
+  bool ended_unheard(const proto::RankDown& down) const;
   void lose_everybody();
   void next_epoch(const std::string& reason, Begun step = Begun::maybe);
   void drop_registration(ReplicaId replica, const std::string& reason);

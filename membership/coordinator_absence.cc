@@ -190,6 +190,20 @@ void Coordinator::remove(ReplicaId id, const std::string& reason, Parting partin
   try_start();
 }
 
+// An earlier coordinator had registered it, and it has ended before it came to this one.
+bool Coordinator::ended_unheard(const proto::RankDown& down) const {
+  if (!down.ended() || down.incarnation() == 0 || down.job() != job_ || down.rank() >= config_.ranks) return false;
+  const ReplicaId id(down.replica());
+  const Incarnation its(down.incarnation());
+  if (const auto here = replicas_.find(id);
+      here != replicas_.end() && (here->second.incarnation != its || here->second.ranks[down.rank()].registered))
+    return false;  // another process has the place
+  const MemberState* m = members_.find(id);
+  return (m != nullptr && m->incarnation == its) || std::ranges::any_of(suspended_, [&](const auto& out) {
+           return out.replica == id && out.incarnation == its && !out.ended;
+         });
+}
+
 // Half a state is worth nothing without a source: who was catching up starts again, too.
 void Coordinator::lose_everybody() {
   for (const auto& m : members_.take()) drop_registration(m.replica, "no contributor is left to catch up from");

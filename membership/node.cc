@@ -28,6 +28,7 @@ Node::Actions Node::on_coordinator_up(TimePoint now, std::uint64_t introduction)
   }
   statuses_.clear();
   for (const auto& [connection, rank] : ranks_) report_status(rank, actions);
+  for (const auto& [place, one] : ended_) *actions.to_coordinator.emplace_back().mutable_rank_down() = one.down;
   return actions;
 }
 
@@ -52,6 +53,7 @@ Node::Actions Node::on_coordinator_message(const proto::ToNode& message, TimePoi
         rank.up.set_incarnation(registered.incarnation());
         rank.up.set_job(registered.job());
         rank.registered = true;
+        std::erase_if(silent_, [&](const auto& one) { return same_place(one.second, registered); });
         // What was said in between may have gone to a coordinator, or a relay, that did not know it, or not any more.
         statuses_.erase({rank.up.replica(), rank.up.incarnation()});
         report_status(rank, actions);
@@ -80,6 +82,7 @@ Node::Actions Node::on_coordinator_message(const proto::ToNode& message, TimePoi
     case proto::ToNode::kPlan:
       if (concerns_nobody(message.plan().job())) break;
       plan_ = message.plan();
+      forget_ended();
       for (auto& [connection, rank] : ranks_) {
         if (of_another_job(rank.up.job(), plan_.job())) continue;
         if (rank.up.incarnation() != 0 && rank.up.job() == plan_.job()) {
@@ -186,6 +189,7 @@ Node::Actions Node::on_rank_message(RankConnection connection, const proto::From
     }
     RankInfo& rank = ranks_[connection] = {
         .up = message.rank_up(), .heard = now, .registered = message.rank_up().incarnation() != 0};
+    std::erase_if(silent_, [&](const auto& one) { return same_process(one.second, rank.up); });
     rank.up.set_node(name_);
     rank.up.set_daemon(id_);
     rank.up.set_location(location_);
@@ -302,43 +306,6 @@ bool Node::move(RankConnection rank, const std::string& address, const std::stri
   up.set_stream_address(stream_address);
   up.set_card(card);
   return true;
-}
-
-Node::Gone Node::gone_for(RankConnection rank, const proto::RankUp& newcomer) const {
-  const auto found = ranks_.find(rank);
-  if (found == ranks_.end()) return Gone::ended;
-  const proto::RankUp& older = found->second.up;
-  if (older.instance() == newcomer.instance()) return Gone::replaced;
-  const bool comparable = older.incarnation() == 0 || older.job() == newcomer.job();
-  return comparable && older.incarnation() < newcomer.incarnation() ? Gone::silent : Gone::ended;
-}
-
-Node::Actions Node::on_rank_gone(RankConnection connection, const std::string& reason, Gone how) {
-  Actions actions;
-  auto gone = ranks_.extract(connection);
-  if (gone.empty()) return actions;
-  statuses_.erase({gone.mapped().up.replica(), gone.mapped().up.incarnation()});
-  if (how == Gone::replaced) return actions;
-  proto::FromNode message;
-  auto& down = *message.mutable_rank_down();
-  down.set_replica(gone.mapped().up.replica());
-  down.set_rank(gone.mapped().up.rank());
-  down.set_instance(gone.mapped().up.instance());
-  down.set_reason(reason);
-  down.set_ended(how == Gone::ended || how == Gone::left);
-  down.set_left(how == Gone::left);
-  actions.notes.push_back(
-      {fmt::format("replica {} rank {}{}: {}", down.replica(), down.rank(), down.left() ? " has left" : "", reason),
-       how != Gone::left && !plan_.finished()});
-  if (coordinator_up_) actions.to_coordinator.push_back(std::move(message));
-  // The others of its replica may have waited for it alone.
-  for (const auto& [id, rank] : ranks_) {
-    if (rank.up.replica() != down.replica() || rank.up.incarnation() != gone.mapped().up.incarnation()) continue;
-    if (rank.up.reduced_epoch() != 0) gather(rank, actions);
-    report_status(rank, actions);
-    break;
-  }
-  return actions;
 }
 
 Node::Actions Node::on_tick(TimePoint now) {

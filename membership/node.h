@@ -11,7 +11,8 @@
 //   5. From the ranks' Reduced it makes one for all ranks of a replica that are here, when the last has come.
 //   6. It passes Accusations, Details, Drift and Declarations on as they come, and sends RankDown when a rank ends or
 //      is silent.
-// It answers Inquiry with Alive or RankDown. After Introduce, or a new connection, it begins again with 1.
+// It answers Inquiry with Alive or RankDown. After Introduce, or a new connection, it begins again with 1, and says
+// again of each process that has ended that it has, until a step has been committed without it.
 #pragma once
 
 #include <map>
@@ -75,6 +76,7 @@ class Node {
     silent,    // it may come back through another connection
     replaced,  // it has come back through another connection already
   };
+  // Of one that was silent before: its process has ended now.
   Actions on_rank_gone(RankConnection rank, const std::string& reason, Gone how);
   // Others find it there from when it is introduced next. True: they have been told of other places, or of none.
   bool move(RankConnection rank, const std::string& address, const std::string& stream_address,
@@ -99,6 +101,8 @@ class Node {
   bool concerns_nobody(std::uint64_t job) const;
   void tell_of_peers(RankConnection rank, RankInfo& info, const proto::Peers& news, Actions& actions) const;
   void send(RankConnection rank, const proto::ToNode& message, Actions& actions) const;
+  void tell_gone(const proto::RankUp& up, const std::string& reason, Gone how, Actions& actions);
+  void forget_ended();
 
   const std::string name_, location_;
   const Duration silence_;
@@ -108,6 +112,12 @@ class Node {
   bool coordinator_up_ = false;
   TimePoint coordinator_heard_{}, heartbeat_sent_{};
   std::map<RankConnection, RankInfo> ranks_;
+  std::map<RankConnection, proto::RankUp> silent_;  // gone, and their processes may live
+  struct Ended {
+    proto::RankDown down;
+    std::optional<std::uint64_t> out_since{};  // the committed step of the first plan without it
+  };
+  std::map<std::pair<std::uint32_t, std::uint32_t>, Ended> ended_;  // by replica and rank, to be said again
   proto::Plan plan_;
   PeerTable peers_;
   std::map<std::pair<std::uint32_t, std::uint64_t>, std::string> statuses_;  // sent last, by replica and incarnation

@@ -123,7 +123,11 @@ void Daemon::on_report(membership::RankConnection rank, const proto::FromNode& r
 
 void Daemon::drop(membership::RankConnection rank, const std::string& reason, membership::Node::Gone how) {
   auto gone = ranks_.extract(rank);
-  if (gone.empty()) return;
+  if (gone.empty()) {
+    if (silent_.erase(rank) > 0) carry_out(machine_.on_rank_gone(rank, reason, how));
+    return;
+  }
+  if (how == membership::Node::Gone::silent) silent_.insert(rank);
   LocalRank& local = gone.mapped();
   post([key = local.key](catchup::Service& service, TimePoint) { service.remove_rank(key); });
   carry_out(machine_.on_rank_gone(rank, reason, how));

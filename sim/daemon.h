@@ -19,6 +19,8 @@ class Daemon final : public Process {
   void on_hello(std::uint64_t trainer, membership::RankConnection connection, const proto::RankUp& up);
   void on_report(membership::RankConnection rank, const proto::FromNode& report);
   void drop(membership::RankConnection rank, const std::string& reason, membership::Node::Gone how);
+  bool knows(membership::RankConnection rank) const { return ranks_.contains(rank) || silent_.contains(rank); }
+  bool hears_who_decides() const { return machine_.coordinator_up(); }
   Uplink& uplink() { return uplink_; }
   void lie(TimePoint until);  // it passes on what is not proven
   std::string describe(catchup::RankKey key) const;
@@ -56,6 +58,7 @@ class Daemon final : public Process {
   daemon::Streams streams_;
   std::unique_ptr<catchup::Service> service_;
   std::map<membership::RankConnection, LocalRank> ranks_;
+  std::set<membership::RankConnection> silent_;  // whose processes may live
   std::vector<Command> commands_;
   Uplink uplink_;
   TimePoint reported_{}, lies_until_{};

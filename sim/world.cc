@@ -102,6 +102,7 @@ World::World(const Options& options)
     clocks_.push_back(clocks.of_any_size(1us, 1000s));
   suspended_until_.resize(clocks_.size());
   off_until_.resize(clocks_.size());
+  away_until_.resize(shape.replicas);
   for (std::uint32_t node = 0; node < nodes(); ++node) {
     control_random_.push_back(chance("control messages", node));
     supervisor_random_.push_back(chance("supervisor", node));

@@ -16,6 +16,7 @@
 #include "sim/checker.h"
 #include "sim/coordinator.h"
 #include "sim/daemon.h"
+#include "sim/ends.h"
 #include "sim/fault.h"
 #include "sim/play.h"
 #include "sim/relay.h"
@@ -288,7 +289,11 @@ class World {
   void on_decision();
   void check_epochs();
   void check_queues(const Process& process);
-  void disturb(Duration lasting) { disturbed_until_ = std::max(disturbed_until_, now() + lasting + 4 * job.silence); }
+  void check_ends();
+  void disturb(Duration lasting) {
+    felt_until_ = std::max(felt_until_, now() + lasting);
+    disturbed_until_ = std::max(disturbed_until_, now() + lasting + 4 * job.silence);
+  }
 
   VirtualClock clock_;
   Random failures_random_, plant_random_;
@@ -307,6 +312,7 @@ class World {
   std::vector<Duration> clocks_;                 // by machine: a node each, the coordinators' and the relays'
   std::vector<TimePoint> suspended_until_;       // likewise
   std::vector<TimePoint> off_until_;             // … and has no power
+  std::vector<TimePoint> away_until_;            // by replica: nobody starts it
   std::vector<std::unique_ptr<Daemon>> daemons_;
   std::vector<std::unique_ptr<Relay>> relays_;
   std::vector<std::vector<std::unique_ptr<Trainer>>> trainers_;
@@ -377,8 +383,10 @@ class World {
   std::map<std::pair<std::uint32_t, std::uint32_t>, Memory> memory_;
   TimePoint faults_end_{}, disturbed_until_{};  // until then a fault may still be felt
   TimePoint old_news_until_{};                  // what was said in a cut, or over a slow link, may still arrive
-  TimePoint resumed_at_{};                      // somebody who was stopped went on last
-  TimePoint decided_at_{};                      // the last commit or epoch
+  Ends ends_;
+  TimePoint felt_until_{};  // … and lasts, unless it is that somebody stays away
+  TimePoint resumed_at_{};  // somebody who was stopped went on last
+  TimePoint decided_at_{};  // the last commit or epoch
   std::deque<std::string> recent_;
   std::map<std::uint64_t, std::map<std::pair<std::uint32_t, std::uint32_t>, double>> losses_;  // by step
   std::uint64_t failures_ = 0;                                                                 // of a long run, so far

@@ -23,7 +23,22 @@ void World::let_operator_act() {
   }
   if (deciding() != nullptr && deciding()->stopped()) drop_who_is_wrong();
   end_strangers();
+  check_ends();
   after(job.silence / 4, [this] { let_operator_act(); });
+}
+
+// A daemon may have been told of the end, and its way to the coordinator be away.
+void World::check_ends() {
+  const CoordinatorProcess* leads = leader();
+  if (leads == nullptr) return;
+  const auto tells = [&](std::uint64_t instance) {
+    const auto found = processes_.find(instance);
+    const auto* daemon = found == processes_.end() ? nullptr : dynamic_cast<const Daemon*>(found->second);
+    return daemon != nullptr && !daemon->stopped && daemon->hears_who_decides() && !leads->stopped &&
+           now() > felt_until_;
+  };
+  if (const auto wrong = ends_.check(now(), 2 * job.silence, leads->decisions()->blocked_on(), tells))
+    checker().violate("ends-are-heard", *wrong);
 }
 
 void World::give_word(const Word& word, const std::string& why) {

@@ -22,7 +22,9 @@ void World::happen(const Fault& fault) {
   note("FAULT {} (replica {} rank {}, {:.1f} ms)", to_string(fault.kind), fault.replica, fault.rank,
        milliseconds(fault.lasting));
   if (is_of_bits(fault.kind)) return damage_bits(fault);
+  const TimePoint felt_until = felt_until_;
   disturb(fault.lasting);
+  if (fault.kind == FaultKind::stay_away) felt_until_ = felt_until;
   Trainer* trainer = trainers_[fault.replica][fault.rank].get();
   const std::uint32_t node = node_of(fault.replica, fault.rank);
   Daemon* daemon = daemons_[node].get();
@@ -54,6 +56,10 @@ void World::happen(const Fault& fault) {
       return;
     case FaultKind::kill_replica:
       for (std::uint32_t i = 0; i < shape.ranks; ++i) kill_trainer(fault.replica, i, "killed with its replica");
+      return;
+    case FaultKind::stay_away:
+      away_until_[fault.replica] = std::max(away_until_[fault.replica], until);
+      for (std::uint32_t i = 0; i < shape.ranks; ++i) kill_trainer(fault.replica, i, "its operator ends it");
       return;
     case FaultKind::kill_some:
       for (std::uint32_t r = 0; r < shape.replicas; ++r)

@@ -140,9 +140,10 @@ void World::write_checkpoint(std::uint32_t replica, std::uint32_t rank, Checkpoi
 void World::start_trainer(std::uint32_t replica, std::uint32_t rank) {
   auto& place = trainers_[replica][rank];
   if (place) return;
-  if (const TimePoint off = off_until_[node_of(replica, rank)]; off > now())
+  if (const TimePoint off = std::max(off_until_[node_of(replica, rank)], away_until_[replica]); off > now())
     return after(off - now(), [this, replica, rank] { start_trainer(replica, rank); });
   Trainer& trainer = start(place, std::make_unique<Trainer>(*this, replica, rank, node_of(replica, rank)));
+  ends_.on_start({replica, rank});
   note("replica {} rank {} starts", replica, rank);
   if (const auto memory = memory_.extract({replica, rank}); !memory.empty()) {
     fabric_.refuse_memory(*trainer.rails[0], memory.mapped().refused);
@@ -167,6 +168,8 @@ void World::end_trainer(Trainer& trainer, const std::string& why, bool gave_up) 
   else if (auto rival = take_rival(replica, rank)) place = std::move(rival);
   else place.reset();
   Random& random = supervisor_random_[node];
+  if (Daemon* daemon = daemons_[node].get(); !place && daemon != nullptr && daemon->knows(connection))
+    ends_.on_end({replica, rank}, daemon->instance, now());
   if (Daemon* daemon = daemons_[node].get(); daemon != nullptr && connection.value != 0)
     deliver(*daemon, random.between(10us, 2ms),
             [daemon, connection] { daemon->drop(connection, "its process ended", membership::Node::Gone::ended); });

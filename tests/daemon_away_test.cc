@@ -37,6 +37,23 @@ TEST(Session, ATrainerThatWasStoppedWhileItsDaemonWasAwayRegistersWithTheNextOne
   EXPECT_TRUE(eventually([&] { return committed() > then + 5; })) << trainer.output();
 }
 
+// It hung, as the last one that has the state, and an operator has ended it: nobody waits for it any more.
+TEST(Session, ThatATrainerIsKilledThatWasSilentIsSeen) {
+  Job job;
+  job.silence_ms = "500";
+  job.start(1, 0);
+  Process trainer({kMinimal}, job.file("a"), job.environment(0));
+  ASSERT_TRUE(eventually([&] { return job.status().value("committed", 0) > 5; }));
+  const auto said = [&](std::size_t process, const std::string& what) {
+    return eventually([&] { return job.processes[process]->output().find(what) != std::string::npos; });
+  };
+  ::kill(trainer.pid(), SIGSTOP);
+  ASSERT_TRUE(said(0, "the job waits for replica 0: it is silent"));
+  ::kill(trainer.pid(), SIGKILL);
+  EXPECT_TRUE(said(1, fmt::format("replica 0 rank 0: its process {} ended", trainer.pid())));
+  EXPECT_TRUE(said(0, "no process is left that has the state")) << job.processes[0]->output();
+}
+
 // It finds the next daemon before the one that has the place does.
 TEST(Session, ASecondProcessThatComesWhileTheDaemonIsAwayDoesNotGetThePlace) {
   Job job;

@@ -1,0 +1,79 @@
+// What becomes of ranks that were here. That a process has ended is said to each coordinator until nobody waits for it
+// any more: the way to the one that decides may have been away just then, or that one is another since.
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "membership/node.h"
+#include "membership/process.h"
+
+namespace rejoin::membership {
+
+Node::Gone Node::gone_for(RankConnection rank, const proto::RankUp& newcomer) const {
+  const auto found = ranks_.find(rank);
+  if (found == ranks_.end()) return Gone::ended;
+  const proto::RankUp& older = found->second.up;
+  if (older.instance() == newcomer.instance()) return Gone::replaced;
+  const bool comparable = older.incarnation() == 0 || older.job() == newcomer.job();
+  return comparable && older.incarnation() < newcomer.incarnation() ? Gone::silent : Gone::ended;
+}
+
+Node::Actions Node::on_rank_gone(RankConnection connection, const std::string& reason, Gone how) {
+  Actions actions;
+  const bool ended = how == Gone::ended || how == Gone::left;
+  if (ended)
+    if (const auto silent = silent_.extract(connection); !silent.empty()) {
+      tell_gone(silent.mapped(), reason, how, actions);
+      return actions;
+    }
+  auto gone = ranks_.extract(connection);
+  if (gone.empty()) return actions;
+  const proto::RankUp& up = gone.mapped().up;
+  statuses_.erase({up.replica(), up.incarnation()});
+  if (how == Gone::replaced) return actions;
+  tell_gone(up, reason, how, actions);
+  if (!ended) silent_[connection] = up;
+  // The others of its replica may have waited for it alone.
+  for (const auto& [id, rank] : ranks_) {
+    if (rank.up.replica() != up.replica() || rank.up.incarnation() != up.incarnation()) continue;
+    if (rank.up.reduced_epoch() != 0) gather(rank, actions);
+    report_status(rank, actions);
+    break;
+  }
+  return actions;
+}
+
+void Node::tell_gone(const proto::RankUp& up, const std::string& reason, Gone how, Actions& actions) {
+  proto::FromNode message;
+  auto& down = *message.mutable_rank_down();
+  down.set_replica(up.replica());
+  down.set_rank(up.rank());
+  down.set_instance(up.instance());
+  down.set_reason(reason);
+  down.set_ended(how == Gone::ended || how == Gone::left);
+  down.set_left(how == Gone::left);
+  down.set_incarnation(up.incarnation());
+  down.set_job(up.job());
+  actions.notes.push_back(
+      {fmt::format("replica {} rank {}{}: {}", down.replica(), down.rank(), down.left() ? " has left" : "", reason),
+       how != Gone::left && !plan_.finished()});
+  if (down.ended()) ended_[{down.replica(), down.rank()}] = {.down = down};
+  if (coordinator_up_) actions.to_coordinator.push_back(std::move(message));
+}
+
+// A new plan. Who is out may be wanted back until a step is committed without it.
+void Node::forget_ended() {
+  for (auto at = ended_.begin(); at != ended_.end();) {
+    auto& [down, out_since] = at->second;
+    const auto is_it = [&](const auto& member) { return member.incarnation() == down.incarnation(); };
+    bool over = false;
+    if (!of_another_job(down.job(), plan_.job())) {
+      if (std::ranges::any_of(plan_.members(), is_it)) out_since.reset();
+      else if (!out_since) out_since = plan_.committed();
+      over = plan_.finished() || (out_since && plan_.committed() > *out_since);
+    }
+    at = over ? ended_.erase(at) : std::next(at);
+  }
+}
+
+}  // namespace rejoin::membership
