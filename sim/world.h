@@ -244,6 +244,7 @@ class World {
   void end_rival(const Trainer& trainer);
   std::unique_ptr<Trainer> take_rival(std::uint32_t replica, std::uint32_t rank);
   void kill_rivals(const std::string& why);
+  const Trainer* rival_of(std::uint32_t replica, std::uint32_t rank) const;  // nothing: it has no second process
   bool has_rival(std::uint32_t replica, std::uint32_t rank) const;
   bool may_lose_its_place(const Trainer& first) const;
   void let_rival_stay(const Process& first);

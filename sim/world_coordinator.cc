@@ -181,13 +181,19 @@ void World::check_protocol(const proto::LogRecord::EpochBegun& begun) {
                                                     begun.epoch(), begun.protocol(), trainer->replica, trainer->rank));
 }
 
-// A replica all of whose processes live and hold it.
+// A replica all of whose processes live and hold it. A second process that has a rank's place is one of them.
 void World::add_holder(Survivors::Holders& holders, std::uint32_t replica,
                        const std::function<bool(const Trainer&)>& holds) const {
+  const auto lives_and_holds = [&](const Trainer* trainer) {
+    return trainer != nullptr && !trainer->ended && is_of_the_job(*trainer) && holds(*trainer);
+  };
   std::vector<std::uint64_t> processes;
-  for (const auto& trainer : trainers_[replica])
-    if (trainer && !trainer->ended && is_of_the_job(*trainer) && !may_lose_its_place(*trainer) && holds(*trainer))
-      processes.push_back(trainer->instance);
+  for (std::uint32_t rank = 0; rank < shape.ranks; ++rank) {
+    const Trainer* first = trainers_[replica][rank].get();
+    const Trainer* second = rival_of(replica, rank);
+    if (lives_and_holds(first) && !may_lose_its_place(*first)) processes.push_back(first->instance);
+    else if (lives_and_holds(second)) processes.push_back(second->instance);
+  }
   if (processes.size() == shape.ranks) holders[replica] = std::move(processes);
 }
 

@@ -56,11 +56,13 @@ void World::kill_rivals(const std::string& why) {
   while (!rivals_.empty()) end_trainer(*rivals_.back().trainer, why);
 }
 
-bool World::has_rival(std::uint32_t replica, std::uint32_t rank) const {
-  return std::ranges::any_of(rivals_, [&](const Rival& one) {
-    return one.trainer && one.trainer->replica == replica && one.trainer->rank == rank;
-  });
+const Trainer* World::rival_of(std::uint32_t replica, std::uint32_t rank) const {
+  for (const auto& one : rivals_)
+    if (one.trainer && one.trainer->replica == replica && one.trainer->rank == rank) return one.trainer.get();
+  return nullptr;
 }
+
+bool World::has_rival(std::uint32_t replica, std::uint32_t rank) const { return rival_of(replica, rank) != nullptr; }
 
 // Who is not heard may be taken for lost, and another one have the place.
 void World::let_rival_stay(const Process& first) {
