@@ -279,6 +279,7 @@ void ReplicatedCoordinator::on_unknown(const StoreRequest& request, const std::s
   }
   if (request.kind != Kind::claim) return;
   const Duration silence = options_.job.silence;
+  if (now_ - claim_again_ > kLinesApart * silence) claim_pause_ = {};  // what ailed the store then may be over
   claim_pause_ = std::clamp(2 * claim_pause_, silence / 16, silence);
   claim_again_ = now_ + claim_pause_;
 }
@@ -290,7 +291,7 @@ void ReplicatedCoordinator::on_answered(const StoreRequest& request, const Store
   const bool by_others = newest > std::exchange(newest_revision_, std::max(newest, newest_revision_)) ||
                          (has_read_ && !answer.entries.empty() && answer.entries.back().first >= position_);
   const bool takes_writes = request.kind != Kind::read || by_others;
-  if (takes_writes) claim_pause_ = {}, claim_again_ = {};
+  if (request.kind != Kind::read) claim_pause_ = {}, claim_again_ = {};  // what the store takes of others tells nothing
   // Where there has been nothing to write for so long nobody knows.
   const bool long_ago = now_ - write_failed_at_ > kLinesApart * options_.job.silence;
   if (!failing_ || (failing_->of_write && !takes_writes && !long_ago)) return;

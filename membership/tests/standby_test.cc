@@ -96,6 +96,25 @@ TEST(ReplicatedCoordinator, AStoreThatAnswersReadsAndTakesNothingIsAskedAndToldO
   EXPECT_EQ(lines(), 2);
 }
 
+// Whom it lets write, or which of its members it does.
+TEST(ReplicatedCoordinator, AStandbyWhoseClaimsAStoreDoesNotTakeClaimsSeldomThoughOthersWrite) {
+  Alone job;
+  job.let_other_lead();
+  job.start();
+  job.pass(kQuiet);
+  job.answers_not = Asked::claim;
+  for (std::uint64_t number : {0, 1}) job.node(number, true);
+  for (int i = 0; i < 16; ++i) {
+    job.alive = ++job.revision;
+    job.pass(kQuiet / 4);
+  }
+  EXPECT_LE(job.count(Asked::claim), 9u);
+  EXPECT_GE(job.count(Asked::claim), 4u);
+  job.answers_not.reset();
+  job.pass(kQuiet + kQuiet / 16);
+  EXPECT_TRUE(job.leads());
+}
+
 // The leader that could not write writes again.
 TEST(ReplicatedCoordinator, WhatOthersWriteShowsThatTheStoreTakesWritesAgain) {
   for (const bool sign_of_life : {false, true}) {
