@@ -19,8 +19,8 @@
 //              others catch up. Never below the last committed step, unless an operator says so.
 //   commit     all ranks of all members have reduced: the step is decided, and with it the plan of the next one.
 //   retry      a member is gone: the same step again in the next epoch, without it.
-//   suspend    a contributor is silent, not known to be dead: out like one that is gone, but until the next commit its
-//              state is as good as anybody's, so that until then it may be taken back.
+//   suspend    a contributor is silent, not known to be dead, or others fare badly with it: out like one that is gone,
+//              but until the next commit its state is as good as anybody's, so that until then it may be taken back.
 //   hold       the last that has the state is never put out for silence: the job waits for it.
 //   mend       a connection between two members broke: the same members in the next epoch, where they connect again.
 //   admission  a registered, connected replica enters at the next step boundary as catching up.
@@ -203,6 +203,7 @@ class Coordinator {
   void settle_recovery();
   // coordinator_accusations.cc
   bool mend();
+  void put_out_for_now(ReplicaId id, const std::string& why);
   void hold_back(ReplicaId id, const std::string& why);
   enum class Begun : bool { maybe, fresh };  // whether somebody may have begun the step before an epoch
   void judge();

@@ -122,14 +122,18 @@ void Coordinator::judge() {
   if (!explained && known == Known::hangs && m->reduced.size() < config_.ranks)
     what = fmt::format("it hangs: its processes are heard, wait for nobody and do not go on; {}", what);
   if (m->catching_up && last_complete(*m)) return block_on(guilty, what);
-  if (m->catching_up && !caught_up(*m)) {
-    hold_back(guilty, what);
-    return remove(guilty, what);
-  }
+  if (m->catching_up && !caught_up(*m)) return put_out_for_now(guilty, what);
   if (!others_contribute(guilty) && !promote_caught_up(Whom::connected)) return block_on(guilty, what);
-  suspend(guilty, what);
-  hold_back(guilty, what);
-  next_epoch(fmt::format("without replica {}: {}", guilty, what));
+  put_out_for_now(guilty, what);
+}
+
+// A member that lives, and whose state, if it has one, is right.
+void Coordinator::put_out_for_now(ReplicaId id, const std::string& why) {
+  const MemberState& m = *members_.find(id);
+  hold_back(id, why);
+  if (m.catching_up && !caught_up(m)) return remove(id, why);
+  suspend(id, why);
+  next_epoch(fmt::format("without replica {}: {}", id, why));
 }
 
 // Whoever is put out soon after its admission, again and again, costs all others what it takes to find that out.

@@ -9,12 +9,13 @@ namespace rejoin::membership {
 // Whether the step that all have reduced may be committed.
 bool Coordinator::differences_settled() {
   std::vector<DriftAudit::Voter> voters;
-  for (const auto& m : members_) voters.push_back({m.replica, !m.catching_up});
+  for (const auto& m : members_) voters.push_back({m.replica, m.incarnation, !m.catching_up});
   const DriftAudit::Verdict verdict = audit_.judge(voters, epoch_, committed_);
   for (auto& line : audit_.take_notes()) warn("{}", line);
   using Kind = DriftAudit::Verdict::Kind;
   switch (verdict.kind) {
     case Kind::agree: return true;
+    case Kind::suspend: put_out_for_now(verdict.replica, verdict.reason); return false;
     case Kind::remove: remove(verdict.replica, verdict.reason); return false;
     case Kind::repeat: break;
     case Kind::stop: {

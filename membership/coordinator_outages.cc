@@ -20,12 +20,14 @@ void Coordinator::note_outages(const proto::LogRecord::EpochBegun& begun, std::o
     const ReplicaId id(number);
     if (in.contains(number) || out_.contains(id)) continue;
     const std::string of_its_own = fmt::format("without replica {}: ", id);
-    const auto suspended = std::ranges::find_if(suspended_, [&](const auto& one) { return one.replica == id; });
+    SuspendedReplica* suspended = out_for_now(id);
     std::string why = begun.reason();
-    if (suspended != suspended_.end()) why = suspended->reason;
+    if (suspended != nullptr && !suspended->reason.empty()) why = suspended->reason;
     else if (begun.reason() == "start") why = "it had not come when the job started";
     else if (begun.reason().starts_with(of_its_own)) why = begun.reason().substr(of_its_own.size());
     else if (in.empty()) why = fmt::format("nobody was left to catch up from ({})", begun.reason());
+    if (suspended != nullptr && suspended->reason.empty())  // in the log it has none of its own
+      suspended->reason = why = begun.reason().starts_with(of_its_own) && why != "silent" ? why : "it was silent";
     out_[id] = {std::move(why), since};
   }
 }

@@ -178,11 +178,13 @@ Result<> Coordinator::take_up(const proto::LogRecord::EpochBegun& begun) {
                   .incarnation = Incarnation(m.incarnation()),
                   .catching_up = m.catching_up(),
                   .complete = was(before, m.incarnation(), &MemberState::complete)});
-  for (const auto& m : begun.suspended())
-    suspended_.push_back({.replica = ReplicaId(m.replica()),
-                          .incarnation = Incarnation(m.incarnation()),
-                          .reason = "it was silent",
-                          .ended = was(out_before, m.incarnation(), &SuspendedReplica::ended)});
+  for (const auto& m : begun.suspended()) {
+    const auto before_too = std::ranges::find(out_before, Incarnation(m.incarnation()), &SuspendedReplica::incarnation);
+    if (before_too != out_before.end()) suspended_.push_back(*before_too);
+    else
+      suspended_.push_back(
+          {.replica = ReplicaId(m.replica()), .incarnation = Incarnation(m.incarnation()), .reason = {}});
+  }
   leader_ = begun.has_leader() ? std::optional(ReplicaId(begun.leader())) : std::nullopt;
   note_outages(begun, std::nullopt);
   if (members_.empty()) stopped_.reset(), differing_.clear();

@@ -125,7 +125,10 @@ Result<> Coordinator::take_up(const proto::LogRecord::Snapshot& from) {
   if (from.has_stopped()) stopped_ = from.stopped();
   for (auto replica : from.differing()) differing_.push_back(ReplicaId(replica));
   if (from.has_declared()) declarations_.set_first(FirstDeclared::from(from.declared()));
-  for (const auto& out : from.out()) out_[ReplicaId(out.replica())] = {out.why(), std::nullopt};
+  for (const auto& out : from.out()) {
+    out_[ReplicaId(out.replica())] = {out.why(), std::nullopt};
+    if (SuspendedReplica* for_now = out_for_now(ReplicaId(out.replica()))) for_now->reason = out.why();
+  }
   ledger_.take_up(from.ledger(), committed_);
   return {};
 }

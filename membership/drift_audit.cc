@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <set>
 #include <utility>
 
 #include "base/fail.h"
@@ -143,19 +144,21 @@ DriftAudit::Verdict DriftAudit::judge(std::span<const Voter> voters, Epoch epoch
   if (!config_.on) return {};
   explain();
   if (auto verdict = struck_out(voters, committed)) return *verdict;
+  std::map<std::uint32_t, Incarnation> processes;
+  for (const auto& voter : voters) processes[voter.replica.value] = voter.incarnation;
   for (std::uint32_t rank = 0; rank < ranks_; ++rank) {
     const RankDigests first = reported_[voters.front().replica].of(rank);
     const auto same = [&](const Voter& voter) { return reported_[voter.replica].of(rank) == first; };
     if (std::all_of(voters.begin(), voters.end(), same)) continue;  // but for joiners, which have no state to compare
     std::map<std::uint32_t, std::uint64_t> results, states;
-    for (const auto& [replica, contributes] : voters) {
-      const RankDigests digests = reported_[replica].of(rank);
-      results[replica.value] = digests.reduced;
-      if (contributes) states[replica.value] = digests.state;
+    for (const auto& voter : voters) {
+      const RankDigests digests = reported_[voter.replica].of(rank);
+      results[voter.replica.value] = digests.reduced;
+      if (voter.contributes) states[voter.replica.value] = digests.state;
     }
     if (differ(results)) {
       ++counted_.result_differences;
-      return repeat({epoch, committed, rank, false, std::move(results), {}});
+      return repeat({epoch, committed, rank, false, std::move(results), {}, std::move(processes)});
     }
     if (!states_reported_alike_ || !differ(states)) continue;
     const bool again = inspection_ && inspection_->of_state && inspection_->committed == committed;
@@ -169,7 +172,7 @@ DriftAudit::Verdict DriftAudit::judge(std::span<const Voter> voters, Epoch epoch
       return verdict;
     }
     ++counted_.state_differences;
-    return repeat({epoch, committed, rank, true, std::move(states), {}, times});
+    return repeat({epoch, committed, rank, true, std::move(states), {}, std::move(processes), times});
   }
   veterans_.clear();
   for (const auto& voter : voters)
@@ -196,7 +199,7 @@ void DriftAudit::explain() {
   if (!explain_by_hop(inspection, strike)) {
     const auto right = majority(inspection.digests);
     for (const auto& [replica, digest] : inspection.digests)
-      if (right && digest != *right) strike.blamed.push_back(ReplicaId(replica));
+      if (right && digest != *right) strike.blamed.push_back(inspection.processes.at(replica));
     note(fmt::format("the results of rank {} differed in step {}, over no hop that could be found: {}", inspection.rank,
                      inspection.committed.value + 1, list(inspection.digests)));
   }
@@ -216,7 +219,7 @@ bool DriftAudit::explain_by_hop(const Inspection& inspection, Strike& strike) {
           continue;
         const auto theirs = sender->second.buckets(b).segments(s).digest();
         if (theirs == ours.digest()) continue;
-        strike.blamed = {ReplicaId(replica), ReplicaId(ours.from())};
+        strike.blamed = {inspection.processes.at(replica), inspection.processes.at(ours.from())};
         note(fmt::format(
             "step {}: bucket {} of rank {} differs at replica {} from what replica {} has sent it (segment {}: "
             "{:016x}, {:016x})",
@@ -235,25 +238,27 @@ std::optional<DriftAudit::Verdict> DriftAudit::struck_out(std::span<const Voter>
              std::find(veterans_.begin(), veterans_.end(), v.replica) != veterans_.end();
     });
   };
-  const auto every_time = [&](ReplicaId replica) {
+  const auto every_time = [&](Incarnation process) {
     return std::all_of(strikes_.begin(), strikes_.end(), [&](const Strike& strike) {
-      return std::find(strike.blamed.begin(), strike.blamed.end(), replica) != strike.blamed.end();
+      return std::find(strike.blamed.begin(), strike.blamed.end(), process) != strike.blamed.end();
     });
   };
   for (const bool joiners : {true, false})
-    for (const auto replica : strikes_.back().blamed)
+    for (const auto process : strikes_.back().blamed)
       for (const auto& voter : voters) {
-        if (voter.replica != replica || voter.contributes == joiners || (!joiners && !others(replica)) ||
-            !every_time(replica))
+        if (voter.incarnation != process || voter.contributes == joiners || (!joiners && !others(voter.replica)) ||
+            !every_time(process))
           continue;
+        const auto kind = has_the_right_state(voter, voters) ? Verdict::Kind::suspend : Verdict::Kind::remove;
+        const std::string steps = struck_steps();
         strikes_.clear();
-        return Verdict{
-            Verdict::Kind::remove, replica,
-            fmt::format("its results differed {} times in a row, the last time: {}", kStrikes, counted_.last)};
+        return Verdict{kind, voter.replica,
+                       fmt::format("its results differed {}, the last time: {}", steps, counted_.last)};
       }
   const bool unexplained =
       std::all_of(strikes_.begin(), strikes_.end(), [](const Strike& strike) { return strike.blamed.empty(); });
   if (!unexplained) return std::nullopt;
+  const std::string steps = struck_steps();
   strikes_.clear();
   std::vector<ReplicaId> all;
   for (const auto& voter : voters) all.push_back(voter.replica);
@@ -261,11 +266,28 @@ std::optional<DriftAudit::Verdict> DriftAudit::struck_out(std::span<const Voter>
       Verdict::Kind::stop,
       {},
       fmt::format(
-          "results differed {} times in a row, and nobody can tell which replica is wrong ({}). Look "
+          "results differed {}, and nobody can tell which replica is wrong ({}). Look "
           "for bad memory or a bad link, end one replica, and start the coordinator, or all of several, again with "
           "--drop-replica REPLICA@{}",
-          kStrikes, counted_.last, committed),
+          steps, counted_.last, committed),
       std::move(all)};
+}
+
+// By what has been reported in this epoch. A joiner's is the coordinator's to judge.
+bool DriftAudit::has_the_right_state(const Voter& voter, std::span<const Voter> voters) {
+  for (std::uint32_t rank = 0; rank < ranks_ && voter.contributes && states_reported_alike_; ++rank) {
+    std::map<std::uint32_t, std::uint64_t> states;
+    for (const auto& one : voters)
+      if (one.contributes) states[one.replica.value] = reported_[one.replica].of(rank).state;
+    if (majority(states) != states.at(voter.replica.value)) return false;
+  }
+  return true;
+}
+
+std::string DriftAudit::struck_steps() const {
+  std::set<std::uint64_t> steps;
+  for (const auto& strike : strikes_) steps.insert(strike.committed.value + 1);
+  return fmt::format("{} times, in step{} {}", strikes_.size(), steps.size() > 1 ? "s" : "", fmt::join(steps, ", "));
 }
 
 // Where the state differs first, by the details that both have reported.

@@ -4,10 +4,11 @@
 //
 // A difference is never committed. At first the step is repeated in a new epoch from the same inputs, and the ranks
 // concerned tell what is behind their digests (`Details`). Then:
-//   results  that differed once are a bit that flipped on its way: counted, and the hop named over which it came. Whose
-//            hops were it three times in a row is out.
-//   states   differ again. Whom the majority of contributors disagrees with is out; where there is none, nobody can
-//            tell who is right, and the job stops until an operator has decided.
+//   results  that differed once are a bit that flipped on its way: counted, and the hop named over which it came. The
+//            process whose hops the last three were is out, but its state is right: it is suspended, unless its state
+//            differs, too.
+//   states   differ again. Whom the majority of contributors disagrees with is out for good; where there is none,
+//            nobody can tell who is right, and the job stops until an operator has decided.
 #pragma once
 
 #include <deque>
@@ -30,11 +31,12 @@ class DriftAudit {
 
   struct Voter {
     ReplicaId replica;
+    Incarnation incarnation;
     bool contributes = false;
   };
   struct Verdict {
-    enum class Kind { agree, repeat, remove, stop } kind = Kind::agree;
-    ReplicaId replica;  // to be removed
+    enum class Kind { agree, repeat, suspend, remove, stop } kind = Kind::agree;
+    ReplicaId replica;  // to be suspended, where it has a state, or removed
     std::string reason;
     std::vector<ReplicaId> among{};  // stop: those that differ
   };
@@ -75,17 +77,20 @@ class DriftAudit {
     bool of_state = false;
     std::map<std::uint32_t, std::uint64_t> digests;  // by replica
     std::map<std::uint32_t, proto::Details> details;
-    int times = 1;  // in a row that the states of this version have differed
+    std::map<std::uint32_t, Incarnation> processes;  // whose digests these are
+    int times = 1;                                   // in a row that the states of this version have differed
   };
   struct Strike {
     Step committed;
-    std::vector<ReplicaId> blamed;  // the receiver first
+    std::vector<Incarnation> blamed;  // the receiver first
   };
 
   Verdict repeat(Inspection inspection);
   void explain();
   bool explain_by_hop(const Inspection& inspection, Strike& strike);
   std::optional<Verdict> struck_out(std::span<const Voter> voters, Step committed);
+  bool has_the_right_state(const Voter& voter, std::span<const Voter> voters);
+  std::string struck_steps() const;
   Verdict judge_state() const;
   std::string place_of(std::uint32_t right, std::uint32_t wrong) const;
   void note(std::string line);

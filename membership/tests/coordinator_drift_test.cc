@@ -72,6 +72,25 @@ struct Pair {
       send(replica, message);
     }
   }
+  void down(std::uint32_t replica) {
+    proto::FromNode message;
+    message.mutable_rank_down()->set_replica(replica);
+    message.mutable_rank_down()->set_instance(replica + 1);
+    message.mutable_rank_down()->set_ended(true);
+    send(replica, message);
+  }
+  // A step's result differs over the hop between the two, of which replica 1 is the receiver.
+  void flip() {
+    reduced(0, 1, 5), reduced(1, 2, 5);
+    for (std::uint32_t replica : {0u, 1u}) {
+      proto::FromNode message;
+      auto& details = *message.mutable_details();
+      details.set_replica(replica);
+      details.set_epoch(plans[replica].inspect().epoch());
+      details.add_buckets()->add_segments()->set_digest(replica);
+      send(replica, message);
+    }
+  }
   void reduced(std::uint32_t replica, std::uint64_t reduced, std::uint64_t state) {
     proto::FromNode message;
     auto& done = *message.mutable_reduced() = report({reduced}, {state});
@@ -97,6 +116,57 @@ TEST(Coordinator, AStepWhoseResultsDifferIsRepeatedByTheSameMembersInANewEpoch) 
   job.reduced(0, 1, 5), job.reduced(1, 1, 5);
   EXPECT_EQ(job.coordinator->committed(), Step(1));
   EXPECT_FALSE(job.plans[0].has_inspect());
+}
+
+// Nobody has committed anything without it, and its results agree now.
+TEST(Coordinator, WhoIsOutForItsHopsIsTakenBackWhereTheOthersAreLostBeforeTheStepIsCommitted) {
+  for (const bool restarts : {false, true})
+    for (const bool lost : {false, true}) {
+      Pair job;
+      job.up(0), job.up(1), job.link();
+      job.reduced(0, 1, 5), job.reduced(1, 1, 5);
+      for (int time = 0; time < 3; ++time) job.flip();
+      job.reduced(0, 1, 5), job.reduced(1, 1, 5);
+      ASSERT_EQ(job.coordinator->suspended().size(), 1u);
+      EXPECT_EQ(job.coordinator->suspended()[0].replica, ReplicaId(1));
+      EXPECT_EQ(job.plans[1].suspended_size(), 1) << "it is told so";
+      if (restarts) {
+        job.restart();
+        job.up(0), job.up(1);
+        EXPECT_EQ(job.coordinator->suspended().at(0).reason.find("its results differed 3 times, in step 2, "), 0u)
+            << job.coordinator->suspended()[0].reason;
+      }
+      EXPECT_TRUE(job.evicted.empty()) << "a process that is sent away ends, and its state with it";
+      if (lost) job.down(0);
+      else job.reduced(0, 1, 5);
+      EXPECT_EQ(job.evicted.contains(1), !lost);
+      ASSERT_EQ(job.coordinator->members().size(), 1u);
+      EXPECT_EQ(job.coordinator->members()[0].replica, ReplicaId(lost ? 1 : 0));
+      if (lost) job.reduced(1, 1, 5);
+      EXPECT_EQ(job.coordinator->committed(), Step(2));
+    }
+}
+
+TEST(Coordinator, AJoinerThatHasNotCaughtUpIsOutForItsOwnHopsAtOnce) {
+  Pair job;
+  job.up(0), job.up(1), job.link();
+  job.reduced(0, 1, 5), job.reduced(1, 1, 5);
+  for (int time = 0; time < 2; ++time) job.flip();
+  job.reduced(0, 1, 5), job.reduced(1, 1, 5);
+  job.down(1);
+  job.incarnations.erase(1);
+  job.up(1), job.link();
+  job.reduced(0, 1, 5);
+  ASSERT_EQ(job.coordinator->members().size(), 2u);
+  job.evicted.clear();
+  job.flip();
+  job.reduced(0, 1, 5), job.reduced(1, 1, 0);
+  EXPECT_TRUE(job.evicted.empty()) << "the two strikes before are those of the process before it";
+  ASSERT_EQ(job.coordinator->members().size(), 2u);
+  for (int time = 0; time < 2; ++time) job.flip();
+  job.reduced(0, 1, 5), job.reduced(1, 1, 0);
+  EXPECT_TRUE(job.coordinator->suspended().empty());
+  EXPECT_TRUE(job.evicted.contains(1));
 }
 
 // Its audit begins anew, and some replicas have heard of the phase before: what they say of their states is of
@@ -143,12 +213,7 @@ TEST(Coordinator, WhoseStateDiffersWithoutAMajorityStopsTheJobThroughRestartsUnt
     }();
     ended.restart();
     ended.up(0), ended.up(1);
-    proto::FromNode message;
-    auto& down = *message.mutable_rank_down();
-    down.set_replica(0);
-    down.set_instance(1);
-    down.set_ended(true);
-    ended.send(0, message);
+    ended.down(0);
     ended.restart(JobConfig::Drop{ReplicaId(0), Step(1)});
     EXPECT_FALSE(ended.coordinator->stopped());
   }
@@ -216,13 +281,7 @@ TEST(Coordinator, AJobThatHasStoppedGoesOnFromACheckpointWithNewProcesses) {
     job.config.roll_back_to = Step(0);
     job.restart();
     job.up(0), job.up(1);
-    for (std::uint32_t replica : {0u, 1u}) {
-      proto::FromNode message;
-      message.mutable_rank_down()->set_replica(replica);
-      message.mutable_rank_down()->set_instance(replica + 1);
-      message.mutable_rank_down()->set_ended(true);
-      job.send(replica, message);
-    }
+    job.down(0), job.down(1);
     EXPECT_FALSE(job.coordinator->stopped());
     if (restarts) job.restart();
     EXPECT_FALSE(job.coordinator->stopped());
