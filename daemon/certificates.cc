@@ -16,6 +16,7 @@
 #include "base/fail.h"
 #include "daemon/auth.h"
 #include "daemon/flags.h"
+#include "daemon/pem.h"
 
 namespace rejoin::daemon {
 
@@ -36,7 +37,7 @@ struct FreeBio {
 };
 using Bio = std::unique_ptr<BIO, FreeBio>;
 
-Bio reading(const std::string& text) { return Bio(::BIO_new_mem_buf(text.data(), static_cast<int>(text.size()))); }
+Bio reading(std::string_view text) { return Bio(::BIO_new_mem_buf(text.data(), static_cast<int>(text.size()))); }
 
 std::string written(Bio bio) {
   char* text = nullptr;
@@ -143,38 +144,65 @@ int no_passphrase(char*, int, int, void* asked) {
   return -1;
 }
 
-std::vector<Certificate> certificates_in(const std::string& text) {
-  std::vector<Certificate> all;
-  const Bio bio = reading(text);
-  while (Certificate one{::PEM_read_bio_X509(bio.get(), nullptr, nullptr, nullptr)}) all.push_back(std::move(one));
-  ::ERR_clear_error();  // it ends with one, that there is no more
-  return all;
+tl::unexpected<Error> damaged(const char* flag, const std::string& path, const std::string& where) {
+  return fail(ErrorCode::invalid_argument,
+              "{} {} is damaged: {}; write it anew, the whole of it under another name, and rename that to this one",
+              flag, path, where);
+}
+
+tl::unexpected<Error> unreadable(const char* flag, const std::string& path, std::size_t number, const PemBlock& block) {
+  const char* why = ::ERR_reason_error_string(::ERR_peek_error());
+  ::ERR_clear_error();
+  return damaged(flag, path,
+                 fmt::format("its block {} (line {}) can't be read{}{}", number, block.line, why == nullptr ? "" : ": ",
+                             why == nullptr ? "" : why));
 }
 
 Result<std::vector<Certificate>> read_certificates(const char* flag, const std::string& path) {
-  auto text = read_file(flag, path, kLargestFile);
+  const auto text = read_file(flag, path, kLargestFile);
   if (!text) return tl::unexpected(text.error());
-  auto all = certificates_in(*text);
+  const auto blocks = pem_blocks(*text);
+  if (!blocks) return damaged(flag, path, blocks.error().message);
+  std::vector<Certificate> all;
+  for (std::size_t i = 0; i < blocks->size(); ++i) {
+    const auto& block = (*blocks)[i];
+    if (block.kind != PEM_STRING_X509 && block.kind != PEM_STRING_X509_OLD) continue;
+    bool asked = false;
+    Certificate one(::PEM_read_bio_X509(reading(block.text).get(), nullptr, &no_passphrase, &asked));
+    if (!one) return unreadable(flag, path, i + 1, block);
+    all.push_back(std::move(one));
+  }
   if (all.empty())
     return fail(ErrorCode::invalid_argument, "{} {} has no certificate in PEM form; convert it with openssl x509", flag,
                 path);
   return all;
 }
 
+Result<Key> key_in(const std::string& text, const std::string& path) {
+  const auto blocks = pem_blocks(text);
+  if (!blocks) return damaged("--tls-key", path, blocks.error().message);
+  const auto block = std::ranges::find_if(
+      *blocks, [](const auto& one) { return one.kind.ends_with("PRIVATE KEY") && one.kind != "OPENSSH PRIVATE KEY"; });
+  if (block == blocks->end())
+    return fail(ErrorCode::invalid_argument,
+                "--tls-key {} has no private key in PEM form; convert it with openssl pkey", path);
+  bool asked = false;
+  Key key(::PEM_read_bio_PrivateKey(reading(block->text).get(), nullptr, &no_passphrase, &asked));
+  if (!key && !asked)
+    return unreadable("--tls-key", path, static_cast<std::size_t>(block - blocks->begin()) + 1, *block);
+  ::ERR_clear_error();
+  if (key) return key;
+  return fail(ErrorCode::invalid_argument,
+              "--tls-key {} is protected by a passphrase, which nobody could type; take it off with openssl pkey",
+              path);
+}
+
 Result<Key> read_key(const std::string& path) {
   auto text = read_secret("--tls-key", path, kLargestFile);
   if (!text) return tl::unexpected(text.error());
-  bool asked = false;
-  Key key(::PEM_read_bio_PrivateKey(reading(*text).get(), nullptr, &no_passphrase, &asked));
+  auto key = key_in(*text, path);
   ::OPENSSL_cleanse(text->data(), text->size());
-  ::ERR_clear_error();
-  if (key) return key;
-  if (asked)
-    return fail(ErrorCode::invalid_argument,
-                "--tls-key {} is protected by a passphrase, which nobody could type; take it off with openssl pkey",
-                path);
-  return fail(ErrorCode::invalid_argument, "--tls-key {} has no private key in PEM form; convert it with openssl pkey",
-              path);
+  return key;
 }
 
 Result<> check_valid_now(const X509* certificate, const std::string& path) {
@@ -241,8 +269,8 @@ Result<> check(const CertificateFiles& files) {
   for (const auto& [flag, path] : all) (path->empty() ? missing : given).emplace_back(flag);
   if (given.empty() || missing.empty()) return {};
   return fail(ErrorCode::invalid_argument,
-              "{} without {}: control connections need all three of --tls-ca, --tls-cert "
-              "and --tls-key, or none",
+              "{} without {}; give all three of --tls-ca, --tls-cert and --tls-key, which control connections need, or "
+              "none",
               fmt::join(given, " and "), fmt::join(missing, " and "));
 }
 
@@ -262,6 +290,7 @@ bool OwnCertificate::ends_soon(std::chrono::system_clock::time_point now) const 
 }
 
 Result<OwnCertificate> use_certificates(SSL_CTX* context, const CertificateFiles& files) {
+  ::ERR_clear_error();  // what is found there later is of these files
   const auto authorities = read_certificates("--tls-ca", files.ca);
   if (!authorities) return tl::unexpected(authorities.error());
   const auto chain = read_certificates("--tls-cert", files.cert);
@@ -273,7 +302,7 @@ Result<OwnCertificate> use_certificates(SSL_CTX* context, const CertificateFiles
   if (::X509_check_private_key(own, key->get()) != 1) {
     ::ERR_clear_error();
     return fail(ErrorCode::invalid_argument,
-                "--tls-key {} does not belong to --tls-cert {} ({}): give the key that this certificate was made for",
+                "--tls-key {} does not belong to --tls-cert {} ({}); give the key that this certificate was made for",
                 files.key, files.cert, subject_of(own));
   }
   X509_STORE* store = ::SSL_CTX_get_cert_store(context);

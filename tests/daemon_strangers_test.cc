@@ -353,7 +353,8 @@ TEST(StrangersWithCertificates, AFileOfKeysOrCertificatesThatCannotBeUsedIsAWron
   const auto files = ours.sign("node"), other = ours.sign("other");
   Job job;
   const auto open = job.scratch.write("open", "0123456789abcdef", 0644),
-             short_key = job.scratch.write("short", "short");
+             short_key = job.scratch.write("short", "short"), whole = read_file(files.ca),
+             cut = job.scratch.write("cut.pem", whole + whole.substr(0, whole.size() / 2), 0644);
   struct Wrong {
     std::string key;
     std::vector<std::string> flags;
@@ -375,6 +376,7 @@ TEST(StrangersWithCertificates, AFileOfKeysOrCertificatesThatCannotBeUsedIsAWron
       {job.key, flags_of({files.ca, files.cert, other.key}), "does not belong to --tls-cert " + files.cert},
       {job.key, flags_of({stranger.ca(), files.cert, files.key}), "is not worth anything to who has --tls-ca"},
       {job.key, flags_of({files.ca, other.key, files.key}), "has no certificate in PEM form"},
+      {job.key, flags_of({cut, files.cert, files.key}), "--tls-ca " + cut + " is damaged: it ends in the midst of"},
   };
   for (const auto& [key, flags, says] : all) {
     std::vector<std::string> arguments{kDaemon,         "--coordinator",  "--log-directory",

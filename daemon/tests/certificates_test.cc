@@ -333,7 +333,7 @@ TEST(Certificates, FilesThatCannotBeUsedAreNamedWithTheRemedy) {
   EXPECT_THAT(with(&F::cert, file("garbage", "garbage")),
               HasSubstr("garbage has no certificate in PEM form; convert it"));
   EXPECT_THAT(with(&F::ca, right.key), HasSubstr("has no certificate in PEM form"));
-  EXPECT_THAT(with(&F::key, file("pem", "-----BEGIN")), HasSubstr("has no private key in PEM form; convert it"));
+  EXPECT_THAT(with(&F::key, file("pem", "-----BEGAN")), HasSubstr("has no private key in PEM form; convert it"));
   EXPECT_THAT(with(&F::key, other.key),
               AllOf(HasSubstr("does not belong to --tls-cert " + right.cert), HasSubstr("CN=right")));
   EXPECT_THAT(with(&F::ca, file("long", std::string(2 << 20, 'x'))), HasSubstr("over the limit"));
