@@ -11,6 +11,8 @@ namespace rejoin::daemon {
 
 namespace {
 constexpr auto kOfAnotherJob = "is of another job than this node: is its --job or --store another's, or the address?";
+constexpr auto kDecidesAlone =
+    "decides alone (--store file): --connect takes its address only, or give it the --store of the others";
 }  // namespace
 
 Coordinators::Coordinators(asio::io_context& io, const std::string& addresses, const std::string& name,
@@ -65,6 +67,10 @@ void Coordinators::carry_out(Actions actions, const proto::ToNode* message) {
 void Coordinators::carry_out(const Step& step, const proto::ToNode* message) {
   const Actions& actions = step.actions;
   log_notes(actions.notes);
+  for (const auto one : actions.alone) {
+    const std::string line = fmt::format("the coordinator at {} {}", all_[one]->address(), kDecidesAlone);
+    log_notes({{line, true, line}});  // it may come and go
+  }
   for (const auto& [to, one] : actions.send) all_[to]->send(one);
   if (actions.down) {
     leader_.reset();
@@ -88,23 +94,25 @@ nlohmann::json Coordinators::status(bool connected) const {
   }
   nlohmann::json all = nlohmann::json::array();
   std::string addresses;
-  std::string other;  // address
+  std::string other, alone;  // addresses
   for (std::size_t i = 0; i < all_.size(); ++i) {
     const auto& one = *all_[i];
     auto& its = all.emplace_back(one.status(one.up()));
     addresses += (addresses.empty() ? "" : ",") + one.address();
+    if (tracker_.decides_alone(i)) {
+      alone = one.address();
+      its["reason"] = kDecidesAlone;
+    }
     if (!tracker_.is_of_another_job(i)) continue;
     other = one.address();
     its["reason"] = kOfAnotherJob;
   }
   const auto refuses = std::ranges::find_if(all_, [](const auto& one) { return !one->refusal().empty(); });
-  const auto alone = tracker_.decides_alone();
   const std::string none =
       refuses != all_.end() ? fmt::format("{}: {}", (*refuses)->address(), (*refuses)->refusal())
       : !other.empty() ? fmt::format("none of them says that it leads this node's job; {} {}", other, kOfAnotherJob)
-      : alone
-          ? fmt::format("{} decides alone (--store file): --connect takes its address only", all_[*alone]->address())
-          : "none of them says that it leads";
+      : !alone.empty() ? fmt::format("{} {}", alone, kDecidesAlone)
+                       : "none of them says that it leads";
   const std::string leader = leader_ ? all_[*leader_]->address() : "";
   return {{"address", leader_ ? leader : addresses},
           {"connected", connected},

@@ -88,6 +88,13 @@ std::string connection(const nlohmann::json& coordinator) {
   return fmt::format("{} NOT CONNECTED{}{}", address, why.empty() ? "" : ": ", why);
 }
 
+// Those of several coordinators that are connected, and not as they should be.
+void print_odd_coordinators(const nlohmann::json& coordinator) {
+  for (const auto& one : coordinator.value("all", nlohmann::json::array()))
+    if (const auto why = one.at("reason").get<std::string>(); one.at("connected").get<bool>() && !why.empty())
+      std::cout << fmt::format("  WARNING coordinator {}: {}\n", one.at("address").get<std::string>(), why);
+}
+
 // Who of several coordinators leads, and how long it takes to keep what is decided.
 std::string store_lines(const nlohmann::json& store) {
   const auto& writes = store.at("write_us");
@@ -192,6 +199,7 @@ void print_roles(const nlohmann::json& status) {
     const auto& r = status.at("relay_role");
     std::cout << fmt::format("relay: {} ranks of {} daemons, coordinator {}\n", r.at("ranks").get<std::uint64_t>(),
                              r.at("nodes").get<std::uint64_t>(), connection(r.at("coordinator")));
+    print_odd_coordinators(r.at("coordinator"));
   }
   if (status.contains("node_role")) {
     const auto& n = status.at("node_role");
@@ -199,6 +207,7 @@ void print_roles(const nlohmann::json& status) {
                              n.at("node").get<std::string>(), n.at("epoch").get<std::uint64_t>(),
                              n.at("committed").get<std::uint64_t>(), connection(n.at("coordinator")),
                              human_bytes(n.at("bytes_served").get<std::uint64_t>()));
+    print_odd_coordinators(n.at("coordinator"));
     for (const auto& gone : n.at("gone"))
       std::cout << fmt::format(
           "  replica {} rank {}: gone for {:.1f} s: {}{}\n", gone.at("replica").get<int>(), gone.at("rank").get<int>(),

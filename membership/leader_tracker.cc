@@ -57,20 +57,25 @@ LeaderTracker::Actions LeaderTracker::on_message(std::size_t from, const proto::
   if (leader_ == from) silent_ = false;
   if (message.has_leads()) on_leads(from, message.leads(), actions);
   else actions.pass = leader_ == from;
-  if (message.has_welcome()) on_welcome(coordinators_[from], message.welcome());
+  Coordinator& one = coordinators_[from];
+  if (message.has_welcome()) on_welcome(one, message.welcome());
+  else if (one.asked != TimePoint{} && !one.says && !std::exchange(one.alone, true)) actions.alone.push_back(from);
   report(actions, false);
   return actions;
 }
 
 // It comes first, from who says it at all.
-void LeaderTracker::on_welcome(Coordinator& from, const proto::NodeWelcome& welcome) {
+void LeaderTracker::on_welcome(Coordinator& from, const proto::NodeWelcome& welcome) const {
   from.welcomed = true;
+  std::vector<Note> said_by_node;  // … of the one that leads
+  from.pace = pace_of(name_, silence_, welcome, said_by_node);
   from.spoken = Spoken::with({welcome.oldest(), welcome.newest()});
 }
 
 void LeaderTracker::on_leads(std::size_t from, const proto::Leads& leads, Actions& actions) {
   Coordinator& one = coordinators_[from];
   const auto before = std::exchange(one.says, leads);
+  one.alone = false;
   if (!one.welcomed) one.spoken = Spoken();
   // There is no other leader to wait for.
   if (coordinators_.size() == 1 && !of_ranks_) keep_to(leads.job(), actions);
@@ -146,12 +151,16 @@ void LeaderTracker::give_job_up(Actions& actions) {
     if (is_of_another_job(i) && coordinators_[i].says->leads()) keep_to(coordinators_[i].says->job(), actions);
 }
 
-std::optional<std::size_t> LeaderTracker::decides_alone() const {
-  for (std::size_t i = 0; coordinators_.size() > 1 && i < coordinators_.size(); ++i)
-    if (coordinators_[i].connected && coordinators_[i].welcomed && !coordinators_[i].says &&
-        now_ - coordinators_[i].since > silence_ / 4)
-      return i;
-  return std::nullopt;
+// One of several answers the greeting with whether it leads, and views with the same. Another one says nothing unless
+// it is asked, and takes a node for silent that says nothing: it gets heartbeats, as the leader does. What it answers
+// comes behind what it would have said of leading.
+void LeaderTracker::ask_for_signs(Actions& actions) {
+  for (std::size_t i = 0; coordinators_.size() > 1 && i < coordinators_.size(); ++i) {
+    Coordinator& one = coordinators_[i];
+    if (!one.connected || !one.welcomed || one.says || now_ - std::max(one.since, one.asked) < one.pace) continue;
+    one.asked = now_;
+    actions.send.emplace_back(i, proto::FromNode()).second.mutable_heartbeat();
+  }
 }
 
 void LeaderTracker::send_view(std::size_t to, Actions& actions) {
@@ -210,6 +219,7 @@ LeaderTracker::Actions LeaderTracker::on_tick(TimePoint now) {
   const bool due = now - reported_ >= silence_ / 8;
   if (due) reported_ = now;
   report(actions, due);
+  ask_for_signs(actions);
   give_job_up(actions);
   if (leaderless_since_ == TimePoint{}) leaderless_since_ = now;
   if (!leader_ && coordinators_.size() > 1 && now - leaderless_since_ > silence_ &&

@@ -28,6 +28,7 @@ class LeaderTracker {
     bool down = false, up = false;   // in this order: the leader is lost; there is one (another, or again)
     bool pass = false;               // the message is the leader's, and for the node
     std::vector<std::size_t> close;  // connections on which nothing comes: to be made anew
+    std::vector<std::size_t> alone;  // coordinators that are found to decide alone
     std::vector<Note> notes;
   };
   // `hosts` writes down the ranks behind this node, and the job of those that have heard a plan, and not the last one,
@@ -41,8 +42,8 @@ class LeaderTracker {
   Actions on_tick(TimePoint now);  // at least every silence / 8
 
   std::optional<std::size_t> leader() const { return leader_; }
-  // Of several one that has greeted and does not say whether it leads: it is no one of several.
-  std::optional<std::size_t> decides_alone() const;
+  // Of several one that has answered all that it was asked and not said whether it leads: it shares no decisions.
+  bool decides_alone(std::size_t coordinator) const { return coordinators_[coordinator].alone; }
   bool hears_leader() const { return leader_ && !stalled_ && !silent_; }
   TimePoint hears_since() const { return hears_since_; }  // where it does
   std::uint64_t term() const { return term_; }
@@ -55,8 +56,12 @@ class LeaderTracker {
     bool welcomed = false;
     std::optional<Spoken> spoken{};      // since it has said anything
     std::optional<proto::Leads> says{};  // whether it leads: last. It is one of several
+    Duration pace{};                     // at which one that does not say it is asked for a sign of life
+    TimePoint asked{};                   // … last
+    bool alone = false;
   };
-  static void on_welcome(Coordinator& from, const proto::NodeWelcome& welcome);
+  void on_welcome(Coordinator& from, const proto::NodeWelcome& welcome) const;
+  void ask_for_signs(Actions& actions);
   void on_leads(std::size_t from, const proto::Leads& leads, Actions& actions);
   void weigh(std::size_t from, bool first, Actions& actions);
   void weigh_all(Actions& actions);

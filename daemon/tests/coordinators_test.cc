@@ -27,6 +27,7 @@ struct Fake {
                         last = node;
                         said.push_back(message);
                         if (message.has_hello() && leads) tell(node);
+                        if (message.has_heartbeat() && alone) answer(node);
                       },
                   .lost = [this](NodeId) { ++lost; }}) {
     const auto listening = listener.listen(where);
@@ -42,6 +43,11 @@ struct Fake {
     if (last.value != 0) tell(last);
   }
   void tell(NodeId node) { listener.send(node, leads->SerializeAsString()); }
+  void answer(NodeId node) {
+    proto::ToNode message;
+    message.mutable_heartbeat();
+    listener.send(node, message.SerializeAsString());
+  }
   void plan(std::uint64_t epoch) {
     proto::ToNode message;
     message.mutable_plan()->set_epoch(epoch);
@@ -57,6 +63,7 @@ struct Fake {
     return std::nullopt;
   }
   std::optional<proto::ToNode> leads;
+  bool alone = false;  // as one is whose decisions are in a file
   NodeId last;
   std::vector<proto::FromNode> said;
   int lost = 0;
@@ -214,6 +221,34 @@ TEST(Coordinators, AStandbyOnWhoseConnectionNothingComesIsConnectedWithAnew) {
   }));
   EXPECT_EQ(node.story, "u");
   EXPECT_GE(silent.lost, 1);
+}
+
+// One that leads besides is followed; and the connection is not made anew, as one would be over which nothing comes.
+TEST(Coordinators, OneThatDecidesAloneIsNamedWithTheRemedy) {
+  NodeStub node;
+  Fake a(node.io, node.keys), alone(node.io, node.keys);
+  a.say(4, true);
+  alone.alone = true;
+  testing::internal::CaptureStdout();
+  node.connect(a.listener.address() + "," + alone.listener.address());
+  const bool heard = node.until([&] {
+    if (alone.last.value != 0) a.answer(a.last);
+    return alone.heard(proto::FromNode::kHeartbeat) == 6;
+  });
+  const auto status = node.all->status(true);
+  node.all.reset();
+  const std::string log = testing::internal::GetCapturedStdout();
+  ASSERT_TRUE(heard);
+  EXPECT_EQ(alone.heard(proto::FromNode::kHello), 1u);
+  EXPECT_EQ(alone.lost, 0);
+  EXPECT_EQ(node.story, "u");
+  const std::string why = "decides alone (--store file): --connect takes its address only";
+  EXPECT_TRUE(status.at("all").at(1).at("reason").get<std::string>().starts_with(why)) << status.dump();
+  EXPECT_EQ(status.at("all").at(0).at("reason"), "");
+  const std::string line = "the coordinator at " + alone.listener.address() + " " + why;
+  EXPECT_EQ(log.find(line), log.rfind(line));
+  EXPECT_NE(log.find(line), std::string::npos) << log;
+  EXPECT_EQ(log.find("nothing was heard"), std::string::npos) << log;
 }
 
 TEST(Coordinators, AConnectionThatEndsWhileTheLeaderIsGreetedIsLostAfterIt) {

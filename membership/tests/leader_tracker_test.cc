@@ -21,37 +21,101 @@ proto::ToNode welcomes() {
 struct OfTwo : testing::Test {
   LeaderTracker tracker{"node", 1s, 2, [](proto::LeaderView&) {}};
   TimePoint now{10s};
-  bool warned = false;
+  bool warned = false, answers = true;
+  int asked = 0;                   // the first one, for a sign of life
+  std::vector<std::size_t> alone;  // that this was found of, in their order
+
+  void keep(const LeaderTracker::Actions& actions) {
+    for (const auto& note : actions.notes) warned = warned || note.warning;
+    alone.insert(alone.end(), actions.alone.begin(), actions.alone.end());
+    for (const auto& [to, message] : actions.send) {
+      if (!message.has_heartbeat()) continue;
+      EXPECT_EQ(to, 0u);
+      ++asked;
+      if (answers) keep(tracker.on_message(to, {}, now));
+    }
+  }
+  void say(std::size_t from, std::uint64_t term, bool leads) {
+    proto::ToNode message;
+    message.mutable_leads()->set_term(term);
+    message.mutable_leads()->set_leads(leads);
+    keep(tracker.on_message(from, message, now));
+  }
   void pass(Duration time) {
     for (const TimePoint until = now + time; now < until;) {
       now += 50ms;
-      for (std::size_t from = 0; from < 2; ++from) (void)tracker.on_message(from, {}, now);
-      for (const auto& note : tracker.on_tick(now).notes) warned = warned || note.warning;
+      keep(tracker.on_tick(now));
     }
   }
 };
 
 TEST_F(OfTwo, WhoGreetsAndDoesNotSayWhetherItLeadsDecidesAlone) {
-  (void)tracker.on_connected(0, now);
-  (void)tracker.on_message(0, welcomes(), now);
+  keep(tracker.on_connected(0, now));
+  keep(tracker.on_message(0, welcomes(), now));
   pass(100ms);
-  EXPECT_FALSE(tracker.decides_alone()) << "it may be about to say so";
+  EXPECT_FALSE(tracker.decides_alone(0)) << "it may be about to say so";
   pass(1s);
-  EXPECT_EQ(tracker.decides_alone(), 0u);
+  EXPECT_TRUE(tracker.decides_alone(0));
   pass(1s);
   EXPECT_TRUE(warned) << "trainers wait";
-  (void)tracker.on_disconnected(0, now);
-  EXPECT_FALSE(tracker.decides_alone());
+  EXPECT_EQ(alone, std::vector<std::size_t>{0}) << "it is said once";
+  keep(tracker.on_disconnected(0, now));
+  EXPECT_FALSE(tracker.decides_alone(0));
+}
+
+TEST_F(OfTwo, WhoDecidesAloneIsToldAlsoWhereTheOtherLeadsAndIsNotTakenForSilentNorFindsThisNodeSo) {
+  keep(tracker.on_connected(1, now));
+  say(1, 3, true);
+  keep(tracker.on_connected(0, now));
+  keep(tracker.on_message(0, welcomes(), now));
+  for (int i = 0; i < 40; ++i) {
+    say(1, 3, true);
+    now += 250ms;
+    const auto ticked = tracker.on_tick(now);
+    EXPECT_TRUE(ticked.close.empty());
+    keep(ticked);
+  }
+  EXPECT_EQ(tracker.leader(), 1u);
+  EXPECT_EQ(alone, std::vector<std::size_t>{0});
+  EXPECT_GE(asked, 39) << "four times a silence";
+  keep(tracker.on_disconnected(0, now));
+  keep(tracker.on_connected(0, now));  // it was started again, with --store
+  keep(tracker.on_message(0, welcomes(), now));
+  say(0, 3, false);
+  asked = 0;
+  pass(1s);
+  EXPECT_FALSE(tracker.decides_alone(0));
+  EXPECT_EQ(asked, 0);
+}
+
+TEST_F(OfTwo, WhoAnswersNothingIsNotKnownToDecideAlone) {
+  answers = false;
+  keep(tracker.on_connected(0, now));
+  keep(tracker.on_message(0, welcomes(), now));
+  pass(900ms);
+  EXPECT_GE(asked, 2);
+  EXPECT_FALSE(tracker.decides_alone(0));
+  say(0, 3, false);  // it was stopped before it had said so
+  keep(tracker.on_message(0, {}, now));
+  pass(1s);
+  EXPECT_EQ(alone, std::vector<std::size_t>{});
+}
+
+TEST_F(OfTwo, WhoHasAShorterSilenceIsAskedByThat) {
+  auto welcome = welcomes();
+  welcome.mutable_welcome()->set_silence_ms(400);
+  keep(tracker.on_connected(0, now));
+  keep(tracker.on_message(0, welcome, now));
+  pass(1s);
+  EXPECT_GE(asked, 9);
 }
 
 TEST_F(OfTwo, WhoSaysThatItDoesNotLeadIsOneOfSeveral) {
-  (void)tracker.on_connected(1, now);
-  (void)tracker.on_message(1, welcomes(), now);
-  proto::ToNode stands_by;
-  stands_by.mutable_leads()->set_term(3);
-  (void)tracker.on_message(1, stands_by, now);
+  keep(tracker.on_connected(1, now));
+  keep(tracker.on_message(1, welcomes(), now));
+  say(1, 3, false);
   pass(2s);
-  EXPECT_FALSE(tracker.decides_alone());
+  EXPECT_FALSE(tracker.decides_alone(1));
   EXPECT_TRUE(warned) << "nobody leads";
 }
 
