@@ -73,9 +73,14 @@ std::optional<JobKeys> examine_keys(const DoctorSettings& s, const Probes& probe
   }
   auto keys = probes.keys(s.key_file, s.other_key_file);
   if (!keys) {
-    findings.push_back(failed("key", keys.error(),
-                              "give every node the job's key in a file of the user who runs rejoind: 'openssl rand "
-                              "-hex 32' makes one, after 'umask 077'"));
+    const bool of_certificates = keys.error().message.starts_with("--tls-");
+    findings.push_back(
+        failed("key", keys.error(),
+               of_certificates
+                   ? "name a file in PEM form that the user who runs rejoind can read; 'openssl x509 -text -in' and "
+                     "'openssl pkey -check -in' show what is in one"
+                   : "give every node the job's key in a file of the user who runs rejoind: 'openssl rand -hex 32' "
+                     "makes one, after 'umask 077'"));
     return std::nullopt;
   }
   findings.push_back({Verdict::ok, "key",

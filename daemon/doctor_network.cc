@@ -12,13 +12,18 @@ using Verdict = Finding::Verdict;
 
 namespace {
 
-void examine_coordinator(const DoctorSettings& s, const CoordinatorFacts& one, bool another_answers,
+// `among`: how many addresses there are; `another_answers`: at one of them somebody does.
+void examine_coordinator(const DoctorSettings& s, const CoordinatorFacts& one, std::size_t among, bool another_answers,
                          Findings& findings) {
   const auto say = [&](Verdict verdict, std::string found, std::string remedy) {
     findings.push_back({verdict, "coordinator", one.address + ": " + std::move(found), std::move(remedy)});
   };
   if (one.answered && one.stalled)
     return say(Verdict::warn, "it leads, and its store does not take what it decides", "see to etcd");
+  if (one.answered && !one.one_of_several && among > 1)
+    return say(Verdict::fail,
+               "it decides alone (--store file), and of several only those are followed that share a store",
+               "--connect takes its address only, or give it the --store of the others");
   if (one.answered)
     return say(
         Verdict::ok,
@@ -46,7 +51,7 @@ void examine_coordinator(const DoctorSettings& s, const CoordinatorFacts& one, b
 void examine_coordinators(const DoctorSettings& s, const std::vector<CoordinatorFacts>& all, Findings& findings) {
   const auto answers = [](const auto& one) { return one.answered; };
   for (const auto& one : all) {
-    examine_coordinator(s, one, std::ranges::any_of(all, answers), findings);
+    examine_coordinator(s, one, all.size(), std::ranges::any_of(all, answers), findings);
     examine_clock(one.address, one.clock_ahead_ms, one.clock_error_ms, findings);
   }
   const bool several = std::ranges::any_of(all, [](const auto& one) { return one.answered && one.one_of_several; });

@@ -51,6 +51,18 @@ TEST_F(DoctorFindings, WithoutAKeyShowsItToNobody) {
   expect("peer", "skipped", {"no key"});
 }
 
+TEST_F(DoctorFindings, NoRemedyForACertificateMakesAKeyOfRandomBytes) {
+  const test::Authority authority;
+  const auto right = authority.sign("right"), other = authority.sign("other");
+  s.certificates = {right.ca, right.cert, other.key};
+  expect("key", "FAIL", {"does not belong to --tls-cert", "-> give the key that this certificate was made for"});
+  s.certificates = {right.ca, "/nowhere", right.key};
+  expect("key", "FAIL", {"--tls-cert /nowhere: No such file or directory -> name a file in PEM form"});
+  EXPECT_EQ(lines("key").find("openssl rand"), std::string::npos) << lines("key");
+  key = tl::unexpected(check(CertificateFiles{.ca = right.ca, .cert = "", .key = ""}).error());
+  expect("key", "FAIL", {"--tls-ca without --tls-cert and --tls-key -> give all three"});
+}
+
 TEST_F(DoctorFindings, WarnsOfACertificateThatEndsSoon) {
   const test::Authority authority;
   s.certificates = authority.sign("long", {.from = -3600, .until = 3600});
@@ -111,6 +123,14 @@ TEST_F(DoctorFindings, OneOfSeveralCoordinatorsMayBeAwayAndOneMustLead) {
   expect("coordinator", "WARN", {"none of them leads -> "});
   coordinators[1].leader = "c2:1";
   expect("coordinator", "WARN", {"c1:1 says that c2:1 does, in term 4 -> add that one"});
+}
+
+TEST_F(DoctorFindings, AtSeveralAddressesNobodyMayDecideAlone) {
+  coordinators = {{.address = "c0:1", .proven = true, .answered = true}, {.address = "c1:1", .why = "refused"}};
+  for (const bool another_leads : {false, true}) {
+    coordinators[1].answered = coordinators[1].one_of_several = coordinators[1].leads = another_leads;
+    expect("coordinator", "FAIL", {"c0:1: it decides alone (--store file)", "-> --connect takes its address only"});
+  }
 }
 
 TEST_F(DoctorFindings, RefusesToTellOtherMachinesOfTheLoopback) {
