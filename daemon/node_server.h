@@ -95,6 +95,7 @@ class NodeServer {
   Taken on_hello(Trainer& trainer, const proto::LocalHello& hello);
   Taken on_descriptors(Trainer& trainer, std::vector<Fd> fds);
   void drop(membership::RankConnection id, const std::string& reason, membership::Node::Gone how);
+  void drop_silent(membership::RankConnection id, const std::string& reason, membership::Node::Gone how);
   void on_hang_up(membership::RankConnection id, const Error& why);
   std::map<membership::RankConnection, Trainer>::iterator find_trainer(const catchup::RankKey& key);
   void record_plan(const proto::ToNode& message) const;
@@ -162,7 +163,9 @@ class NodeServer {
   Streams streams_;
   std::set<StrangeStream> warned_of_;
   std::map<membership::RankConnection, Trainer> trainers_;
+  static constexpr int kMessagesAtOnce = 64;  // of one trainer, so that others have the thread in between
   struct Silent {
+    catchup::RankKey key;
     pid_t pid = 0;
     std::unique_ptr<asio::posix::stream_descriptor> exited;
   };

@@ -32,7 +32,7 @@ auto misses(fmt::format_string<Arguments...> where, Arguments&&... arguments) {
 
 // Of a file's last line the beginning may be all that is there.
 bool begins_block(std::string_view line, bool cut) {
-  return line.starts_with(kFirstMark) || (cut && !line.empty() && kFirstMark.starts_with(line));
+  return line.starts_with(kFirstMark) || (cut && line.size() > kDashes.size() && kFirstMark.starts_with(line));
 }
 
 }  // namespace
@@ -41,6 +41,7 @@ Result<std::vector<PemBlock>> pem_blocks(std::string_view text) {
   constexpr std::string_view byte_order = "\xef\xbb\xbf";
   if (text.starts_with(byte_order)) text.remove_prefix(byte_order.size());
   if (without_spaces(text).empty()) return misses("it is empty");
+  if (text.find(kFirstMark) == text.npos) return std::vector<PemBlock>{};  // as of a file in another form
   struct Begun {
     std::string_view first;
     std::size_t line = 0, at = 0;

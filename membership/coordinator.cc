@@ -106,6 +106,7 @@ Actions Coordinator::on_tick(TimePoint now) {
   if (announcer_.flushes_with_tick(now, pause_detector_.settling(now))) flush_announcements();
   if (pause_detector_.settling(now) || finished() || outdated_) return take();
   lose_silent_nodes();
+  if (!recovering_until_ || now_ >= *recovering_until_) settle_ends();
   if (recovering_until_) settle_recovery();
   if (!recovering_until_) settle_absent();
   settle_claims();
@@ -138,14 +139,10 @@ void Coordinator::on_rank_down(NodeId node, const proto::RankDown& down) {
   std::erase(nodes_[node].moved, process);
   if (waited && !down.ended()) ask_the_other_nodes(node, {}, {process});
   RankState* rank = rank_of(ProcessId::of(down));
-  // of an instance that is over already, or elsewhere
-  if (rank != nullptr ? !concerns(rank->node) : !ended_unheard(down)) return;
+  if (rank == nullptr) return keep_end(down);
+  if (!concerns(rank->node)) return;  // elsewhere
+  if (down.ended()) return lose(down), settle_claims();
   const std::string why = shortened(down.reason(), kLongestReason);
-  if (down.ended()) {
-    remove(ReplicaId(down.replica()), fmt::format("rank {}{}: {}", down.rank(), down.left() ? " has left" : "", why),
-           down.left() ? Parting::left : Parting::lost);
-    return settle_claims();
-  }
   note("replica {} rank {}: {}", down.replica(), down.rank(), why);
   rank->connected_node = false;
   rank->lost_at = ask_the_other_nodes(node, {}, {}) ? now_ : now_ - config_.silence;

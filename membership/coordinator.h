@@ -214,7 +214,9 @@ class Coordinator {
   bool find_contributors();
   void give_up_suspended();
   void remove(ReplicaId replica, const std::string& reason, Parting parting = Parting::lost);
-  bool ended_unheard(const proto::RankDown& down) const;
+  void keep_end(const proto::RankDown& down);
+  void settle_ends();
+  void lose(const proto::RankDown& ended);
   void lose_everybody();
   void next_epoch(const std::string& reason, Begun step = Begun::maybe);
   void drop_registration(ReplicaId replica, const std::string& reason);
@@ -350,10 +352,11 @@ class Coordinator {
   Announcer announcer_{config_.replicas, config_.ranks, config_.silence};
   std::map<RankPlace, Stranger> strangers_;
   Declarations declarations_{config_.replicas, config_.ranks, config_.silence};
-  bool unannounced_ = false;             // replicas that came while there was dissent
-  std::vector<PlaceClaim> claims_;       // of places that others have
-  std::optional<std::string> outdated_;  // the log lacks what it had decided: nothing is decided any more
-  std::set<RankPlace> heard_more_;       // … of which these have heard
+  bool unannounced_ = false;                   // replicas that came while there was dissent
+  std::map<RankPlace, proto::RankDown> ends_;  // of processes that have not been heard here, the last of each place
+  std::vector<PlaceClaim> claims_;             // of places that others have
+  std::optional<std::string> outdated_;        // the log lacks what it had decided: nothing is decided any more
+  std::set<RankPlace> heard_more_;             // … of which these have heard
   std::pair<std::uint64_t, std::uint64_t> heard_up_to_;  // … up to this step, in this epoch
   Spoken protocol_;
   std::optional<Spoken> of_coordinators_{Spoken(kProtocolVersion)};

@@ -238,6 +238,13 @@ std::optional<DriftAudit::Verdict> DriftAudit::struck_out(std::span<const Voter>
              std::find(veterans_.begin(), veterans_.end(), v.replica) != veterans_.end();
     });
   };
+  // A strike is a hop's: where one of its two processes is gone, the other is not to bear it alone.
+  std::erase_if(strikes_, [&](const Strike& strike) {
+    return !std::ranges::all_of(strike.blamed, [&](Incarnation process) {
+      return std::ranges::any_of(voters, [&](const Voter& voter) { return voter.incarnation == process; });
+    });
+  });
+  if (strikes_.size() < kStrikes) return std::nullopt;
   const auto every_time = [&](Incarnation process) {
     return std::all_of(strikes_.begin(), strikes_.end(), [&](const Strike& strike) {
       return std::find(strike.blamed.begin(), strike.blamed.end(), process) != strike.blamed.end();
@@ -249,7 +256,9 @@ std::optional<DriftAudit::Verdict> DriftAudit::struck_out(std::span<const Voter>
         if (voter.incarnation != process || voter.contributes == joiners || (!joiners && !others(voter.replica)) ||
             !every_time(process))
           continue;
-        const auto kind = has_the_right_state(voter, voters) ? Verdict::Kind::suspend : Verdict::Kind::remove;
+        const auto right = has_the_right_state(voter, voters);
+        if (!right) continue;  // nobody can tell, which the states' own comparison says
+        const auto kind = *right ? Verdict::Kind::suspend : Verdict::Kind::remove;
         const std::string steps = struck_steps();
         strikes_.clear();
         return Verdict{kind, voter.replica,
@@ -274,12 +283,14 @@ std::optional<DriftAudit::Verdict> DriftAudit::struck_out(std::span<const Voter>
 }
 
 // By what has been reported in this epoch. A joiner's is the coordinator's to judge.
-bool DriftAudit::has_the_right_state(const Voter& voter, std::span<const Voter> voters) {
+std::optional<bool> DriftAudit::has_the_right_state(const Voter& voter, std::span<const Voter> voters) {
   for (std::uint32_t rank = 0; rank < ranks_ && voter.contributes && states_reported_alike_; ++rank) {
     std::map<std::uint32_t, std::uint64_t> states;
     for (const auto& one : voters)
       if (one.contributes) states[one.replica.value] = reported_[one.replica].of(rank).state;
-    if (majority(states) != states.at(voter.replica.value)) return false;
+    const auto right = majority(states);
+    if (!right) return std::nullopt;
+    if (*right != states.at(voter.replica.value)) return false;
   }
   return true;
 }

@@ -89,7 +89,7 @@ class DriftAudit {
   void explain();
   bool explain_by_hop(const Inspection& inspection, Strike& strike);
   std::optional<Verdict> struck_out(std::span<const Voter> voters, Step committed);
-  bool has_the_right_state(const Voter& voter, std::span<const Voter> voters);
+  std::optional<bool> has_the_right_state(const Voter& voter, std::span<const Voter> voters);
   std::string struck_steps() const;
   Verdict judge_state() const;
   std::string place_of(std::uint32_t right, std::uint32_t wrong) const;

@@ -21,6 +21,7 @@ Node::Actions Node::on_coordinator_up(TimePoint now, std::uint64_t introduction)
   *hello.mutable_hello() = hello_of(name_, silence_);
   hello.mutable_hello()->set_introduction(introduction);
   actions.to_coordinator.push_back(std::move(hello));
+  for (const auto& one : ended_) *actions.to_coordinator.emplace_back().mutable_rank_down() = one.down;
   for (auto& [connection, rank] : ranks_) {
     proto::FromNode up;
     *up.mutable_rank_up() = rank.up;
@@ -28,7 +29,6 @@ Node::Actions Node::on_coordinator_up(TimePoint now, std::uint64_t introduction)
   }
   statuses_.clear();
   for (const auto& [connection, rank] : ranks_) report_status(rank, actions);
-  for (const auto& [place, one] : ended_) *actions.to_coordinator.emplace_back().mutable_rank_down() = one.down;
   return actions;
 }
 
@@ -54,6 +54,7 @@ Node::Actions Node::on_coordinator_message(const proto::ToNode& message, TimePoi
         rank.up.set_job(registered.job());
         rank.registered = true;
         std::erase_if(silent_, [&](const auto& one) { return same_place(one.second, registered); });
+        std::erase_if(ended_, [&](const Ended& one) { return same_place(one.down, registered); });
         // What was said in between may have gone to a coordinator, or a relay, that did not know it, or not any more.
         statuses_.erase({rank.up.replica(), rank.up.incarnation()});
         report_status(rank, actions);
@@ -190,6 +191,7 @@ Node::Actions Node::on_rank_message(RankConnection connection, const proto::From
     RankInfo& rank = ranks_[connection] = {
         .up = message.rank_up(), .heard = now, .registered = message.rank_up().incarnation() != 0};
     std::erase_if(silent_, [&](const auto& one) { return same_process(one.second, rank.up); });
+    std::erase_if(ended_, [&](const Ended& one) { return same_process(one.down, rank.up); });
     rank.up.set_node(name_);
     rank.up.set_daemon(id_);
     rank.up.set_location(location_);

@@ -102,6 +102,7 @@ class Node {
   void tell_of_peers(RankConnection rank, RankInfo& info, const proto::Peers& news, Actions& actions) const;
   void send(RankConnection rank, const proto::ToNode& message, Actions& actions) const;
   void tell_gone(const proto::RankUp& up, const std::string& reason, Gone how, Actions& actions);
+  bool is_named(const proto::RankDown& down) const;
   void forget_ended();
 
   const std::string name_, location_;
@@ -115,9 +116,10 @@ class Node {
   std::map<RankConnection, proto::RankUp> silent_;  // gone, and their processes may live
   struct Ended {
     proto::RankDown down;
+    std::uint64_t heard_epoch = 0;
     std::optional<std::uint64_t> out_since{};  // the committed step of the first plan without it
   };
-  std::map<std::pair<std::uint32_t, std::uint32_t>, Ended> ended_;  // by replica and rank, to be said again
+  std::vector<Ended> ended_;  // to be said again
   proto::Plan plan_;
   PeerTable peers_;
   std::map<std::pair<std::uint32_t, std::uint64_t>, std::string> statuses_;  // sent last, by replica and incarnation

@@ -57,23 +57,32 @@ void Node::tell_gone(const proto::RankUp& up, const std::string& reason, Gone ho
   actions.notes.push_back(
       {fmt::format("replica {} rank {}{}: {}", down.replica(), down.rank(), down.left() ? " has left" : "", reason),
        how != Gone::left && !plan_.finished()});
-  if (down.ended()) ended_[{down.replica(), down.rank()}] = {.down = down};
+  if (down.ended() && down.incarnation() != 0) {
+    // Of those of before in its place somebody may have yet to hear of the one that is, or may be, a member.
+    std::erase_if(ended_, [&](const Ended& one) {
+      return same_place(one.down, down) && one.heard_epoch <= plan_.epoch() && !is_named(one.down);
+    });
+    ended_.push_back({.down = down, .heard_epoch = up.heard_epoch()});
+  }
   if (coordinator_up_) actions.to_coordinator.push_back(std::move(message));
 }
 
-// A new plan. Who is out may be wanted back until a step is committed without it.
+bool Node::is_named(const proto::RankDown& down) const {
+  const auto is_it = [&](const auto& one) { return one.incarnation() == down.incarnation(); };
+  return std::ranges::any_of(plan_.members(), is_it) || std::ranges::any_of(plan_.suspended(), is_it);
+}
+
+// A new plan. Who is out may be wanted back until a step is committed without it. Where the log was put back to an
+// older copy, others may be called what these were.
 void Node::forget_ended() {
-  for (auto at = ended_.begin(); at != ended_.end();) {
-    auto& [down, out_since] = at->second;
-    const auto is_it = [&](const auto& member) { return member.incarnation() == down.incarnation(); };
-    bool over = false;
-    if (!of_another_job(down.job(), plan_.job())) {
-      if (std::ranges::any_of(plan_.members(), is_it)) out_since.reset();
-      else if (!out_since) out_since = plan_.committed();
-      over = plan_.finished() || (out_since && plan_.committed() > *out_since);
-    }
-    at = over ? ended_.erase(at) : std::next(at);
-  }
+  for (auto& one : ended_)
+    if (of_another_job(one.down.job(), plan_.job())) continue;
+    else if (is_named(one.down)) one.out_since.reset();
+    else if (!one.out_since) one.out_since = plan_.committed();
+  std::erase_if(ended_, [&](const Ended& one) {
+    if (of_another_job(one.down.job(), plan_.job())) return false;
+    return plan_.finished() || plan_.epoch() < one.heard_epoch || (one.out_since && plan_.committed() > *one.out_since);
+  });
 }
 
 }  // namespace rejoin::membership

@@ -1,6 +1,8 @@
 // The invariant ends-are-heard: nobody is waited for whose process its daemon has seen end.
 #pragma once
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <functional>
 #include <map>

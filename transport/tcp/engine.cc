@@ -273,14 +273,18 @@ Result<RegionId> TcpEngine::register_region(std::span<std::byte> memory, MemoryK
 
 // A transfer that touches the region now is cut off with its endpoint: the frame can't be taken back from a stream.
 void TcpEngine::deregister(RegionId id) {
+  if (regions_.find(id) == nullptr) return;  // what is in no region has RegionId{}
+  std::vector<Endpoint*> busy;
   for (auto& [key, endpoint] : endpoints_) {
     if (endpoint->stage == Stage::failed) continue;
-    bool busy = endpoint->in_body && endpoint->landing == id;
-    for (const auto& frame : endpoint->out) busy |= frame.region == id;
+    bool touches = endpoint->in_body && endpoint->landing == id;
+    for (const auto& frame : endpoint->out) touches |= frame.region == id;
     for (const auto& [number, operation] : endpoint->operations)
-      busy |= operation.target != nullptr && operation.region == id;
-    if (busy) fail_endpoint(*endpoint, ErrorCode::cancelled, "memory was withdrawn in mid-transfer");
+      touches |= operation.target != nullptr && operation.region == id;
+    if (touches) busy.push_back(endpoint.get());
   }
+  for (Endpoint* endpoint : busy)
+    fail_endpoint(*endpoint, ErrorCode::cancelled, "memory was withdrawn in mid-transfer");
   regions_.remove(id);
 }
 

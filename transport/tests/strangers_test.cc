@@ -157,6 +157,26 @@ TEST(StrangersOfTcp, GarbageAtEachByteOfTheHandshakeIsRefused) {
   EXPECT_FALSE(connect_with(listener, kKey));
 }
 
+// A session that codes nothing withdraws a region that it never had, and somebody may just be calling.
+TEST(StrangersOfTcp, WhatWasNeverRegisteredCutsNobodyOffWhenItIsWithdrawn) {
+  Listener listener;
+  const Nonce nonce = make_nonce();
+  Stranger calling(listener.port);
+  const Bytes body = called(nonce);
+  wire::Header header{.kind = wire::Kind::call, .length = body.size(), .operation = wire::kMagic};
+  header.body_digest = wire::digest_of(body);
+  header.digest = wire::digest_of_header(header);
+  calling.send(joined(header, {}));
+  EXPECT_FALSE(connect_with(listener, kKey)) << "that one's header is read by now";
+  listener.engine->deregister(RegionId{});
+  calling.send(body);
+  EXPECT_TRUE(within(std::chrono::seconds(20), [&] {
+    listener.poll();
+    const auto answer = calling.received();
+    return answer && !answer->empty();
+  }));
+}
+
 TEST(StrangersOfTcp, AThousandOfThemKeepNobodyOutAndTheOldestGo) {
   Listener listener;
   std::vector<std::unique_ptr<Stranger>> strangers;
