@@ -32,7 +32,7 @@ auto misses(fmt::format_string<Arguments...> where, Arguments&&... arguments) {
 
 // Of a file's last line the beginning may be all that is there.
 bool begins_block(std::string_view line, bool cut) {
-  return line.starts_with(kFirstMark) || (cut && line.size() > kDashes.size() && kFirstMark.starts_with(line));
+  return line.starts_with(kFirstMark) || (cut && !line.empty() && kFirstMark.starts_with(line));
 }
 
 }  // namespace
