@@ -6,6 +6,7 @@ torch = pytest.importorskip("torch")
 
 from rejoin.errors import InvalidArgument  # noqa: E402
 from rejoin.torch import Session, _optimizer  # noqa: E402
+from rejoin.torch._modes import one_thread  # noqa: E402
 
 ADAM = ("exp_avg", "exp_avg_sq")
 KINDS = [
@@ -87,6 +88,23 @@ def centralised(p):
     return p.grad - p.grad.mean(tuple(range(1, p.dim())), keepdim=True) if p.dim() > 1 else p.grad
 
 
+def none_where_all_are_zero(p):
+    return p.grad if p.grad.any() else None
+
+
+def none_where_one_is_not_finite(p):
+    return p.grad if p.grad.isfinite().all() else None
+
+
+def finite(p):
+    return p.grad.nan_to_num(0.0, 0.0, 0.0)
+
+
+def checked(p):
+    assert p.grad.isfinite().all()
+    return p.grad
+
+
 def of_convolutions(p):
     return centralised(p) if p.dim() > 3 else p.grad
 
@@ -110,6 +128,10 @@ def projected(p):
         (of_convolutions, (4, 4), True),
         (of_convolutions, (4, 4, 3, 3), False),
         (projected, (4, 4), False),
+        (none_where_all_are_zero, (4, 4), False),
+        (none_where_one_is_not_finite, (4,), False),
+        (finite, (4, 4), True),
+        (checked, (4, 4), True),
     ],
 )
 def test_an_optimizer_that_looks_at_whole_tensors_is_found_out(rule, shape, elementwise, rate):
@@ -124,7 +146,7 @@ def test_an_optimizer_that_looks_at_whole_tensors_is_found_out(rule, shape, elem
             return super().step()
 
     p = torch.nn.Parameter(torch.zeros(shape))
-    optimizer = Ruled([p], lr=rate)
+    optimizer = Ruled([p], lr=rate, weight_decay=0.1)
     assert _optimizer.self_check(optimizer, optimizer.param_groups[0], p) == elementwise
     assert optimizer.param_groups[0]["lr"] is rate
 
@@ -196,7 +218,7 @@ def test_the_number_of_threads_is_no_matter(kind):
         for threads in (1, 2, 3, 7):
             torch.set_num_threads(threads)
             columns = [value.clone()] + [torch.zeros_like(value) for _ in kept.moments]
-            with _optimizer.one_thread(value.device):
+            with one_thread(value.device):
                 for step in range(1, 4):
                     _optimizer.apply(optimizer, [(group, kept, scratch, columns, gradient, p)], step)
             assert torch.get_num_threads() == threads
@@ -248,6 +270,17 @@ class Joined(torch.optim.SGD):
         for p in self.param_groups[0]["params"]:
             p.grad = p.grad / together
         return super().step()
+
+
+class Finite(torch.optim.SGD):
+    """Passes over a step in which any gradient is not finite."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, lr=0.1)
+
+    def step(self, closure=None):
+        if all(p.grad.isfinite().all() for p in self.param_groups[0]["params"]):
+            super().step()
 
 
 class InPlace(torch.optim.SGD):
@@ -319,6 +352,7 @@ class Wrapping(torch.optim.Optimizer):
         (torch.optim.LBFGS, "LBFGS can't update a tensor.*closure"),
         (torch.optim.SparseAdam, "SparseAdam can't update a tensor .* with a dense gradient"),
         (Prodigious, "Prodigious keeps state of its own in the group"),
+        (Finite, "Finite updates a tensor otherwise where another one is.*skip_nonfinite=True"),
         (Joined, "Joined updates a tensor otherwise where another one is updated with it"),
     ],
 )

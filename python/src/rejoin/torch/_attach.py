@@ -13,10 +13,15 @@ import torch
 
 from rejoin.errors import InvalidArgument
 from rejoin.torch import _optimizer, _refusals
-from rejoin.torch._buffers import reduced_buffers
+from rejoin.torch._buffers import buffers_of, reduced_buffers
 from rejoin.torch._memory import tensor_at, type_of
-from rejoin.torch._sharding import gather_again, local
-from rejoin.torch._tensors import Tensor, buckets_of
+from rejoin.torch._metrics import Metrics
+from rejoin.torch._modes import one_thread
+from rejoin.torch._places import Places
+from rejoin.torch._ranks import Ranks
+from rejoin.torch._sharding import gather_again, local, states_of
+from rejoin.torch._tensors import Tensor, buckets_of, parameters_of
+from rejoin.torch._update import Update
 
 if TYPE_CHECKING:
     from rejoin.torch._session import Session
@@ -130,6 +135,45 @@ def refuse_state_of_forward(session: Session) -> None:
             raise
         log.error("step %d: %s", session._step.number, error)
     places.trained = True
+
+
+def attach(
+    session: Session,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    metrics: Sequence[str],
+    loss_scale: float | None,
+    masters: bool,
+    gradients: torch.dtype | None,
+    main_grad: bool,
+    bucket_bytes: int,
+) -> None:
+    """Do what `Session.attach()` says, with what `check()` has passed. In the modes that updates are made in."""
+    rules, device = session._rules, session.device
+    ranks = session._ranks = Ranks(session.rank, session._leaving, session._native.check)
+    with one_thread(device):
+        parameters = parameters_of(
+            model, optimizer, device, masters, rules.ema is not None, ranks.several, gradients, main_grad
+        )
+    tensors = [*parameters, *buffers_of(model, device)]
+    refuse_overlaps(model, tensors)
+    session._metrics = Metrics(metrics, device, ranks)
+    session._model, session._optimizer, session._sharded = model, optimizer, states_of(model)  # what follows comes once
+    double = torch.float64
+    if session._metrics.names:
+        session._metrics.tensor = Tensor("rejoin.metrics", session._metrics.values, dtype=double, gradient_dtype=double)
+        tensors.append(session._metrics.tensor)
+    scale = None
+    if loss_scale is not None:
+        session._loss_scale = torch.tensor([math.log2(loss_scale), 0.0], dtype=double, device=device)
+        scale = Tensor("rejoin.loss_scale", session._loss_scale, False, dtype=double, gradient_dtype=double)
+        tensors.append(scale)
+    session._places = Places(model, tensors, session._sharded)
+    declare(session, tensors, bucket_bytes)
+    session._updates = Update(session._native, optimizer, tensors, rules, device, ranks, scale)
+    for tensor in tensors:
+        place(session, tensor)
+    take_calls(optimizer, session._commit, session._zero_grad)
 
 
 def declare(session: Session, tensors: list[Tensor], bucket_bytes: int) -> None:

@@ -28,13 +28,14 @@ _MOST_LOADERS = 2  # whose workers stay: of two that a script takes by turns, sa
 
 def fetcher_of(session: Session, loader: DataLoader[Any]) -> Fetcher:
     """Give this loader's fetcher. Where a new one comes in each data epoch, say, workers of those before are let go."""
-    fetcher = session._fetchers.pop(id(loader), None)
+    fetcher = session._fetchers.get(id(loader))
     if fetcher is None:
         fetcher = Fetcher(loader, session._busy.with_ours)
         while len(session._fetchers) >= _MOST_LOADERS:
             with session._busy.with_ours("the end of a DataLoader's workers", LONGEST_WAIT):
                 session._fetchers.pop(next(iter(session._fetchers))).stop()
-    session._fetchers[id(loader)] = fetcher  # behind those that were used before
+    others = {key: one for key, one in session._fetchers.items() if one is not fetcher}
+    session._fetchers = {**others, id(loader): fetcher}  # behind those that were used before
     return fetcher
 
 
@@ -69,10 +70,10 @@ def begin_step(session: Session) -> Step | None:
             session._contributed = True
             zero_grad(session)  # of a backward() before
             session._buckets.begin(weight)
+            session._step = Step(number, leads, contributors, tuple(batch), weight, session)  # what _again() gives
             session._in_step, session._updated = True, False
             if session._group is not None:
                 session._group.begin(number, epoch, settled, session._native.cards())
-            session._step = Step(number, leads, contributors, tuple(batch), weight, session)
             return session._step
         session._contributed = False
         assert session._updates is not None
@@ -207,7 +208,7 @@ def _update(session: Session, step: int) -> None:
     session._buckets.follow()
     if updates is None:
         return
-    with torch.no_grad():
+    with session._modes.held():
         session._updates.look(step)
         if session._in_step:
             session._metrics.tell(step)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,10 +18,9 @@ from rejoin import _native
 from rejoin._daemon import local_daemon
 from rejoin.errors import InvalidArgument, RejoinError
 from rejoin.launch import Place, place_from_environment
-from rejoin.torch import _attach, _loop, _optimizer
+from rejoin.torch import _attach, _loop
 from rejoin.torch._attributes import told
 from rejoin.torch._buckets import Buckets
-from rejoin.torch._buffers import buffers_of
 from rejoin.torch._busy import Busy
 from rejoin.torch._checkpoint import checkpoint_of, remedy_in_python, restore, template_of
 from rejoin.torch._data import Batches, Fetcher, refuse_in_worker
@@ -31,11 +29,11 @@ from rejoin.torch._fingerprint import fingerprint
 from rejoin.torch._frozen import frozen
 from rejoin.torch._leaving import Leaving, Terminated
 from rejoin.torch._metrics import Metrics
+from rejoin.torch._modes import Modes
 from rejoin.torch._places import Places
 from rejoin.torch._ranks import Ranks
-from rejoin.torch._sharding import states_of
 from rejoin.torch._step import Step
-from rejoin.torch._tensors import Tensor, parameters_of
+from rejoin.torch._tensors import Tensor
 from rejoin.torch._update import Rules, Schedule, Update
 
 if TYPE_CHECKING:
@@ -89,6 +87,7 @@ class Session:
         self._joined = self._finished = self._ended = self._in_step = self._updated = False
         self._accumulating = self._contributed = self._averaging = False
         self._step: Step | None = None
+        self._modes = Modes(self.device)
         self._leaving = Leaving()
         self._native.while_waiting(self._leaving.look)
         self._rules = Rules()
@@ -159,30 +158,9 @@ class Session:
             _attach.refuse_another()
         _attach.check(optimizer, max_norm, ema, loss_scale, gradients, metrics)
         self._rules = Rules(max_norm, lr, skip_nonfinite or loss_scale is not None, ema)
-        self._ranks = Ranks(self.rank, self._leaving, self._native.check)
-        with _optimizer.one_thread(self.device):
-            parameters = parameters_of(
-                model, optimizer, self.device, masters, ema is not None, self._ranks.several, gradients, main_grad
-            )
-        tensors = [*parameters, *buffers_of(model, self.device)]
-        _attach.refuse_overlaps(model, tensors)
-        self._metrics = Metrics(metrics, self.device, self._ranks)
-        self._model, self._optimizer, self._sharded = model, optimizer, states_of(model)  # what follows comes once
-        double = torch.float64
-        if self._metrics.names:
-            self._metrics.tensor = Tensor("rejoin.metrics", self._metrics.values, dtype=double, gradient_dtype=double)
-            tensors.append(self._metrics.tensor)
-        scale = None
-        if loss_scale is not None:
-            self._loss_scale = torch.tensor([math.log2(loss_scale), 0.0], dtype=double, device=self.device)
-            scale = Tensor("rejoin.loss_scale", self._loss_scale, False, dtype=double, gradient_dtype=double)
-            tensors.append(scale)
-        self._places = Places(model, tensors, self._sharded)
-        _attach.declare(self, tensors, bucket_bytes)
-        self._updates = Update(self._native, optimizer, tensors, self._rules, self.device, self._ranks, scale)
-        for tensor in tensors:
-            _attach.place(self, tensor)
-        _attach.take_calls(optimizer, self._commit, self._zero_grad)
+        self._modes = Modes(self.device)
+        with self._modes.held():
+            _attach.attach(self, model, optimizer, metrics, loss_scale, masters, gradients, main_grad, bucket_bytes)
         return model, optimizer
 
     def batches(self, size: int, *, seed: int = 0, shuffle: bool = True, shard: int = 0, shards: int = 1) -> Batches:
@@ -214,7 +192,7 @@ class Session:
 
         Whatever is slow the first time (compiling, autotuning, set-up of communication) belongs before this, into
         `warm_up`: from here on others may wait for this replica. SIGTERM is taken as an orderly leave at the end of a
-        step from now on, unless the program has a handler of its own.
+        step from now on, unless the program has a handler of its own, or this is no main thread: a warning says so.
         """
         if self._model is None or self._optimizer is None or self._updates is None or self._ranks is None:
             raise InvalidArgument("join() before attach()")

@@ -14,6 +14,7 @@ from rejoin import _native
 from rejoin.errors import InvalidArgument, Unavailable
 from rejoin.torch import _optimizer, _refusals
 from rejoin.torch._memory import tensor_at
+from rejoin.torch._modes import one_thread
 from rejoin.torch._ranks import REMEMBERED, Ranks
 from rejoin.torch._settings import Settings
 from rejoin.torch._sharding import first_copies
@@ -169,7 +170,7 @@ class Update:
         whole = all(
             of == step and first == 0 and count == self._tensors[index].count for index, first, count, of, _ in updates
         ) and len(updates) == sum(tensor.count > 0 for tensor in self._tensors)
-        with _optimizer.one_thread(self._device):
+        with one_thread(self._device):
             if whole and self._own_step:
                 self._apply_whole(step)
             else:
