@@ -320,8 +320,8 @@ def self_check(
         return [value] + [torch.zeros_like(value, dtype=dtype) for dtype in kept.types]
 
     # In one of the parts: rules that pass over what is zero, or not finite, go by what they find in all of a tensor.
-    def filled(gradient: torch.Tensor, value: float) -> torch.Tensor:
-        gradient.view(-1)[borders[2] : borders[3]] = value
+    def filled(gradient: torch.Tensor, part: int, value: float) -> torch.Tensor:
+        gradient.view(-1)[borders[part] : borders[part + 1]] = value
         return gradient
 
     whole, other = made(), made()
@@ -343,9 +343,9 @@ def self_check(
     for step in (1, 2, 3, 7, 100, 10_000):  # some rules begin late, as RAdam's
         gradient = drawn(0.1)
         trial(step, _nearly_orthogonal(gradient, whole[0]) if step > 3 else gradient)
-    trial(10_001, filled(drawn(0.1), 0.0))
+    trial(10_001, filled(drawn(0.1), 2, 0.0))
     try:
-        trial(10_002, filled(drawn(0.1), math.inf))
+        trial(10_002, filled(drawn(0.1), 1, math.inf))
     except InvalidArgument as error:
         log.debug("not tried with an infinity: %s", error)
     if _same(whole, first):
