@@ -89,6 +89,57 @@ def test_persistent_workers_that_have_died_are_started_again(expected):
     assert not multiprocessing.active_children()
 
 
+# Where a signal's handler may raise: while torch has taken a batch, behind that, or while workers begin.
+@pytest.mark.parametrize("where", ["before", "behind", "begin"])
+def test_what_is_raised_in_the_midst_of_a_fetch_shifts_no_data(where, monkeypatch):
+    batches, begun = Batches(101, seed=1), []
+    loader = DataLoader(DATA, batch_sampler=batches, num_workers=1, multiprocessing_context="forkserver")
+    fetcher = Fetcher(loader)
+
+    class Given:
+        """In the place of torch's iterator: it gives what the workers were sent, in order."""
+
+        def __init__(self) -> None:
+            self.sent = iter(batches)
+            self.ahead = [next(self.sent) for _ in range(2)]
+            begun.append(self)
+            if where == "begin" and len(begun) == 1:
+                raise KeyboardInterrupt
+
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            if where == "before" and stops:
+                self.ahead.pop(0)
+                stops.pop()
+                raise KeyboardInterrupt
+            self.ahead.append(next(self.sent, None))
+            return [torch.tensor(self.ahead.pop(0))]
+
+    class Sent(type(fetcher._sent)):
+        def popleft(self):
+            if where == "behind" and stops:
+                stops.pop()
+                raise KeyboardInterrupt
+            return super().popleft()
+
+    monkeypatch.setattr(type(loader), "__iter__", lambda _: Given())
+    fetcher._sent = Sent()
+    stops, steps, interrupted = [], [((4 * n, 4 * n + 4),) for n in range(12)], 0
+    for number, ranges in enumerate(steps):
+        if number == 5 and where != "begin":
+            stops.append(1)
+        for _ in range(2):  # the step is given again
+            try:
+                got = fetcher.fetch(ranges, lambda n, number=number: steps[number + 1 :][:n])
+                break
+            except KeyboardInterrupt:
+                interrupted += 1
+        assert got[0].tolist() == values(batches, ranges), number
+    assert (interrupted, len(begun), fetcher.misses) == (1, 2, 2)
+
+
 DIES = RuntimeError("DataLoader worker (pid(s) 7) exited unexpectedly")
 FULL = RuntimeError("Caught RuntimeError in DataLoader worker process 0. unable to allocate shared memory(shm)")
 

@@ -225,6 +225,7 @@ class Fetcher:
         self._depth = min(loader.num_workers * (loader.prefetch_factor or 0) + 1, _MOST_AHEAD)  # batches ahead
         self.hits = self.misses = 0
         self._failures = 0  # of workers, since they have given something
+        self._in_the_midst = False  # of taking something from them
 
     def fetch(self, ranges: Ranges, upcoming: Callable[[int], Sequence[Sequence[tuple[int, int]]]]) -> Any:
         """Give the collated data of these samples. `upcoming` says what so many of the next steps probably train."""
@@ -233,7 +234,14 @@ class Fetcher:
                 return self._load(ranges)
         self._batches.expect([tuple(one) for one in upcoming(self._depth)])
         with self._busy("its DataLoader's workers", LONGEST_WAIT):
-            return self._from_workers(ranges)
+            # What a signal's handler has raised, such as Ctrl-C's, may have come anywhere, and a batch be lost: the
+            # workers begin anew, or each step from here on would get another one's data, or wait for what never comes.
+            if self._in_the_midst:
+                self.stop()
+            self._in_the_midst = True
+            data = self._from_workers(ranges)
+            self._in_the_midst = False
+        return data
 
     def _from_workers(self, ranges: Ranges) -> Any:
         sent = self._sent
