@@ -98,7 +98,8 @@ def test_a_program_that_dies_again_and_again_is_told_with_its_last_words(tmp_pat
     log = tmp_path / "replica0.log"
     log.write_text("of an earlier job\n")
     more = f"""
-        self._look_at, self._arguments.deaths_a_minute = run.time.monotonic() + 3600, 3
+        self._waits.begin({{}})
+        self._arguments.deaths_a_minute = 3
 
     log = Path({str(log)!r})
 
@@ -158,7 +159,7 @@ def test_what_nohup_starts_does_not_hear_of_its_terminal():
 
 def test_a_job_whose_scripts_train_nothing_says_so(tmp_path):
     more = """
-        self._committed = 0
+        self._waits.first = 0
 
     def _status(self):
         return {"finished": False, "committed": 0}
@@ -192,11 +193,11 @@ def test_a_word_of_the_operators_is_not_given_again_once_the_job_has_gone_on(tmp
     more = f"""
         program = "echo ${{REJOIN_ROLL_BACK_TO-none}} >> {log}; exit 1"
         variables = {{**os.environ, "REJOIN_ROLL_BACK_TO": "0"}}
-        self._committed = 0
+        self._waits.begin({{"committed": 0}})
         self._coordinator = self._start(run.Kept("coordinator", ["bash", "-c", program], variables, None))
 
     def _again(self, process, what):
-        self._look_at_waits()
+        self._waits.look()
         return super()._again(process, what)
 
     def _status(self):

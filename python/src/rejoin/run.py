@@ -34,6 +34,7 @@ from rejoin._job_variables import of_daemons, of_scripts
 from rejoin._kept import WAITED_FOR, Kept, adopt, bury, how
 from rejoin._programs import path
 from rejoin._run_commands import by_torchrun, run_parser, show_names_as_they_are
+from rejoin._run_waits import Waits
 
 _WRONG_SETTINGS, _CAN_NOT_WRITE = 2, 4  # of a daemon's exit statuses
 _FULL_BYTES = 64 << 10  # a disk with less room is full
@@ -42,7 +43,6 @@ _FULL_TRIED_EVERY_SECONDS = 5.0
 _ENDS_WITHIN_SECONDS = 10.0
 _TORCHRUN_ENDS_WITHIN_SECONDS = 40.0  # it gives its workers 30
 _DIRECTLY = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the coordinator is on this machine
-_LOOKS_EVERY_SECONDS = 10.0  # at what the job waits for, until it goes on
 _LISTENS_WITHIN_SECONDS = 30.0  # a coordinator that is started again
 _LOOKS_FOR_PAGE_EVERY_SECONDS = 1.0  # until then
 _LONGEST_SOCKET = 107  # bytes of its name
@@ -61,11 +61,9 @@ class Job:
         self._ending = False
         self._asked_at = 0.0
         self._kill_at = math.inf  # the replicas that have not left
-        self._look_at = math.inf
-        self._committed: int | None = None  # when it was first seen
+        self._waits = Waits(self._status, self._say, self._on_begun)
         self._was_finished = False  # before anything was trained
         self._died_at_the_end: set[str] = set()  # replicas, after the last commit
-        self._told: set[str] = set()
         self._full_said_at = -math.inf
         self._page, self._page_at, self._page_until = "", math.inf, 0.0  # where it is; when that is to be looked up
         self._addresses = directory / "coordinator.json"
@@ -167,13 +165,16 @@ class Job:
 
     def _look_at_the_start(self) -> None:
         status = self._status()
-        self._committed = status.get("committed")
         self._was_finished = bool(status.get("finished"))
+        self._waits.begin(status)
         if self._was_finished:
-            self._say(f"this job is finished: step {self._committed} is committed. Nothing is trained: give it more "
-                      f"than --steps {self._arguments.steps}, or another --directory")  # fmt: skip
-        else:
-            self._look_at = time.monotonic() + _LOOKS_EVERY_SECONDS
+            self._say(f"this job is finished: step {status['committed']} is committed. Nothing is trained: give it "
+                      f"more than --steps {self._arguments.steps}, or another --directory")  # fmt: skip
+
+    def _on_begun(self) -> None:
+        for name in ("REJOIN_ROLL_BACK_TO", "REJOIN_DROP_REPLICA"):  # an operator's word is for one loss
+            if self._coordinator is not None:
+                self._coordinator.environment.pop(name, None)
 
     # The exit status: 1 where all that had the last state have died before their scripts had ended.
     def _look_at_the_end(self) -> int:
@@ -181,7 +182,7 @@ class Job:
         if self._was_finished:
             return 0
         if not status.get("finished"):
-            if not self._ending and self._committed is not None and status.get("committed") == self._committed:
+            if not self._ending and self._waits.first is not None and status.get("committed") == self._waits.first:
                 self._say("no step was committed: the scripts have ended without one")
             return 0
         self._say(f"finished: step {status['committed']} is committed")
@@ -191,29 +192,6 @@ class Job:
         self._say("each replica that had the state of the last step has died before its script had ended: what it "
                   "was to do at the end, such as a final save, may not be done")  # fmt: skip
         return 1
-
-    # Who starts a job looks at the terminal, and not into the logs, until it has begun.
-    def _look_at_waits(self) -> None:
-        self._look_at = time.monotonic() + _LOOKS_EVERY_SECONDS
-        status = self._status()
-        if self._committed is None:
-            self._committed = status.get("committed")
-        if status and status["committed"] != self._committed:
-            self._look_at = math.inf
-            for name in ("REJOIN_ROLL_BACK_TO", "REJOIN_DROP_REPLICA"):  # an operator's word is for one loss
-                if self._coordinator is not None:
-                    self._coordinator.environment.pop(name, None)
-            return
-        for line in status.get("waiting_for", []):
-            known = re.sub(r"[0-9.]+ m?s\b", "", line)  # times in it go on
-            if known not in self._told:
-                self._told.add(known)
-                hint = (
-                    " (with rejoin-run REJOIN_ROLL_BACK_TO=STEP@STEPS in its environment)"
-                    if "--roll-back-to" in line
-                    else ""
-                )
-                self._say(f"the job waits for {line}{hint}")
 
     # A coordinator that was started again may have found its port taken.
     def _look_for_page(self) -> None:
@@ -236,14 +214,15 @@ class Job:
                 now = time.monotonic()
                 waits = [process.again_at for process in self._all if process.again_at]
                 heard = signal.sigtimedwait(
-                    WAITED_FOR, max(0.0, min([*waits, self._kill_at, self._look_at, self._page_at, now + 3600]) - now)
+                    WAITED_FOR,
+                    max(0.0, min([*waits, self._kill_at, self._waits.look_at, self._page_at, now + 3600]) - now),
                 )
                 if heard is not None and heard.si_signo != signal.SIGCHLD:
                     self._end()
                 if time.monotonic() >= self._kill_at:
                     self._kill()
-                if time.monotonic() >= self._look_at:
-                    self._look_at_waits()
+                if time.monotonic() >= self._waits.look_at:
+                    self._waits.look()
                 if time.monotonic() >= self._page_at:
                     self._look_for_page()
                 bury(self._all)
@@ -263,7 +242,7 @@ class Job:
         within = self._arguments.leave_within
         self._say(f"ends: the replicas leave at the end of their step; after {within:g} s, or at a second signal, "
                   "they are killed")  # fmt: skip
-        self._ending, self._asked_at, self._kill_at, self._look_at = True, now, now + within, math.inf
+        self._ending, self._asked_at, self._kill_at, self._waits.look_at = True, now, now + within, math.inf
         for replica in self._replicas:
             if replica.again_at:  # it has ended before
                 replica.ended, replica.again_at = True, 0.0
@@ -327,10 +306,9 @@ class Job:
 
     def _again(self, process: Kept, what: str) -> bool:
         now, most = time.monotonic(), self._arguments.deaths_a_minute
-        if len(process.died) >= most and self._look_at < math.inf:
-            self._look_at_waits()
-        has_begun = self._look_at == math.inf
-        process.died = [at for at in process.died if now - at < 60 or not has_begun] + [now]
+        if len(process.died) >= most and not self._waits.has_begun:
+            self._waits.look()
+        process.died = [at for at in process.died if now - at < 60 or not self._waits.has_begun] + [now]
         words = process.last_words()
         if len(process.died) > most:
             self._say(f"{process.name} {what}, as often before: the job ends. {words}")
