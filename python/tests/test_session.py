@@ -61,6 +61,10 @@ def test_attaching_what_can_not_be_kept_equal_is_refused(tmp_path):
         session(tmp_path).attach(lazy, torch.optim.AdamW(lazy.parameters()))
     with pytest.raises(rejoin.InvalidArgument, match="'weight' is not contiguous.*memory_format=torch.contiguous_for"):
         session(tmp_path).attach(images, torch.optim.AdamW(images.parameters()))
+    with torch.inference_mode():
+        inference = torch.nn.Linear(2, 2)
+    with pytest.raises(rejoin.InvalidArgument, match="'weight' was made within torch.inference_mode.*deepcopy"):
+        session(tmp_path).attach(inference, torch.optim.AdamW(inference.parameters()))
     with pytest.raises(rejoin.InvalidArgument, match="steps.. takes a DataLoader .* not a list"):
         next(session(tmp_path).steps([1, 2]))
 

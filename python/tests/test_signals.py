@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 from test_session import Job, session  # noqa: E402
 
 import rejoin  # noqa: E402
-from rejoin.torch import _signals  # noqa: E402
+from rejoin.torch import _leaving, _signals  # noqa: E402
 
 
 class Updating(Job):
@@ -198,6 +198,15 @@ def test_a_script_that_leaves_in_the_midst_of_an_update_abandons_it(in_a_job):
     native.updating = True
     one.leave()
     assert native.calls[-1] == "abandoned: InvalidArgument: the script leaves in the midst of it"
+
+
+def test_a_thread_that_can_not_hear_sigterm_says_so(caplog):
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    thread = threading.Thread(target=_leaving.Leaving.listen)
+    thread.start()
+    thread.join()
+    assert "SIGTERM is not heard, and ends this process at once" in caplog.text
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_state_dict_within_an_update_is_refused(in_a_job, monkeypatch):

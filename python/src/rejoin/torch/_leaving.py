@@ -56,10 +56,16 @@ class Leaving:
     @staticmethod
     def listen() -> None:
         """Take SIGTERM from now on, unless the program has a handler of its own."""
-        if threading.current_thread() is not threading.main_thread():
+        if signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
             return
-        if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, _on_sigterm)
+        if threading.current_thread() is not threading.main_thread():
+            log.warning(
+                "SIGTERM is not heard, and ends this process at once: join() was called in a thread that is not the "
+                "main one, and Python lets no other take signals. Call it there, or let a handler of the script's own "
+                "set a flag, at which the loop breaks behind optimizer.step()"
+            )
+            return
+        signal.signal(signal.SIGTERM, _on_sigterm)
 
     def is_set(self) -> bool:
         """Whether this replica is to leave."""

@@ -338,7 +338,12 @@ def parameters_of(
 
 
 def check_placed(name: str, tensor: torch.Tensor, device: torch.device) -> None:
-    """Raise `InvalidArgument` where this tensor is on another device."""
+    """Raise `InvalidArgument` where this tensor is on another device, or one that can't be trained."""
+    if tensor.is_inference():
+        raise InvalidArgument(
+            f"'{name}' was made within torch.inference_mode(), and can't be trained: make the model outside of it, or "
+            "copy.deepcopy() it outside"
+        )
     if tensor.device != device:
         raise InvalidArgument(
             f"'{name}' is on {tensor.device}, and the session on {device}: move the model there before "
