@@ -54,6 +54,18 @@ def _local(leaf: Any) -> torch.Tensor | None:
     return cast(torch.Tensor, leaf.detach())
 
 
+# Whether this tensor can be received into. One whose elements lie on each other, as after expand(), can't be written.
+def _fits(target: torch.Tensor, described: _Buffer) -> bool:
+    if target.shape != described.shape or target.dtype != described.dtype:
+        return False
+    reach = 0
+    for stride, size in sorted(zip(target.stride(), target.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return target.numel() == 0
+        reach += (size - 1) * stride
+    return True
+
+
 class RejoinTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft has no types to see
     """Send and receive torchft's checkpoints over Rejoin's transport.
 
@@ -67,9 +79,10 @@ class RejoinTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft 
         listen: the address to listen on, where port 0 is any; by default any, over IPv4 and IPv6
         advertise: the host under which others reach this one; by default the machine's own address
         state_dict: gives the tensors that are received into, in place; they may have another device, and those of
-            another shape or type are left out and made anew. A receive that fails leaves them written in part, so
-            that they are no state any more: end the process then, or receive again before anything reads them. Not
-            for a manager with `use_async_quorum`, which receives while the model computes
+            another shape or type, or whose elements lie on each other (after `expand()`), are left out and made anew.
+            A receive that fails leaves them written in part, so that they are no state any more: end the process
+            then, or receive again before anything reads them. Not for a manager with `use_async_quorum`, which
+            receives while the model computes
     """
 
     def __init__(
@@ -146,7 +159,7 @@ class RejoinTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft 
                 leaves.append(described_leaf)
                 continue
             target = _local(mine)
-            if target is None or target.shape != described_leaf.shape or target.dtype != described_leaf.dtype:
+            if target is None or not _fits(target, described_leaf):
                 target = torch.empty(described_leaf.shape, dtype=described_leaf.dtype)
                 mine = None
             received = target
