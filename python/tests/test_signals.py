@@ -209,6 +209,21 @@ def test_a_thread_that_can_not_hear_sigterm_says_so(caplog):
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
+def test_a_step_whose_beginning_was_interrupted_is_not_taken_for_the_one_before(in_a_job, monkeypatch):
+    one, native = in_a_job
+    one._optimizer.step()
+
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as within:
+        within.setattr(one._buckets, "begin", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            next(one.steps())
+    with pytest.raises(AssertionError, match="in a step that has not ended"):  # the native session's refusal
+        next(one.steps())
+
+
 def test_state_dict_within_an_update_is_refused(in_a_job, monkeypatch):
     one, native = in_a_job
     monkeypatch.setattr(one._updates, "apply", lambda *_: one.state_dict())

@@ -70,10 +70,11 @@ def begin_step(session: Session) -> Step | None:
             session._contributed = True
             zero_grad(session)  # of a backward() before
             session._buckets.begin(weight)
-            session._step = Step(number, leads, contributors, tuple(batch), weight, session)  # what _again() gives
-            session._in_step, session._updated = True, False
             if session._group is not None:
                 session._group.begin(number, epoch, settled, session._native.cards())
+            session._step = Step(number, leads, contributors, tuple(batch), weight, session)
+            # Last: what a handler raises before is met by the native session's refusal, and behind it by _again().
+            session._in_step, session._updated = True, False
             return session._step
         session._contributed = False
         assert session._updates is not None
