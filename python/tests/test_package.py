@@ -1,6 +1,7 @@
 """What pip has installed: programs, types, and an import that needs no torch."""
 
 import ast
+import importlib
 import re
 import subprocess
 import sys
@@ -71,3 +72,9 @@ def test_the_stub_has_what_the_module_has():
     for one in stub.body:
         if isinstance(one, ast.ClassDef):
             check(getattr(_native, one.name), one.name, one.body)
+
+
+def test_a_package_that_is_not_whole_says_what_to_do(monkeypatch):
+    monkeypatch.setitem(sys.modules, "rejoin._native", None)
+    with pytest.raises(ImportError, match="install the package again"):
+        importlib.reload(rejoin)

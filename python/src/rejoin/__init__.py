@@ -4,7 +4,13 @@
 settings that a launcher's variables give, and `rejoin._native.Session`, the C++ session with addresses for memory.
 """
 
-from rejoin._native import position_step, version
+try:
+    from rejoin._native import position_step, version
+except ImportError as missing:  # what it says names a file of the package's, and no remedy
+    raise ImportError(
+        f"{missing}: the package's own library can't be loaded: install the package again (pip install "
+        "--force-reinstall), for this Python"
+    ) from missing
 from rejoin.errors import (
     Cancelled,
     Corrupt,
