@@ -201,12 +201,15 @@ def test_a_script_that_leaves_in_the_midst_of_an_update_abandons_it(in_a_job):
 
 
 def test_a_thread_that_can_not_hear_sigterm_says_so(caplog):
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    thread = threading.Thread(target=_leaving.Leaving.listen)
-    thread.start()
-    thread.join()
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        thread = threading.Thread(target=_leaving.Leaving.listen)
+        thread.start()
+        thread.join()
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGTERM, before)
     assert "SIGTERM is not heard, and ends this process at once" in caplog.text
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_a_step_whose_beginning_was_interrupted_is_not_taken_for_the_one_before(in_a_job, monkeypatch):
