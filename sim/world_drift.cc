@@ -14,10 +14,12 @@ void World::damage_bits(const Fault& fault) {
   if (trainer == nullptr) return;
   bits_damaged_ = true;
   if (fault.kind == FaultKind::flip_reduced) {
-    // Where all replicas have the same bit flipped in one step, as while it stands still, nobody can tell.
+    // Where all replicas have the same bit flipped in one step, as while it stands still, nobody can tell; in doubling,
+    // which takes the place of all to all where not all are connected, where two have that give each other their sums.
+    const bool doubles = shape.doubling || shape.links.full_mesh_members;
     auto& [step, those] = flipped_[fault.rank];
     if (std::exchange(step, trainer->next_step()) != trainer->next_step()) those.clear();
-    if (those.insert(fault.replica); those.size() < shape.replicas) trainer->flip_a_bit();
+    if (those.insert(fault.replica); those.size() < (doubles ? 2 : shape.replicas)) trainer->flip_a_bit();
     return;
   }
   // Only while all others are right and nothing else is going on, so that there is somebody to say who is wrong.
