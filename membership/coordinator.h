@@ -215,6 +215,7 @@ class Coordinator {
   void give_up_suspended();
   void remove(ReplicaId replica, const std::string& reason, Parting parting = Parting::lost);
   void keep_end(const proto::RankDown& down);
+  bool is_of_holder(const proto::RankDown& down) const;
   void settle_ends();
   void lose(const proto::RankDown& ended);
   void lose_everybody();
@@ -353,7 +354,7 @@ class Coordinator {
   std::map<RankPlace, Stranger> strangers_;
   Declarations declarations_{config_.replicas, config_.ranks, config_.silence};
   bool unannounced_ = false;                   // replicas that came while there was dissent
-  std::map<RankPlace, proto::RankDown> ends_;  // of processes that have not been heard here, the last of each place
+  std::map<RankPlace, proto::RankDown> ends_;  // of processes that have not been heard here
   std::vector<PlaceClaim> claims_;             // of places that others have
   std::optional<std::string> outdated_;        // the log lacks what it had decided: nothing is decided any more
   std::set<RankPlace> heard_more_;             // … of which these have heard

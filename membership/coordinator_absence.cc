@@ -193,26 +193,26 @@ void Coordinator::remove(ReplicaId id, const std::string& reason, Parting partin
 // Of a process that an earlier coordinator had registered, maybe; or of one that is over already. Who comes back within
 // the time that members have for that is judged by what it says itself, and tells whether this log is an older copy.
 void Coordinator::keep_end(const proto::RankDown& down) {
-  const bool may_concern = down.ended() && down.incarnation() != 0 && down.job() == job_ &&
-                           down.replica() < config_.replicas && down.rank() < config_.ranks;
-  if (!may_concern) return;
-  auto& kept = ends_[RankPlace::of(down)];
-  if (kept.incarnation() < down.incarnation()) kept = down;
+  if (down.ended() && down.job() == job_ && is_of_holder(down)) ends_[RankPlace::of(down)] = down;
 }
 
 // No two have a place at once: the end of a later one is that of those before it, too.
+bool Coordinator::is_of_holder(const proto::RankDown& down) const {
+  if (down.rank() >= config_.ranks) return false;
+  const ReplicaId id(down.replica());
+  const auto ended = [&](Incarnation its) { return its.value <= down.incarnation(); };
+  if (const auto here = replicas_.find(id);
+      here != replicas_.end() && (!ended(here->second.incarnation) || here->second.ranks[down.rank()].registered))
+    return false;  // another process has the place
+  const MemberState* m = members_.find(id);
+  return (m != nullptr && ended(m->incarnation)) || std::ranges::any_of(suspended_, [&](const auto& out) {
+           return out.replica == id && !out.ended && ended(out.incarnation);
+         });
+}
+
 void Coordinator::settle_ends() {
-  for (const auto& [place, down] : std::exchange(ends_, {})) {
-    const auto ended = [&](Incarnation its) { return its.value <= down.incarnation(); };
-    if (const auto here = replicas_.find(place.replica);
-        here != replicas_.end() &&
-        (!ended(here->second.incarnation) || here->second.ranks[place.rank.value].registered))
-      continue;  // another process has it
-    const MemberState* m = members_.find(place.replica);
-    const SuspendedReplica* out = out_for_now(place.replica);
-    if ((m != nullptr && ended(m->incarnation)) || (out != nullptr && !out->ended && ended(out->incarnation)))
-      lose(down);
-  }
+  for (const auto& [place, down] : std::exchange(ends_, {}))
+    if (is_of_holder(down)) lose(down);
 }
 
 void Coordinator::lose(const proto::RankDown& ended) {

@@ -43,7 +43,7 @@ MUTANTS = [
      "for (const auto& one : ended_) *actions.to_coordinator.emplace_back().mutable_rank_down() = one.down;", ""),
     ("of who was silent no end is told", "membership/node_gone.cc", "if (!ended) silent_[connection] = up;", ""),
     ("an end of before is nothing to a coordinator", "membership/coordinator_absence.cc",
-     "if (!may_concern) return;", "return;"),
+     "if (down.ended() && down.job() == job_ && is_of_holder(down))", "if (false)"),
     ("an end is forgotten while it may be waited for", "membership/node_gone.cc",
      "(one.out_since && plan_.committed() > *one.out_since)", "true"),
     ("who leads a step changes with its epochs", "membership/rank.cc", "if (plan_.has_leader()) return", "if (false) return"),
