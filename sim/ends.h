@@ -25,12 +25,15 @@ class Ends {
   }
   void on_start(Place place) { ended_.erase(place); }  // another process is there, and says itself who had its place
 
-  // `tells`: whether who decides hears this daemon now. It has `patience` for it. Returns what is wrong, for people.
-  std::optional<std::string> check(TimePoint now, Duration patience, const std::vector<ReplicaId>& waited_for,
+  // `decides`: the instance of who does; 0: nobody. `tells`: whether that one hears this daemon now. It has `patience`
+  // for it. Returns what is wrong, for people.
+  std::optional<std::string> check(TimePoint now, Duration patience, std::uint64_t decides,
+                                   const std::vector<ReplicaId>& waited_for,
                                    const std::function<bool(std::uint64_t)>& tells) {
+    const bool anew = std::exchange(decides_, decides) != decides;
     for (auto& [place, end] : ended_) {
       const bool waits = std::find(waited_for.begin(), waited_for.end(), ReplicaId(place.first)) != waited_for.end();
-      if (!waits || !tells(end.daemon)) end.told_since = now;
+      if (anew || !waits || !tells(end.daemon)) end.told_since = now;
       else if (now - end.told_since > patience)
         return fmt::format("replica {} is waited for, and its rank {} has ended before its daemon's eyes", place.first,
                            place.second);
@@ -44,6 +47,7 @@ class Ends {
     TimePoint told_since{};
   };
   std::map<Place, End> ended_;
+  std::uint64_t decides_ = 0;
 };
 
 }  // namespace rejoin::sim

@@ -30,8 +30,8 @@ void World::let_operator_act() {
 
 // Daemons forget who was out by decisions that are not in a log that was put back to an older copy.
 void World::check_ends() {
+  if (checkers_.size() > 1) return;
   const CoordinatorProcess* leads = leader();
-  if (leads == nullptr || checkers_.size() > 1) return;
   const auto tells = [&](std::uint64_t instance) {
     const auto found = processes_.find(instance);
     const auto* daemon = found == processes_.end() ? nullptr : dynamic_cast<const Daemon*>(found->second);
@@ -40,7 +40,8 @@ void World::check_ends() {
   };
   // After a restart of the coordinator all have the time to come back that others need for it.
   const Duration patience = deadlines::kOthersComeBack.of(job.silence) + job.silence;
-  if (const auto wrong = ends_.check(now(), patience, leads->decisions()->blocked_on(), tells))
+  const auto waited_for = leads != nullptr ? leads->decisions()->blocked_on() : std::vector<ReplicaId>{};
+  if (const auto wrong = ends_.check(now(), patience, leads != nullptr ? leads->instance : 0, waited_for, tells))
     checker().violate("ends-are-heard", *wrong);
 }
 
