@@ -5,7 +5,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from rejoin.errors import InvalidArgument  # noqa: E402
-from rejoin.torch import Session, _optimizer  # noqa: E402
+from rejoin.torch import Session, _optimizer, _self_check  # noqa: E402
 from rejoin.torch._modes import one_thread  # noqa: E402
 
 ADAM = ("exp_avg", "exp_avg_sq")
@@ -42,7 +42,7 @@ def test_parts_get_the_bits_of_the_whole(kind, settings, moments, dtype):
     before = len(optimizer.state)
     kept, _ = _optimizer.kept_by(optimizer, optimizer.param_groups[0], p)
     assert sorted(kept.moments) == sorted(moments)
-    assert _optimizer.self_check(optimizer, optimizer.param_groups[0], p)
+    assert _self_check.self_check(optimizer, optimizer.param_groups[0], p)
     assert len(optimizer.state) == before, "the check has left something behind"
 
 
@@ -72,7 +72,7 @@ def test_an_optimizer_may_keep_seven_tensors_of_several_types():
     kept, _ = _optimizer.kept_by(optimizer, optimizer.param_groups[0], p)
     assert kept.moments == tuple(f"m{i}" for i in range(7))
     assert kept.types[1:3] == (torch.float64, torch.bfloat16)
-    assert _optimizer.self_check(optimizer, optimizer.param_groups[0], p)
+    assert _self_check.self_check(optimizer, optimizer.param_groups[0], p)
     with pytest.raises(InvalidArgument, match="keeps m0, .*m6 for each parameter, and there is a moving average; 7"):
         _optimizer.kept_by(optimizer, optimizer.param_groups[0], p, reserved=1)
     with pytest.raises(InvalidArgument, match="keeps m0, .*m7 for each parameter; 7 can be kept"):
@@ -100,7 +100,21 @@ def finite(p):
     return p.grad.nan_to_num(0.0, 0.0, 0.0)
 
 
-def checked(p):
+def none_where_one_is_not_a_number(p):
+    return None if p.grad.isnan().any() else p.grad
+
+
+def none_where_one_is_minus_infinity(p):
+    return None if (p.grad == -torch.inf).any() else p.grad
+
+
+def finite_in_place(p):
+    return p.grad.nan_to_num_(0.0, 0.0, 0.0)
+
+
+def checked_when_it_is_late(p):
+    """Where the step has been made in part."""
+    p.add_(p.grad)
     assert p.grad.isfinite().all()
     return p.grad
 
@@ -130,8 +144,11 @@ def projected(p):
         (projected, (4, 4), False),
         (none_where_all_are_zero, (4, 4), False),
         (none_where_one_is_not_finite, (4,), False),
+        (none_where_one_is_not_a_number, (4, 4), False),
+        (none_where_one_is_minus_infinity, (4, 4), False),
         (finite, (4, 4), True),
-        (checked, (4, 4), True),
+        (finite_in_place, (4, 4), True),
+        (checked_when_it_is_late, (4, 4), True),
     ],
 )
 def test_an_optimizer_that_looks_at_whole_tensors_is_found_out(rule, shape, elementwise, rate):
@@ -147,7 +164,7 @@ def test_an_optimizer_that_looks_at_whole_tensors_is_found_out(rule, shape, elem
 
     p = torch.nn.Parameter(torch.zeros(shape))
     optimizer = Ruled([p], lr=rate, weight_decay=0.1)
-    assert _optimizer.self_check(optimizer, optimizer.param_groups[0], p) == elementwise
+    assert _self_check.self_check(optimizer, optimizer.param_groups[0], p) == elementwise
     assert optimizer.param_groups[0]["lr"] is rate
 
 
@@ -166,6 +183,20 @@ def test_each_shape_of_a_model_is_tried(tmp_path):
     assert [tensor.elementwise for tensor in one._tensors] == [False, True, False, True]
 
 
+@pytest.mark.parametrize("rules", [{"skip_nonfinite": True}, {"loss_scale": 2.0}])
+def test_what_an_optimizer_does_with_gradients_that_never_come_is_no_matter(tmp_path, rules):
+    class Passing(torch.optim.SGD):
+        def step(self, closure=None):
+            for p in self.param_groups[0]["params"]:
+                p.grad = none_where_one_is_not_finite(p)
+            return super().step()
+
+    for kind in (Passing, Finite):
+        model, one = torch.nn.Linear(4, 2), Session(replica=0, rank=0, socket=tmp_path / "nobody")
+        one.attach(model, kind(model.parameters()), **rules)
+        assert all(tensor.elementwise for tensor in one._tensors if tensor.is_parameter)
+
+
 def test_what_can_not_be_given_to_parts_is_refused_by_name():
     p = parameter()
     nadam = torch.optim.NAdam([p])
@@ -177,7 +208,7 @@ def test_what_can_not_be_given_to_parts_is_refused_by_name():
     # torch adds the momentum to the gradient in place.
     nesterov = torch.optim.SGD([p], lr=0.1, momentum=0.9, nesterov=True, foreach=True)
     with pytest.raises(InvalidArgument, match="SGD changes the gradients that it is given.*foreach=False"):
-        _optimizer.self_check(nesterov, nesterov.param_groups[0], p)
+        _self_check.self_check(nesterov, nesterov.param_groups[0], p)
 
 
 @pytest.mark.parametrize("stepped", ["0.weight", "1.weight"])

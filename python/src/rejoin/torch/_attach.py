@@ -153,7 +153,15 @@ def attach(
     ranks = session._ranks = Ranks(session.rank, session._leaving, session._native.check)
     with one_thread(device):
         parameters = parameters_of(
-            model, optimizer, device, masters, rules.ema is not None, ranks.several, gradients, main_grad
+            model,
+            optimizer,
+            device,
+            masters,
+            rules.ema is not None,
+            ranks.several,
+            gradients,
+            main_grad,
+            rules.skip_nonfinite,
         )
     tensors = [*parameters, *buffers_of(model, device)]
     refuse_overlaps(model, tensors)

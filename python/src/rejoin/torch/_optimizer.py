@@ -3,12 +3,11 @@
 A replica that catches up gets the gradients of a step for parts of its tensors, and of several steps for one part. The
 same class of optimizer, with the same settings, is then run over views of those parts. That gives the bits that the
 whole tensors would have got where the update is elementwise, and where torch's kernels do not round an element
-differently by its place in a vector; `self_check` looks at both.
+differently by its place in a vector; `_self_check` looks at both.
 """
 
 from __future__ import annotations
 
-import logging
 import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,8 +20,6 @@ from rejoin.errors import InvalidArgument
 from rejoin.torch._attributes import attributes, gone_by, standing_for
 from rejoin.torch._memory import type_of
 from rejoin.torch._settings import settings
-
-log = logging.getLogger("rejoin")
 
 MOST_MOMENTS = 7
 _LEAST_RATE = 0.01  # of the scratch tensors: with a rate of 0, as before a warm-up, no rule shows
@@ -79,7 +76,8 @@ def bare_copy(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) ->
     return copy
 
 
-def _with_rate(group: Mapping[str, Any]) -> Mapping[str, Any]:
+def with_rate(group: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Give the settings of a group with a rate that lets rules show."""
     rate = group.get("lr")
     if not isinstance(rate, (int, float, torch.Tensor)) or rate >= _LEAST_RATE:
         return group
@@ -87,11 +85,12 @@ def _with_rate(group: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**group, "lr": shown}
 
 
-# Shapes of scratch tensors: small for the rules, of no whole number of vectors; large for what is kept of large ones.
-def _small(dimensions: int) -> tuple[int, ...]:
+def small(dimensions: int) -> tuple[int, ...]:
+    """Give a shape of scratch tensors, for the rules: of no whole number of vectors."""
     return (1003,) if dimensions < 2 else (17, 59) if dimensions == 2 else (17, 19, *[3] * (dimensions - 2))
 
 
+# For what is kept of large ones.
 def _large(dimensions: int) -> tuple[int, ...]:
     return (1 << 16,) if dimensions < 2 else (256, 256, *[2] * (dimensions - 2))
 
@@ -159,10 +158,10 @@ def goes_by(
 
     `like` has the parameter's dimensions, and the type that the optimizer is given.
     """
-    value = torch.zeros(_small(like.dim()), dtype=like.dtype, device=like.device)
+    value = torch.zeros(small(like.dim()), dtype=like.dtype, device=like.device)
 
     def steps(parameter: torch.nn.Parameter) -> None:
-        copy = bare_copy(optimizer, [{**settings(_with_rate(group)), "params": [parameter]}])
+        copy = bare_copy(optimizer, [{**settings(with_rate(group)), "params": [parameter]}])
         for counted in (1, 2, 10_000):  # some rules begin late
             parameter.grad = torch.ones_like(value)
             count = copy.state.get(parameter, {}).get("step")
@@ -217,8 +216,8 @@ def kept_by(
     Returns that, and a scratch parameter's state. `reserved`: columns that are kept for something else. Raises
     `InvalidArgument` for state that has another shape, or is no count of steps.
     """
-    name, group = type(optimizer).__name__, _with_rate(group)
-    kept, state = _kept_of(optimizer, group, like, _small(like.dim()), of)
+    name, group = type(optimizer).__name__, with_rate(group)
+    kept, state = _kept_of(optimizer, group, like, small(like.dim()), of)
     if _kept_of(optimizer, group, like, _large(like.dim()), of)[0] != kept:
         raise InvalidArgument(
             f"{name} keeps other state for large parameters than for small ones: a replica that catches up could not "
@@ -254,7 +253,7 @@ def _begins_with_zeros(
     random = torch.Generator().manual_seed(1)
 
     def drawn() -> torch.Tensor:
-        return torch.randn(_small(like.dim()), generator=random, device="cpu").to(like.dtype).to(like.device)
+        return torch.randn(small(like.dim()), generator=random, device="cpu").to(like.dtype).to(like.device)
 
     value, gradient = drawn(), drawn()
     parameter = standing_for(of, value.clone())
@@ -263,7 +262,7 @@ def _begins_with_zeros(
     copy.step()
     columns = [value] + [torch.zeros_like(value, dtype=dtype) for dtype in kept.types]
     apply(optimizer, [(group, kept, scratch, columns, gradient, of)], 1)
-    return _same([parameter.detach(), *(copy.state[parameter][name] for name in kept.moments)], columns)
+    return same_bits([parameter.detach(), *(copy.state[parameter][name] for name in kept.moments)], columns)
 
 
 def _fused_sgd_updates(like: torch.Tensor) -> bool:
@@ -275,92 +274,8 @@ def _fused_sgd_updates(like: torch.Tensor) -> bool:
     return bool((parameter == -1).all())
 
 
-# In each row nearly: where rules project, as AdamP's, they do so there alone, and it shows where a little is left.
-def _nearly_orthogonal(gradient: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    rows = (len(weight), -1) if weight.dim() > 1 else (1, -1)
-    g, w = gradient.double().view(rows), weight.double().view(rows)
-    w = w / w.norm(dim=1, keepdim=True)
-    g = g - w * (g * w).sum(1, keepdim=True)
-    left = 0.01 / math.sqrt(w.size(1)) * g.norm(dim=1, keepdim=True)
-    nearly: torch.Tensor = (g + w * left).to(gradient.dtype)
-    return nearly.view_as(gradient)
-
-
-def self_check(
-    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], like: torch.Tensor, of: torch.Tensor | None = None
-) -> bool:
-    """Say whether parts of a parameter with as many dimensions as `like`, and `of`'s attributes, get the bits that the
-    whole would: some steps of scratch tensors, compared.
-
-    Raises `InvalidArgument` where another tensor's gradient makes a difference, since a replica that catches up updates
-    tensors apart from each other. Within `one_thread`, as all updates are.
-    """
-    kept, scratch = kept_by(optimizer, group, like, of=of)
-    name, group, shape = type(optimizer).__name__, _with_rate(group), _small(like.dim())
-    count = math.prod(shape)
-    borders = (0, 64, 192, 512, 576, count)  # as the session divides: multiples of 64
-    random = torch.Generator().manual_seed(1)
-
-    def drawn(scale: float) -> torch.Tensor:
-        exponents = torch.rand(count, generator=random, device="cpu") * 9 - 6
-        flat = torch.randn(count, generator=random, device="cpu") * scale * 10**exponents
-        return flat.view(shape).to(like.dtype).to(like.device)
-
-    def update(step: int, *parts: tuple[Sequence[torch.Tensor], torch.Tensor]) -> None:
-        try:
-            apply(optimizer, [(group, kept, scratch, columns, gradient, of) for columns, gradient in parts], step)
-        except Exception as error:
-            raise InvalidArgument(
-                f"{name} can't update a part of a tensor, which has one dimension: {type(error).__name__}: {error}. "
-                f"{USE}"
-            ) from error
-
-    def made() -> list[torch.Tensor]:
-        value = drawn(1.0)
-        return [value] + [torch.zeros_like(value, dtype=dtype) for dtype in kept.types]
-
-    # In one of the parts: rules that pass over what is zero, or not finite, go by what they find in all of a tensor.
-    def filled(gradient: torch.Tensor, part: int, value: float) -> torch.Tensor:
-        gradient.view(-1)[borders[part] : borders[part + 1]] = value
-        return gradient
-
-    whole, other = made(), made()
-    parts, together, beside, first = ([column.clone() for column in of] for of in (whole, whole, other, whole))
-
-    def trial(step: int, gradient: torch.Tensor) -> None:
-        given, others = gradient.clone(), drawn(10.0)
-        update(step, (whole, given))
-        if not _same([given], [gradient]):
-            raise InvalidArgument(
-                f"{name} changes the gradients that it is given, which belong to the session: let its step() change a "
-                "copy, or, of torch's own, set foreach=False"
-            )
-        update(step, (other, others))
-        update(step, (together, gradient), (beside, others))
-        for begin, end in zip(borders, borders[1:], strict=False):
-            update(step, ([column.view(-1)[begin:end] for column in parts], gradient.view(-1)[begin:end]))
-
-    for step in (1, 2, 3, 7, 100, 10_000):  # some rules begin late, as RAdam's
-        gradient = drawn(0.1)
-        trial(step, _nearly_orthogonal(gradient, whole[0]) if step > 3 else gradient)
-    trial(10_001, filled(drawn(0.1), 2, 0.0))
-    try:
-        trial(10_002, filled(drawn(0.1), 1, math.inf))
-    except InvalidArgument as error:
-        log.debug("not tried with an infinity: %s", error)
-    if _same(whole, first):
-        raise InvalidArgument(
-            f"{name} does not update the parameters that it is given: where it wraps another optimizer, attach that one"
-        )
-    if not (_same(whole, together) and _same(other, beside)):
-        raise InvalidArgument(
-            f"{name} updates a tensor otherwise where another one is updated with it: a replica that catches up "
-            f"updates them apart. {USE}. To pass over what is not finite, attach(…, skip_nonfinite=True)"
-        )
-    return _same(whole, parts)
-
-
-def _same(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
+def same_bits(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
+    """Compare tensors by their bits."""
     return all(torch.equal(_bits(a), _bits(b)) for a, b in zip(one, other, strict=True))
 
 

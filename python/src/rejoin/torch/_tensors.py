@@ -12,6 +12,7 @@ import torch
 from rejoin.errors import InvalidArgument
 from rejoin.torch import _optimizer
 from rejoin.torch._attributes import key_of, refuse_undivided
+from rejoin.torch._self_check import self_check
 from rejoin.torch._sharding import Shard, local, shards_of
 
 log = logging.getLogger("rejoin")
@@ -238,8 +239,10 @@ def parameters_of(
     several_ranks: bool,
     gradients: torch.dtype | None = None,
     main_grad: bool = False,
+    finite: bool = False,
 ) -> list[Tensor]:
-    """Give the parameters to be trained, in the model's order; `InvalidArgument` where one can't be."""
+    """Give the parameters to be trained, in the model's order; `InvalidArgument` where one can't be. `finite`: their
+    gradients, in each update."""
     for module in model.modules():
         if type(module).__name__ in ("DistributedDataParallel", "FullyShardedDataParallel"):
             raise InvalidArgument(
@@ -309,10 +312,15 @@ def parameters_of(
         key = (group, dtype, parameter.dim(), *key_of(parameter, goes_by))
         if key not in elementwise:
             kept, scratch = _optimizer.kept_by(optimizer, settings, like, int(averaged), parameter)
-            same = _optimizer.self_check(optimizer, settings, like, parameter)
+            same = self_check(optimizer, settings, like, parameter, finite)
             if shard is not None and not same:
                 raise InvalidArgument(
                     f"{type(optimizer).__name__} does not update element by element, and can't be given shards"
+                    + (
+                        ""
+                        if finite
+                        else ". Where it does so but for what is not finite, attach(…, skip_nonfinite=True)"
+                    )
                 )
             elementwise[key] = (kept, scratch, same)
         kept, scratch, same = elementwise[key]
@@ -338,11 +346,12 @@ def parameters_of(
 
 
 def check_placed(name: str, tensor: torch.Tensor, device: torch.device) -> None:
-    """Raise `InvalidArgument` where this tensor is on another device, or one that can't be trained."""
+    """Raise `InvalidArgument` where this tensor is on another device, or can't be updated."""
     if tensor.is_inference():
         raise InvalidArgument(
-            f"'{name}' was made within torch.inference_mode(), and can't be trained: make the model outside of it, or "
-            "copy.deepcopy() it outside"
+            f"'{name}' was made within torch.inference_mode(), and can't be updated: make the model outside of it, or "
+            "copy.deepcopy() it outside and make the optimizer of the copy; for a buffer, registering its clone() is "
+            "enough"
         )
     if tensor.device != device:
         raise InvalidArgument(
