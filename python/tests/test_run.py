@@ -17,9 +17,8 @@ pytest.importorskip("torch")
 from test_job import RUNNING  # noqa: E402
 from test_waits import is_there  # noqa: E402
 
-from rejoin import _run_waits, run  # noqa: E402
+from rejoin import run  # noqa: E402
 from rejoin._job_variables import of_scripts  # noqa: E402
-from rejoin._run_waits import Waits  # noqa: E402
 
 # A job of these programs in the place of replicas, without a coordinator and daemons.
 JOB = """
@@ -211,40 +210,6 @@ def test_what_the_job_waits_for_is_told_once(tmp_path):
     time.sleep(1)
     job.terminate()
     assert "waits for" not in job.communicate(timeout=60)[1]
-
-
-def test_a_job_that_has_begun_says_what_it_has_stood_still_for_for_long_and_that_it_has_stopped(monkeypatch):
-    status, said, begun = {"committed": 0, "stopped": "", "waiting_for": ["replica 1"]}, [], []
-    waits = Waits(lambda: status, said.append, lambda: begun.append(1))
-    waits.begin(status)
-    for committed, stands, told in (
-        (0, 1e9, ["the job waits for replica 1"]),
-        (7, 1e9, []),
-        (7, 1e9, []),  # a step may take long
-        (7, 0.0, ["the job waits for replica 1"]),
-        (7, 0.0, []),
-        (8, 0.0, []),
-        (8, 0.0, []),  # each step takes long
-        (20, 0.0, []),
-        (20, 0.0, ["the job waits for replica 1"]),
-    ):
-        monkeypatch.setattr(_run_waits, "STANDS_SECONDS", stands)
-        status["committed"] = committed
-        waits.look()
-        assert said == told, committed
-        said.clear()
-    assert begun == [1] and waits.has_begun
-    status["waiting_for"] = ["a later checkpoint: step 20 is committed (--roll-back-to 0@20)"]
-    waits.look()
-    assert said == [
-        "the job waits for a later checkpoint: step 20 is committed (--roll-back-to 0@20) "
-        "(with rejoin-run REJOIN_ROLL_BACK_TO=STEP@STEPS in its environment)"
-    ]
-    status["stopped"] = "the states differ"
-    monkeypatch.setattr(_run_waits, "STANDS_SECONDS", 1e9)
-    for _ in range(2):
-        waits.look()
-    assert len(said) == 2 and said[1].startswith("the job has stopped: the states differ. ") and "Ctrl-C" in said[1]
 
 
 def test_a_job_that_is_finished_when_it_is_started_says_so(tmp_path):

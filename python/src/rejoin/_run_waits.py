@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import math
 import re
+import statistics
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 LOOKS_EVERY_SECONDS = 10.0
-STANDS_SECONDS = 30.0  # without a step, once the job has begun: a step may take long
-_GOES_ON_AFTER = 3  # steps between two looks, and what it waits for is told again when it stands still again
+STANDS_SECONDS = 30.0  # without a step, once the job has begun; a job of long steps stands still for so many of them:
+_STANDS_STEPS = 3.0
+_STEPS_REMEMBERED = 9  # of which the middle one counts, so that an outage makes no long steps
+_GOES_ON_AFTER = 3  # steps since a line, and what the job waits for is told again when it stands still again
 
 _ROLL_BACK = " (with rejoin-run REJOIN_ROLL_BACK_TO=STEP@STEPS in its environment)"
+_REMEDY = re.compile(r"(\. Start|, end one replica, and start) the coordinator, or all of several, again.*", re.DOTALL)
 _STOPPED = (
-    ". Its processes wait, with their states, for who wants to look at them; none of them goes on under this "
-    "rejoin-run, which can't be given that word: end it with Ctrl-C, and start it again with the same --directory and "
-    "scripts that load a checkpoint of before (it says then with which REJOIN_ROLL_BACK_TO), or with another directory"
+    ". Its processes wait, with their states, for who wants to look at them, and none of them can go on under this "
+    "rejoin-run: end it with Ctrl-C, and start it again with the same --directory and scripts that load a checkpoint "
+    "of before (it says then with which REJOIN_ROLL_BACK_TO), or with another directory"
 )
 
 
@@ -36,7 +41,10 @@ class Waits:
         self.has_begun = True
         self._committed: int | None = None
         self._since = 0.0  # when that was first seen
+        self._took: deque[float] = deque(maxlen=_STEPS_REMEMBERED)  # a step, from look to look
         self._told: set[str] = set()
+        self._told_at = 0  # the last committed step then
+        self._stopped: str | None = None  # at the last look
 
     def begin(self, status: dict[str, Any]) -> None:
         """Look from now on, unless the job is finished."""
@@ -44,6 +52,10 @@ class Waits:
         self._since = time.monotonic()
         if not status.get("finished"):
             self.has_begun, self.look_at = False, self._since + LOOKS_EVERY_SECONDS
+
+    def stop(self) -> None:
+        """Look no more: the job ends."""
+        self.has_begun, self.look_at = True, math.inf
 
     def look(self) -> None:
         """Look once, and say what there is to say."""
@@ -55,22 +67,35 @@ class Waits:
         committed = int(status["committed"])
         if self.first is None:
             self.first = self._committed = committed
+        stopped, before = status.get("stopped"), self._stopped
+        self._stopped = stopped
         if committed != self._committed:
-            if not self.has_begun or committed - (self._committed or 0) >= _GOES_ON_AFTER:
-                self._told.clear()
-            if not self.has_begun:
-                self.has_begun = True
-                self._on_begun()
-            self._committed, self._since = committed, now
-            return
-        if stopped := status.get("stopped"):
-            self._tell(f"the job has stopped: {stopped}{_STOPPED}")
-        elif not self.has_begun or now - self._since >= STANDS_SECONDS:
+            self._goes_on(committed, now)
+        elif stopped:
+            # Of a job that is started again it may be what stopped the one before, until all have registered.
+            if self.has_begun or stopped == before:
+                self._tell(f"the job has stopped: {_REMEDY.sub('', stopped)}{_STOPPED}")
+        elif not self.has_begun or now - self._since >= self._stands_seconds():
             for line in status.get("waiting_for", []):
                 self._tell(f"the job waits for {line}{_ROLL_BACK if '--roll-back-to' in line else ''}")
 
+    def _goes_on(self, committed: int, now: float) -> None:
+        if self.has_begun:
+            self._took.append((now - self._since) / max(1, committed - (self._committed or 0)))
+        if not self.has_begun or committed - self._told_at >= _GOES_ON_AFTER:
+            self._told.clear()
+        if not self.has_begun:
+            self.has_begun = True
+            self._on_begun()
+        self._committed, self._since = committed, now
+
+    def _stands_seconds(self) -> float:
+        return max(STANDS_SECONDS, _STANDS_STEPS * statistics.median(self._took)) if self._took else STANDS_SECONDS
+
     def _tell(self, line: str) -> None:
-        known = re.sub(r"[0-9.]+ m?s\b|step [0-9]+", "", line)  # what goes on in it
+        # What goes on in it: times, and in a step who waits for which part of what.
+        known = re.sub(r"(: its reduction of step).*|[0-9.]+ m?s\b|step [0-9]+", r"\1", line, flags=re.DOTALL)
         if known not in self._told:
             self._told.add(known)
+            self._told_at = self._committed or 0
             self._say(line)

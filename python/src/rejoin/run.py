@@ -242,7 +242,8 @@ class Job:
         within = self._arguments.leave_within
         self._say(f"ends: the replicas leave at the end of their step; after {within:g} s, or at a second signal, "
                   "they are killed")  # fmt: skip
-        self._ending, self._asked_at, self._kill_at, self._waits.look_at = True, now, now + within, math.inf
+        self._ending, self._asked_at, self._kill_at = True, now, now + within
+        self._waits.stop()
         for replica in self._replicas:
             if replica.again_at:  # it has ended before
                 replica.ended, replica.again_at = True, 0.0

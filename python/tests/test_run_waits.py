@@ -1,0 +1,66 @@
+"""What rejoin-run says that a job waits for."""
+
+import math
+from types import SimpleNamespace
+
+from rejoin import _run_waits
+from rejoin._run_waits import Waits
+
+
+class Waiting:
+    """A job whose steps take so long, looked at as rejoin-run does, by a clock of its own."""
+
+    def __init__(self, monkeypatch):
+        self.status, self.said, self.begun, self.now = {"committed": 0, "stopped": "", "waiting_for": []}, [], [], 1e6
+        monkeypatch.setattr(_run_waits, "time", SimpleNamespace(monotonic=lambda: self.now))
+        self.waits = Waits(lambda: self.status, self.said.append, lambda: self.begun.append(1))
+        self.waits.begin(self.status)
+
+    def goes_on(self, seconds, step=math.inf, waiting_for=("replica 1",)):
+        """Give what is said in this time."""
+        began, first = self.now, self.status["committed"]
+        self.said.clear()
+        for at in range(10, seconds + 1, 10):
+            self.now = began + at
+            since = at if step == math.inf else at % step
+            self.status["committed"] = first + int(at // step)
+            self.status["waiting_for"] = [one.replace("TIME", f"{since}000") for one in waiting_for]
+            self.waits.look()
+        return self.said[:]
+
+
+def test_a_job_that_has_begun_says_what_it_has_stood_still_for_for_long(monkeypatch):
+    job = Waiting(monkeypatch)
+    told = ["the job waits for replica 1"]
+    assert job.goes_on(60) == told and job.begun == []
+    for _ in range(3):  # outages, each of which is told, also where a look sees two steps or fewer
+        assert job.goes_on(60, step=5) == []
+        assert job.goes_on(120) == told
+    assert job.begun == [1] and job.waits.has_begun
+    told = job.goes_on(600, waiting_for=["a later checkpoint: step 20 is committed (--roll-back-to 0@20)"])
+    assert told == [
+        "the job waits for a later checkpoint: step 20 is committed (--roll-back-to 0@20) "
+        "(with rejoin-run REJOIN_ROLL_BACK_TO=STEP@STEPS in its environment)"
+    ]
+
+
+def test_a_step_that_takes_long_is_no_halt(monkeypatch):
+    job = Waiting(monkeypatch)
+    line = "replica 1 rank 0: its reduction of step 7, for TIME ms; replica 2 waits for it: chunk 3 of 8 of the sums"
+    job.goes_on(120, step=60, waiting_for=[line])  # how long they take is not known yet
+    assert job.goes_on(1200, step=60, waiting_for=[line]) == []
+    said = job.goes_on(400, waiting_for=[line, line.replace("2 waits", "0 waits").replace("3 of 8", "4 of 8")])
+    assert len(said) == 1 and "its reduction of step 7, for 180000 ms" in said[0]
+
+
+def test_a_job_that_has_stopped_says_so_and_one_that_is_started_again_not_of_the_one_before(monkeypatch):
+    job = Waiting(monkeypatch)
+    job.status["stopped"] = (
+        "the replicas' states differ at version 7; nobody can tell which of them is right. Start the coordinator, "
+        "or all of several, again with --drop-replica 0@7 or --drop-replica 1@7 to go on without the one that is wrong"
+    )
+    assert job.goes_on(10) == []  # until all have registered
+    (said,) = job.goes_on(600)
+    assert "is right. Its processes wait" in said and "Ctrl-C" in said and "--drop-replica" not in said
+    job.waits.stop()
+    assert job.waits.look_at == math.inf and job.waits.has_begun
