@@ -140,6 +140,18 @@ def test_what_is_raised_in_the_midst_of_a_fetch_shifts_no_data(where, monkeypatc
     assert (interrupted, len(begun), fetcher.misses) == (1, 2, 2)
 
 
+def test_what_the_data_set_raises_costs_no_workers(monkeypatch):
+    batches = Batches(101, seed=1)
+    fetcher = Fetcher(DataLoader(DATA, batch_sampler=batches, num_workers=1, multiprocessing_context="forkserver"))
+    stopped = []
+    monkeypatch.setattr(fetcher, "stop", lambda: stopped.append(1))
+    for _ in range(2):
+        with monkeypatch.context() as within, pytest.raises(KeyError):
+            within.setattr(fetcher._batches, "indices", {}.__getitem__)
+            fetcher.fetch(((0, 4),), lambda n: [])
+    assert fetcher.fetch(((0, 4),), lambda n: [])[0].tolist() == values(batches, ((0, 4),)) and not stopped
+
+
 DIES = RuntimeError("DataLoader worker (pid(s) 7) exited unexpectedly")
 FULL = RuntimeError("Caught RuntimeError in DataLoader worker process 0. unable to allocate shared memory(shm)")
 

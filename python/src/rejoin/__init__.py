@@ -8,8 +8,10 @@ try:
     from rejoin._native import position_step, version
 except ImportError as missing:  # what it says names a file of the package's, and no remedy
     raise ImportError(
-        f"{missing}: the package's own library can't be loaded: install the package again (pip install "
-        "--force-reinstall), for this Python"
+        f"{missing}: the package's own library can't be loaded. Where a file of the package is missing, or is of "
+        "another Python, install it again: pip install --force-reinstall ./python, in a checkout",
+        name=missing.name,
+        path=missing.path,
     ) from missing
 from rejoin.errors import (
     Cancelled,

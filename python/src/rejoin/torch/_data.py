@@ -256,7 +256,9 @@ class Fetcher:
         except Exception as error:  # a dead worker shows as what was read last; what the data raises comes again
             self._give_up(error)
         self.misses += 1
+        self._in_the_midst = False  # what the data set raises loses nothing of the workers'
         data = self._load(ranges)
+        self._in_the_midst = True
         if not sent and self._batches.coming:
             self._begin()
         return data

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch.utils.data import DataLoader
@@ -53,10 +53,13 @@ def begin_step(session: Session) -> Step | None:
     while not session._leaving.is_set() or (session._ranks.several and session._contributed):
         if session._in_step:
             return _again(session)
+        if session._beginning:
+            _refuse_interrupted(session)
         if session._group is not None:
             session._group.end_step()
         with session._leaving.waiting(at_once=not (session._ranks.several and session._contributed)):
             begun = session._native.begin_step()
+            session._beginning = begun is not None
         if begun is None:
             session._finished = True
             if session._metrics.names:  # a slower rank may ask for the last step's, and this one have the store
@@ -73,14 +76,24 @@ def begin_step(session: Session) -> Step | None:
             if session._group is not None:
                 session._group.begin(number, epoch, settled, session._native.cards())
             session._step = Step(number, leads, contributors, tuple(batch), weight, session)
-            # Last: what a handler raises before is met by the native session's refusal, and behind it by _again().
-            session._in_step, session._updated = True, False
+            # Last: what a handler raises before is met by a refusal, and behind it by _again().
+            session._in_step, session._updated, session._beginning = True, False, False
             return session._step
         session._contributed = False
         assert session._updates is not None
         session._updates.check(number)
         update(session, number)
+        session._beginning = False
     return None
+
+
+# A signal's handler has raised something between the native session's beginning of a step and the loop's.
+def _refuse_interrupted(session: Session) -> NoReturn:
+    session._native.check()
+    raise InvalidArgument(
+        "the beginning of a step was interrupted, by what a signal's handler raised, and can't be made up for: end "
+        "this process, it is started again. Let handlers set a flag for the loop's body"
+    )
 
 
 # The step that the loop was left in, such as by break.
@@ -209,6 +222,7 @@ def _update(session: Session, step: int) -> None:
     session._buckets.follow()
     if updates is None:
         return
+    assert session._modes is not None
     with session._modes.held():
         session._updates.look(step)
         if session._in_step:

@@ -85,9 +85,9 @@ class Session:
         self._updates: Update | None = None
         self._places: Places | None = None
         self._joined = self._finished = self._ended = self._in_step = self._updated = False
-        self._accumulating = self._contributed = self._averaging = False
+        self._accumulating = self._contributed = self._averaging = self._beginning = False
         self._step: Step | None = None
-        self._modes = Modes(self.device)
+        self._modes: Modes | None = None  # of attach()
         self._leaving = Leaving()
         self._native.while_waiting(self._leaving.look)
         self._rules = Rules()
@@ -158,8 +158,8 @@ class Session:
             _attach.refuse_another()
         _attach.check(optimizer, max_norm, ema, loss_scale, gradients, metrics)
         self._rules = Rules(max_norm, lr, skip_nonfinite or loss_scale is not None, ema)
-        self._modes = Modes(self.device)
-        with self._modes.held():
+        self._modes = modes = Modes(self.device)
+        with modes.held():
             _attach.attach(self, model, optimizer, metrics, loss_scale, masters, gradients, main_grad, bucket_bytes)
         return model, optimizer
 
@@ -237,7 +237,8 @@ class Session:
         Ends when the job is finished, or after SIGTERM; then it gives nothing any more. While this replica catches up
         nothing is given, and its state is brought forward here. Without a loader the data is the list of the samples'
         numbers in the stream, as ranges. In each step `optimizer.step()` is called once. A step that the loop was left
-        in before its `backward()` is given again.
+        in before its `backward()` is given again; where what a signal's handler raises comes in a step's beginning,
+        before it is given, the process is to end, and is started again.
         """
         if self._ended:
             return
