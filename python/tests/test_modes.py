@@ -50,9 +50,12 @@ class Seeing(torch.optim.SGD):
         return super().step()
 
 
+@pytest.mark.parametrize("catches_up", [False, True])
 @pytest.mark.parametrize("mode", MODES)
-def test_updates_are_made_in_the_modes_of_attach_whatever_blocks_the_script_is_in(tmp_path, monkeypatch, mode):
-    """A replica that catches up applies them in session.steps(), outside of its loop's body."""
+def test_updates_are_made_in_the_modes_of_attach_whatever_blocks_the_script_is_in(
+    tmp_path, monkeypatch, mode, catches_up
+):
+    """A replica that catches up applies them in session.steps(), outside of its loop's body, and to parts."""
     model = torch.nn.Linear(2, 2)
     one, native, optimizer = session(tmp_path), Job(2), Seeing(model.parameters())
     with torch.autocast("cpu"), torch.inference_mode():
@@ -62,14 +65,23 @@ def test_updates_are_made_in_the_modes_of_attach_whatever_blocks_the_script_is_i
     for of in (one, one._buckets, one._updates):
         monkeypatch.setattr(of, "_native", native)
     monkeypatch.setattr(one, "_joined", True)
+    begin = native.begin_step
 
     def updates():
         native.broken = False
-        return [(tensor.index, 0, tensor.count, native.step, 0) for tensor in one._tensors]
+        return [
+            (tensor.index, first, length, native.step, tensor.reduced[first:].data_ptr())
+            for tensor in one._tensors
+            for length in [2 if catches_up and tensor.is_parameter else tensor.count]
+            for first in range(0, tensor.count, length)
+        ]
 
     native.begin_update = updates
-    for _ in one.steps():
-        model(torch.ones(1, 2)).sum().backward()
-        with MODES[mode]():
-            optimizer.step()
-    assert optimizer.seen == {PLAIN}
+    if catches_up:
+        native.begin_step = lambda: (begun := begin()) and (begun[0], False, *begun[2:])
+    with MODES[mode]() if catches_up else contextlib.nullcontext():
+        for _ in one.steps():
+            model(torch.ones(1, 2)).sum().backward()
+            with MODES[mode]():
+                optimizer.step()
+    assert native.step == 2 and optimizer.seen == {PLAIN}

@@ -87,12 +87,12 @@ def begin_step(session: Session) -> Step | None:
     return None
 
 
-# A signal's handler has raised something between the native session's beginning of a step and the loop's.
+# Something was raised, such as by a signal's handler, between the native session's beginning of a step and the loop's.
 def _refuse_interrupted(session: Session) -> NoReturn:
     session._native.check()
     raise InvalidArgument(
-        "the beginning of a step was interrupted, by what a signal's handler raised, and can't be made up for: end "
-        "this process, it is started again. Let handlers set a flag for the loop's body"
+        "the beginning of a step was interrupted, such as by what a signal's handler raises, and can't be made up for: "
+        "end this process, it is started again. Let handlers set a flag for the loop's body"
     )
 
 
