@@ -25,7 +25,7 @@ constexpr const char* kEnd = "-----END CERTIFICATE-----\n";
 
 struct CertificateFilesThat : testing::Test {
   const Authority ours{"ours"}, others{"others"}, third{"third"};
-  const test::Scratch scratch;
+  test::Scratch scratch;
   const std::string first = test::read_file(ours.ca()), second = test::read_file(others.ca()),
                     last = test::read_file(third.ca());
   const std::ptrdiff_t lines = std::ranges::count(first, '\n');

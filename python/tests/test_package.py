@@ -76,5 +76,5 @@ def test_the_stub_has_what_the_module_has():
 
 def test_a_package_that_is_not_whole_says_what_to_do(monkeypatch):
     monkeypatch.setitem(sys.modules, "rejoin._native", None)
-    with pytest.raises(ImportError, match="install the package again"):
+    with pytest.raises(ImportError, match="pip install --force-reinstall"):
         importlib.reload(rejoin)
