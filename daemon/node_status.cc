@@ -5,6 +5,7 @@
 #include <cmath>
 #include <nlohmann/json.hpp>
 
+#include "base/fail.h"
 #include "base/release.h"
 #include "daemon/metrics.h"
 #include "daemon/node_server.h"

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "base/deadlines.h"
+#include "base/text.h"
 #include "membership/coordinator.h"
 
 namespace rejoin::membership {

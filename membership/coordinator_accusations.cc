@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "base/text.h"
 #include "membership/coordinator.h"
 
 namespace rejoin::membership {

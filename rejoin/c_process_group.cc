@@ -1,3 +1,5 @@
+#include <fmt/format.h>
+
 #include "rejoin/c_support.h"
 #include "rejoin/process_group.h"
 

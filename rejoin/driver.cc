@@ -8,6 +8,7 @@
 #include "base/log.h"
 #include "membership/node.h"
 #include "membership/versions.h"
+#include "rejoin/step.h"
 
 namespace rejoin {
 

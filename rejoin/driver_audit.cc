@@ -1,4 +1,6 @@
 // What the driver tells the coordinator for its audits: digests of results and state, and what is behind them.
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <atomic>
 

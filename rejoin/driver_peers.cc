@@ -6,6 +6,7 @@
 #include "base/fail.h"
 #include "base/log.h"
 #include "base/text.h"
+#include "membership/link_rates.h"
 #include "rejoin/driver.h"
 
 namespace rejoin {

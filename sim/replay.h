@@ -9,6 +9,7 @@
 #include <optional>
 #include <vector>
 
+#include "base/bytes.h"
 #include "control.pb.h"
 #include "sim/coded_ring.h"
 #include "sim/debt.h"

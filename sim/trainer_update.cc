@@ -4,6 +4,8 @@
 
 namespace rejoin::sim {
 
+using namespace std::chrono_literals;
+
 void Trainer::begin_update() {
   stage_ = Stage::updating;
   world_.on_moment(Moment::update, replica);

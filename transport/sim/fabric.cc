@@ -1,5 +1,7 @@
 #include "transport/sim/fabric.h"
 
+#include <fmt/format.h>
+
 #include "transport/sim/engine.h"
 
 namespace rejoin::transport::sim {
