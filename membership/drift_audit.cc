@@ -144,8 +144,6 @@ DriftAudit::Verdict DriftAudit::judge(std::span<const Voter> voters, Epoch epoch
   if (!config_.on) return {};
   explain();
   if (auto verdict = struck_out(voters, committed)) return *verdict;
-  std::map<std::uint32_t, Incarnation> processes;
-  for (const auto& voter : voters) processes[voter.replica.value] = voter.incarnation;
   for (std::uint32_t rank = 0; rank < ranks_; ++rank) {
     const RankDigests first = reported_[voters.front().replica].of(rank);
     const auto same = [&](const Voter& voter) { return reported_[voter.replica].of(rank) == first; };
@@ -158,7 +156,7 @@ DriftAudit::Verdict DriftAudit::judge(std::span<const Voter> voters, Epoch epoch
     }
     if (differ(results)) {
       ++counted_.result_differences;
-      return repeat({epoch, committed, rank, false, std::move(results), {}, std::move(processes)});
+      return repeat({epoch, committed, rank, false, std::move(results), {}}, voters);
     }
     if (!states_reported_alike_ || !differ(states)) continue;
     const bool again = inspection_ && inspection_->of_state && inspection_->committed == committed;
@@ -172,7 +170,7 @@ DriftAudit::Verdict DriftAudit::judge(std::span<const Voter> voters, Epoch epoch
       return verdict;
     }
     ++counted_.state_differences;
-    return repeat({epoch, committed, rank, true, std::move(states), {}, std::move(processes), times});
+    return repeat({epoch, committed, rank, true, std::move(states), {}, times}, voters);
   }
   veterans_.clear();
   for (const auto& voter : voters)
@@ -180,7 +178,8 @@ DriftAudit::Verdict DriftAudit::judge(std::span<const Voter> voters, Epoch epoch
   return {};
 }
 
-DriftAudit::Verdict DriftAudit::repeat(Inspection inspection) {
+DriftAudit::Verdict DriftAudit::repeat(Inspection inspection, std::span<const Voter> voters) {
+  for (const auto& voter : voters) inspection.processes[voter.replica.value] = voter.incarnation;
   const std::string what =
       inspection.of_state
           ? fmt::format("the states of rank {} differ at version {}", inspection.rank, inspection.committed)

@@ -77,15 +77,15 @@ class DriftAudit {
     bool of_state = false;
     std::map<std::uint32_t, std::uint64_t> digests;  // by replica
     std::map<std::uint32_t, proto::Details> details;
-    std::map<std::uint32_t, Incarnation> processes;  // whose digests these are
-    int times = 1;                                   // in a row that the states of this version have differed
+    int times = 1;                                     // in a row that the states of this version have differed
+    std::map<std::uint32_t, Incarnation> processes{};  // whose digests these are
   };
   struct Strike {
     Step committed;
     std::vector<Incarnation> blamed;  // the receiver first
   };
 
-  Verdict repeat(Inspection inspection);
+  Verdict repeat(Inspection inspection, std::span<const Voter> voters);
   void explain();
   bool explain_by_hop(const Inspection& inspection, Strike& strike);
   std::optional<Verdict> struck_out(std::span<const Voter> voters, Step committed);

@@ -291,8 +291,9 @@ class World {
   void check_epochs();
   void check_queues(const Process& process);
   void check_ends();
-  void disturb(Duration lasting) {
-    felt_until_ = std::max(felt_until_, now() + lasting);
+  void disturb(Duration lasting) { disturb(lasting, lasting); }
+  void disturb(Duration lasting, Duration felt) {
+    felt_until_ = std::max(felt_until_, now() + felt);
     disturbed_until_ = std::max(disturbed_until_, now() + lasting + 4 * job.silence);
   }
 

@@ -22,9 +22,7 @@ void World::happen(const Fault& fault) {
   note("FAULT {} (replica {} rank {}, {:.1f} ms)", to_string(fault.kind), fault.replica, fault.rank,
        milliseconds(fault.lasting));
   if (is_of_bits(fault.kind)) return damage_bits(fault);
-  const TimePoint felt_until = felt_until_;
-  disturb(fault.lasting);
-  if (fault.kind == FaultKind::stay_away) felt_until_ = felt_until;
+  disturb(fault.lasting, fault.kind == FaultKind::stay_away ? Duration{} : fault.lasting);
   Trainer* trainer = trainers_[fault.replica][fault.rank].get();
   const std::uint32_t node = node_of(fault.replica, fault.rank);
   Daemon* daemon = daemons_[node].get();

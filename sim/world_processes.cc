@@ -168,9 +168,9 @@ void World::end_trainer(Trainer& trainer, const std::string& why, bool gave_up) 
   else if (auto rival = take_rival(replica, rank)) place = std::move(rival);
   else place.reset();
   Random& random = supervisor_random_[node];
-  if (Daemon* daemon = daemons_[node].get(); !place && daemon != nullptr && daemon->knows(connection))
-    ends_.on_end({replica, rank}, daemon->instance, now());
-  if (Daemon* daemon = daemons_[node].get(); daemon != nullptr && connection.value != 0)
+  Daemon* daemon = daemons_[node].get();
+  if (!place && daemon != nullptr && daemon->knows(connection)) ends_.on_end({replica, rank}, daemon->instance, now());
+  if (daemon != nullptr && connection.value != 0)
     deliver(*daemon, random.between(10us, 2ms),
             [daemon, connection] { daemon->drop(connection, "its process ended", membership::Node::Gone::ended); });
   // Its supervisor starts it again.

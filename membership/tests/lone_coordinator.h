@@ -153,6 +153,14 @@ struct Alone {
     RankSet(0).to(view.mutable_hosts(0)->mutable_ranks());
     say(number);
   }
+  // All nodes have lost the other one, which leads, and the store answers no claim.
+  void claim_in_vain() {
+    let_other_lead();
+    start();
+    pass(kQuiet);
+    answers_not = Asked::claim;
+    for (std::uint64_t number : {0, 1}) node(number, true);
+  }
   void say(std::uint64_t number) {
     proto::FromNode message;
     message.mutable_hello()->set_node("n");

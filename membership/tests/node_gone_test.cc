@@ -23,6 +23,10 @@ struct Daemon {
   auto gone(std::uint64_t connection, Node::Gone how) {
     return node.on_rank_gone(RankConnection(connection), "it went", how).to_coordinator;
   }
+  void come_and_end() {
+    up(1);
+    (void)gone(1, Node::Gone::ended);
+  }
   std::uint64_t epoch = 3;
   void plan(std::uint64_t committed, bool member, std::uint64_t job = 7, bool finished = false) {
     proto::ToNode message;
@@ -62,8 +66,7 @@ TEST(NodeGone, AnEndIsSaidToWhomeverItIsConnectedWithNext) {
 // Until then it may be wanted back.
 TEST(NodeGone, AnEndIsOldNewsWhenAStepWasCommittedWithoutIt) {
   Daemon of;
-  of.up(1);
-  (void)of.gone(1, Node::Gone::ended);
+  of.come_and_end();
   of.plan(3, true), of.plan(4, true);
   EXPECT_EQ(of.said().size(), 1u) << "it is a member";
   of.plan(4, false);
@@ -75,8 +78,7 @@ TEST(NodeGone, AnEndIsOldNewsWhenAStepWasCommittedWithoutIt) {
 
 TEST(NodeGone, AFinishedJobHasNoUseForEnds) {
   Daemon of;
-  of.up(1);
-  (void)of.gone(1, Node::Gone::ended);
+  of.come_and_end();
   of.plan(4, true, 7, true);
   EXPECT_TRUE(of.said().empty());
 }
@@ -85,8 +87,7 @@ TEST(NodeGone, AFinishedJobHasNoUseForEnds) {
 TEST(NodeGone, TheEndOfWhoWasAMemberIsSaidWhoeverHadItsPlaceSince) {
   Daemon of;
   of.plan(3, true);
-  of.up(1);
-  (void)of.gone(1, Node::Gone::ended);
+  of.come_and_end();
   for (std::uint64_t later = 2; later < 20; ++later) {
     of.up(later, later, later % 2 == 0 ? 0 : 10 + later);
     (void)of.gone(later, Node::Gone::ended);
@@ -99,8 +100,7 @@ TEST(NodeGone, TheEndOfWhoWasAMemberIsSaidWhoeverHadItsPlaceSince) {
 
 TEST(NodeGone, WhoHasRegisteredInAPlaceHasItAndNobodyAsksForThoseOfBefore) {
   Daemon of;
-  of.up(1);
-  (void)of.gone(1, Node::Gone::ended);
+  of.come_and_end();
   of.up(2, 2, 0);
   EXPECT_EQ(of.said().size(), 1u);
   proto::ToNode message;
@@ -114,8 +114,7 @@ TEST(NodeGone, WhoHasRegisteredInAPlaceHasItAndNobodyAsksForThoseOfBefore) {
 TEST(NodeGone, EndsAreNoNewsToALogThatWasPutBackToAnOlderCopy) {
   Daemon of;
   of.plan(3, true);
-  of.up(1);
-  (void)of.gone(1, Node::Gone::ended);
+  of.come_and_end();
   of.epoch = 1;
   of.plan(1, true);
   EXPECT_TRUE(of.said().empty());
@@ -150,9 +149,13 @@ TEST(NodeGone, WhoIsBackOverAnotherConnectionHasNotEndedWithTheFirst) {
 
 // ---- what a coordinator makes of it
 
-// The last two holders' ends, of which an earlier coordinator did not hear.
+struct Begun : Bench {
+  Begun() { start(), steps(3); }
+};
+
+// One that hears of ends that an earlier one did not hear of.
 struct Restarted : Bench {
-  explicit Restarted(const Bench& before) : Bench(before.log) { incarnations = before.incarnations; }
+  explicit Restarted(const Bench& before = Begun()) : Bench(before.log) { incarnations = before.incarnations; }
   void ended(std::uint32_t replica, std::uint64_t of_job, std::uint64_t incarnation) {
     proto::FromNode message;
     auto& down = *message.mutable_rank_down();
@@ -168,10 +171,7 @@ struct Restarted : Bench {
 };
 
 TEST(NodeGone, ACoordinatorThatWasStartedSinceWaitsForNobodyWhoHasEnded) {
-  Bench before;
-  before.start();
-  before.steps(3);
-  Restarted after(before);
+  Restarted after;
   after.back(0, 0), after.back(1, 1);
   after.ended(2);
   EXPECT_EQ(after.coordinator.members().size(), 3u) << "it may be another's end, by an older copy of the log";
@@ -184,10 +184,7 @@ TEST(NodeGone, ACoordinatorThatWasStartedSinceWaitsForNobodyWhoHasEnded) {
 }
 
 TEST(NodeGone, TheLastHolderThatHasEndedIsNotWaitedFor) {
-  Bench before;
-  before.start();
-  before.steps(3);
-  Restarted after(before);
+  Restarted after;
   after.ended(0, after.coordinator.job(), after.incarnations[0] + 9);  // one that came after the member
   after.ended(1), after.ended(2);
   after.pass(1100ms);
@@ -196,10 +193,7 @@ TEST(NodeGone, TheLastHolderThatHasEndedIsNotWaitedFor) {
 }
 
 TEST(NodeGone, AnEndOfAnotherJobOrOfAnEarlierProcessIsNobodysHere) {
-  Bench before;
-  before.start();
-  before.steps(3);
-  Restarted after(before);
+  Restarted after;
   after.ended(0, after.coordinator.job() + 1, after.incarnations[0]);
   after.ended(1, 0, after.incarnations[1]);
   after.ended(2, after.coordinator.job(), after.incarnations[2] - 1);
@@ -211,10 +205,7 @@ TEST(NodeGone, AnEndOfAnotherJobOrOfAnEarlierProcessIsNobodysHere) {
 
 // A log that was put back may have given its number again, to one that is late.
 TEST(NodeGone, WhoComesBackInTimeIsNotTakenForWhoHadItsNumberBefore) {
-  Bench before;
-  before.start();
-  before.steps(3);
-  Restarted after(before);
+  Restarted after;
   after.ended(0);
   after.back(0, 0), after.back(1, 1), after.back(2, 2);
   after.pass(1100ms);

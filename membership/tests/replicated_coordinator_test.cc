@@ -353,11 +353,7 @@ TEST(ReplicatedCoordinator, AStandbyWithAnOperatorsWordSaysThatTheLeaderDecides)
 
 TEST(ReplicatedCoordinator, SaysOnceThatItClaimsWhileTheStoreDoesNotAnswer) {
   Alone job;
-  job.let_other_lead();
-  job.start();
-  job.pass(kQuiet);
-  job.answers_not = Asked::claim;
-  for (std::uint64_t number : {0, 1}) job.node(number, true);
+  job.claim_in_vain();
   job.pass(10 * kQuiet);
   EXPECT_GT(job.count(Asked::claim), 10u);
   EXPECT_EQ(std::ranges::count_if(job.told, [](const auto& text) { return text.starts_with("claims the lead"); }), 1);

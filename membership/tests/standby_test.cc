@@ -99,11 +99,7 @@ TEST(ReplicatedCoordinator, AStoreThatAnswersReadsAndTakesNothingIsAskedAndToldO
 // Whom it lets write, or which of its members it does.
 TEST(ReplicatedCoordinator, AStandbyWhoseClaimsAStoreDoesNotTakeClaimsSeldomThoughOthersWrite) {
   Alone job;
-  job.let_other_lead();
-  job.start();
-  job.pass(kQuiet);
-  job.answers_not = Asked::claim;
-  for (std::uint64_t number : {0, 1}) job.node(number, true);
+  job.claim_in_vain();
   for (int i = 0; i < 16; ++i) {
     job.alive = ++job.revision;
     job.pass(kQuiet / 4);
