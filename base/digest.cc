@@ -4,10 +4,12 @@
 
 namespace rejoin {
 
+#if defined(__x86_64__)
 std::uint64_t digest_avx2(BytesView bytes);
 std::uint64_t digest_avx512(BytesView bytes);
 std::uint64_t digest_and_copy_avx2(std::byte* to, BytesView from);
 std::uint64_t digest_and_copy_avx512(std::byte* to, BytesView from);
+#endif
 
 namespace {
 
@@ -19,9 +21,16 @@ struct Kernels {
   std::uint64_t (*digest_and_copy)(std::byte*, BytesView);
 };
 
-const Kernels chosen = __builtin_cpu_supports("avx512f") ? Kernels{digest_avx512, digest_and_copy_avx512}
-                       : __builtin_cpu_supports("avx2")  ? Kernels{digest_avx2, digest_and_copy_avx2}
-                                                         : Kernels{digest_generic, digest_and_copy_generic};
+// Of arm64 every CPU has the vectors that the generic ones are compiled for.
+Kernels choose() {
+#if defined(__x86_64__)
+  if (__builtin_cpu_supports("avx512f")) return {digest_avx512, digest_and_copy_avx512};
+  if (__builtin_cpu_supports("avx2")) return {digest_avx2, digest_and_copy_avx2};
+#endif
+  return {digest_generic, digest_and_copy_generic};
+}
+
+const Kernels chosen = choose();
 
 }  // namespace
 

@@ -53,7 +53,7 @@ static inline std::uint64_t run_and_copy(std::byte* to, BytesView from) {
     streamed_copy_unordered(to + (block.data() - from.data()), BytesView(taken).first(block.size()));
     return taken.data();
   });
-  _mm_sfence();
+  order_streamed();
   return result;
 }
 

@@ -187,7 +187,8 @@ Result<Mapping> Mapping::of(const Fd& fd, std::size_t size, bool writable) {
 Result<Mapping> Mapping::anonymous(std::size_t size) {
   // Aligned to a huge page, so that all of it can lie in huge ones: fewer faults and translations, quicker pinning.
   constexpr std::size_t huge = 2 * MiB;
-  const std::size_t length = round_up(size, 4 * KiB), slack = size >= huge ? huge : 0;
+  const auto page = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));  // of arm64 4, 16 or 64 KiB
+  const std::size_t length = round_up(size, page), slack = size >= huge ? huge : 0;
   void* base = ::mmap(nullptr, length + slack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (base == MAP_FAILED) return unmapped(size);
   auto* begin = static_cast<std::byte*>(base);

@@ -3,8 +3,7 @@
 // up the same bits as the others.
 #pragma once
 
-#include <xmmintrin.h>
-
+#include <cfenv>
 #include <system_error>
 #include <thread>
 #include <utility>
@@ -28,7 +27,7 @@ Result<> start_thread(std::thread& thread, Run run) {
   const NoSignals no_signals;
   try {
     thread = std::thread([run = std::move(run)]() mutable {
-      _mm_setcsr(0x1f80);  // MXCSR as a process begins with it
+      std::fesetenv(FE_DFL_ENV);
       run();
     });
     return {};

@@ -1,7 +1,11 @@
 // Copying what nobody will read soon: past the caches, so that a store need not first fetch the line that it fills.
 #pragma once
 
+#if defined(__x86_64__)
 #include <emmintrin.h>
+#else
+#include <atomic>
+#endif
 
 #include <cstddef>
 #include <cstdint>
@@ -13,7 +17,37 @@ namespace rejoin {
 
 // Static, so that what is compiled for wider vectors serves nobody else.
 
-// As memcpy. Its bytes are ordered before what this thread stores only after a fence.
+using Lanes [[gnu::vector_size(16)]] = float;
+
+static inline Lanes load_lanes(const std::byte* from) {
+  Lanes lanes;
+  std::memcpy(&lanes, from, sizeof lanes);
+  return lanes;
+}
+
+// `to` is a multiple of 16. Stores of another CPU's kind are ordinary ones.
+static inline void store_streamed(std::byte* to, Lanes first, Lanes second) {
+#if defined(__x86_64__)
+  _mm_stream_ps(reinterpret_cast<float*>(to), first);
+  _mm_stream_ps(reinterpret_cast<float*>(to) + 4, second);
+#elif defined(__aarch64__)
+  asm volatile("stnp %q1, %q2, [%0]" ::"r"(to), "w"(first), "w"(second) : "memory");
+#else
+  std::memcpy(to, &first, sizeof first);
+  std::memcpy(to + sizeof first, &second, sizeof second);
+#endif
+}
+
+// What this thread has stored so is ordered before what it stores next.
+static inline void order_streamed() {
+#if defined(__x86_64__)
+  _mm_sfence();
+#else
+  std::atomic_thread_fence(std::memory_order_release);
+#endif
+}
+
+// As memcpy. Its bytes are ordered before what this thread stores only after order_streamed().
 static inline void streamed_copy_unordered(std::byte* to, BytesView bytes) {
   constexpr std::size_t kLine = 64;
   const std::byte* from = bytes.data();
@@ -26,14 +60,11 @@ static inline void streamed_copy_unordered(std::byte* to, BytesView bytes) {
   std::memcpy(to, from, head);
   std::size_t done = head;
   for (; done + kLine <= length; done += kLine) {
-    const auto* source = reinterpret_cast<const __m128i*>(from + done);
-    auto* target = reinterpret_cast<__m128i*>(to + done);
-    const __m128i a = _mm_loadu_si128(source), b = _mm_loadu_si128(source + 1), c = _mm_loadu_si128(source + 2),
-                  d = _mm_loadu_si128(source + 3);
-    _mm_stream_si128(target, a);
-    _mm_stream_si128(target + 1, b);
-    _mm_stream_si128(target + 2, c);
-    _mm_stream_si128(target + 3, d);
+    const std::byte* source = from + done;
+    const Lanes a = load_lanes(source), b = load_lanes(source + 16), c = load_lanes(source + 32),
+                d = load_lanes(source + 48);
+    store_streamed(to + done, a, b);
+    store_streamed(to + done + 32, c, d);
   }
   std::memcpy(to + done, from + done, length - done);
 }
@@ -41,7 +72,7 @@ static inline void streamed_copy_unordered(std::byte* to, BytesView bytes) {
 // As memcpy. When it has returned, the bytes are ordered before what this thread stores next.
 static inline void streamed_copy(std::byte* to, BytesView from) {
   streamed_copy_unordered(to, from);
-  _mm_sfence();
+  order_streamed();
 }
 
 }  // namespace rejoin

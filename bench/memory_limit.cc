@@ -1,11 +1,14 @@
 #include "bench/memory_limit.h"
 
+#if defined(__x86_64__)
 #include <immintrin.h>
+#endif
 
 #include <algorithm>
 #include <chrono>
 #include <cstring>
 
+#include "base/streamed_copy.h"
 #include "ftar/reduce.h"
 
 namespace rejoin::bench {
@@ -18,16 +21,15 @@ constexpr std::size_t kBlock = 64 * KiB;
 constexpr std::size_t kLeast = 4 * MiB;
 
 void copy_streaming_16(std::byte* out, const std::byte* in, std::size_t bytes) {
-  for (std::size_t i = 0; i < bytes; i += 16)
-    _mm_stream_si128(reinterpret_cast<__m128i*>(out + i), _mm_loadu_si128(reinterpret_cast<const __m128i*>(in + i)));
+  for (std::size_t i = 0; i < bytes; i += 32) store_streamed(out + i, load_lanes(in + i), load_lanes(in + i + 16));
 }
 
 void add_streaming_16(std::byte* out, const std::byte* a, const std::byte* b, std::size_t bytes) {
-  for (std::size_t i = 0; i < bytes; i += 16)
-    _mm_stream_ps(reinterpret_cast<float*>(out + i), _mm_add_ps(_mm_loadu_ps(reinterpret_cast<const float*>(a + i)),
-                                                                _mm_loadu_ps(reinterpret_cast<const float*>(b + i))));
+  for (std::size_t i = 0; i < bytes; i += 32)
+    store_streamed(out + i, load_lanes(a + i) + load_lanes(b + i), load_lanes(a + i + 16) + load_lanes(b + i + 16));
 }
 
+#if defined(__x86_64__)
 [[gnu::target("avx2")]] void copy_streaming_32(std::byte* out, const std::byte* in, std::size_t bytes) {
   for (std::size_t i = 0; i < bytes; i += 64) {
     const auto first = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(in + i));
@@ -47,6 +49,12 @@ void add_streaming_16(std::byte* out, const std::byte* a, const std::byte* b, st
 }
 
 const bool has_avx2 = __builtin_cpu_supports("avx2") != 0;
+const auto copy_streaming = has_avx2 ? copy_streaming_32 : copy_streaming_16;
+const auto add_streaming = has_avx2 ? add_streaming_32 : add_streaming_16;
+#else
+constexpr auto copy_streaming = copy_streaming_16;
+constexpr auto add_streaming = add_streaming_16;
+#endif
 
 // 1, 2, 4, … of them, all of them, and as many as there are cores.
 std::vector<std::uint32_t> crowds(std::uint32_t ranks) {
@@ -79,20 +87,18 @@ std::uint64_t run_kernel(MemoryKernel kernel, std::span<std::byte> out, std::spa
         std::memcpy(out.data() + at, in.data() + at, std::min(kBlock, in.size() - at));
       return 2 * in.size();
     case MemoryKernel::copy_streaming:
-      (has_avx2 ? copy_streaming_32 : copy_streaming_16)(out.data(), in.data(), in.size());
-      _mm_sfence();
+      copy_streaming(out.data(), in.data(), in.size());
+      order_streamed();
       return 2 * in.size();
     case MemoryKernel::add:
       ftar::add(DataType::float32, out.data(), in.data(), in.data() + half, half / 4);
       ftar::add(DataType::float32, out.data() + half, in.data() + half, in.data(), half / 4);
       return 3 * in.size();
-    case MemoryKernel::add_streaming: {
-      const auto add = has_avx2 ? add_streaming_32 : add_streaming_16;
-      add(out.data(), in.data(), in.data() + half, half);
-      add(out.data() + half, in.data() + half, in.data(), half);
-      _mm_sfence();
+    case MemoryKernel::add_streaming:
+      add_streaming(out.data(), in.data(), in.data() + half, half);
+      add_streaming(out.data() + half, in.data() + half, in.data(), half);
+      order_streamed();
       return 3 * in.size();
-    }
   }
   return 0;
 }

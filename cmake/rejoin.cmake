@@ -28,6 +28,11 @@ function(rejoin_report_missing)
   endif()
 endfunction()
 
+# Other CPUs have no kernels of their own but those that the compiler makes of the common source.
+if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$")
+  set(REJOIN_X86 ON)
+endif()
+
 # How every target of the project is built.
 add_library(rejoin_options INTERFACE)
 target_include_directories(rejoin_options INTERFACE
@@ -146,7 +151,7 @@ function(rejoin_test name)
   set(labels unit)
   if(ARG_SANITIZED)
     add_dependencies(sanitized ${name})
-    if(REJOIN_SANITIZE OR NOT ARG_PLAIN)
+    if(REJOIN_SANITIZE OR CMAKE_CROSSCOMPILING OR NOT ARG_PLAIN)
       set(labels sanitized)
       set_target_properties(${name} PROPERTIES EXCLUDE_FROM_ALL TRUE)
     endif()
@@ -162,9 +167,9 @@ function(rejoin_test name)
   endif()
   string(APPEND environment
     "REJOIN_BIN=${CMAKE_BINARY_DIR}/bin;REJOIN_FLIGHT_DIR=${CMAKE_BINARY_DIR}/flight;${REJOIN_TSAN_ENVIRONMENT};${REJOIN_ASAN_ENVIRONMENT}")
-  if(REJOIN_SANITIZE)
+  if(REJOIN_SANITIZE OR CMAKE_CROSSCOMPILING)
     set(suites ${CMAKE_CURRENT_BINARY_DIR}/${name}_suites.cmake)
-    set(script "")
+    set(script "set(emulator [==[${CMAKE_CROSSCOMPILING_EMULATOR}]==])\n")
     foreach(variable name filter labels environment)
       string(APPEND script "set(${variable} [==[${${variable}}]==])\n")
     endforeach()

@@ -1,12 +1,12 @@
-# Read by ctest, after `name`, `program`, `filter`, `labels`, `serial`, `environment` and `directory` are set: a test for each
-# suite of that GoogleTest program, with those of its tests that the filter takes. A process for each of 2,000 tests takes a
-# seventh of the processor time of a sanitizer build's tests.
+# Read by ctest, after `name`, `program`, `filter`, `labels`, `serial`, `environment` and `directory` are set, and `emulator`,
+# the command that runs another machine's programs: a test for each suite of that GoogleTest program, with those of its tests
+# that the filter takes. A process for each of 2,000 tests takes a seventh of the processor time of a sanitizer build's tests.
 if(NOT EXISTS ${program})
   add_test(${name}_NOT_BUILT ${name}_NOT_BUILT)
   set_tests_properties(${name}_NOT_BUILT PROPERTIES LABELS "${labels}")
   return()
 endif()
-execute_process(COMMAND ${program} --gtest_list_tests --gtest_filter=${filter} OUTPUT_VARIABLE listed RESULT_VARIABLE status)
+execute_process(COMMAND ${emulator} ${program} --gtest_list_tests --gtest_filter=${filter} OUTPUT_VARIABLE listed RESULT_VARIABLE status)
 if(NOT status EQUAL 0)
   message(FATAL_ERROR "${program} --gtest_list_tests: ${status}\n${listed}")
 endif()
@@ -25,7 +25,7 @@ endforeach()
 foreach(suite IN LISTS suites)
   list(JOIN ${suite}_tests ":" tests)
   string(REGEX REPLACE "\\.$" "" test "${name}.${suite}")
-  add_test("${test}" ${program} "--gtest_filter=${tests}")
+  add_test("${test}" ${emulator} ${program} "--gtest_filter=${tests}")
   set_tests_properties("${test}" PROPERTIES LABELS "${labels}" TIMEOUT 600 RUN_SERIAL ${serial} ENVIRONMENT "${environment}"
     WORKING_DIRECTORY "${directory}")
 endforeach()

@@ -44,7 +44,7 @@ def owner(path):
 
 def libraries(tree):
     """Of each package's ELF files: what the loader will look for, as the files that it finds here."""
-    cache = dict(re.findall(r"^\s+(\S+) \(.*?x86-64.*?\) => (\S+)$", run("/sbin/ldconfig", "-p"), re.M))
+    cache = dict(re.findall(r"^\s+(\S+) \(.*?(?:x86-64|AArch64).*?\) => (\S+)$", run("/sbin/ldconfig", "-p"), re.M))
     names = set()
     for path in tree.rglob("*"):
         if path.is_file() and not path.is_symlink() and path.read_bytes()[:4] == b"\x7fELF":

@@ -326,13 +326,15 @@ struct Set {
   void (*decode)(DataType, Width, std::byte*, const std::byte*, std::size_t);
 };
 
-#define REJOIN_AVX2 "avx2,f16c"
-#define REJOIN_AVX512 "avx512f,avx512bw,avx512dq,avx512vl,avx2,f16c,prefer-vector-width=512"
-
+// Of arm64 every CPU has the vectors that the generic ones are compiled for.
 Loss run_generic(const Pass& pass) { return run_all(pass); }
 void decode_generic(DataType type, Width width, std::byte* out, const std::byte* coded, std::size_t count) {
   decode_all(type, width, out, coded, count);
 }
+
+#if defined(__x86_64__)
+#define REJOIN_AVX2 "avx2,f16c"
+#define REJOIN_AVX512 "avx512f,avx512bw,avx512dq,avx512vl,avx2,f16c,prefer-vector-width=512"
 [[gnu::target(REJOIN_AVX2)]] Loss run_avx2(const Pass& pass) { return run_all(pass); }
 [[gnu::target(REJOIN_AVX2)]] void decode_avx2(DataType type, Width width, std::byte* out, const std::byte* coded,
                                               std::size_t count) {
@@ -343,11 +345,14 @@ void decode_generic(DataType type, Width width, std::byte* out, const std::byte*
                                                   std::size_t count) {
   decode_all(type, width, out, coded, count);
 }
+#endif
 
 Set find(std::string_view name) {
   if (!add_with(name, DataType::float32, nullptr, nullptr, nullptr, 0, 0)) return {};
+#if defined(__x86_64__)
   if (name == "avx512") return {run_avx512, decode_avx512};
   if (name == "avx2") return {run_avx2, decode_avx2};
+#endif
   return {run_generic, decode_generic};
 }
 

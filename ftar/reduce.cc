@@ -1,8 +1,13 @@
 #include "ftar/reduce.h"
 
+#if defined(__x86_64__)
 #include <cpuid.h>
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
 
+#include <algorithm>
 #include <cstring>
 #include <limits>
 
@@ -58,6 +63,7 @@ void generic(DataType type, void* out, const void* a, const void* b, std::size_t
 }
 
 // The hardware's conversions of float16 round as ours do; the compiler does not find them by itself.
+#if defined(__x86_64__)
 [[gnu::target("avx2,f16c")]] void float16_f16c(void* out, const void* a, const void* b, std::size_t count,
                                                std::uint32_t divisor) {
   const __m256 scale = _mm256_set1_ps(divisor <= 1 ? 1.0f : 1.0f / static_cast<float>(divisor));
@@ -88,8 +94,31 @@ void generic(DataType type, void* out, const void* a, const void* b, std::size_t
   if (type == DataType::float16) return float16_f16c(out, a, b, count, divisor);
   add_all(type, out, a, b, count, divisor);
 }
+#elif defined(__aarch64__)
+// The generic loops are compiled for the vectors that every CPU has.
+void neon(DataType type, void* out, const void* a, const void* b, std::size_t count, std::uint32_t divisor) {
+  if (type != DataType::float16) return generic(type, out, a, b, count, divisor);
+  const float scale = divisor <= 1 ? 1.0f : 1.0f / static_cast<float>(divisor);
+  const float32x4_t nan = vdupq_n_f32(std::numeric_limits<float>::quiet_NaN());
+  auto* o = static_cast<std::uint8_t*>(out);
+  const auto* x = static_cast<const std::uint8_t*>(a);
+  const auto* y = static_cast<const std::uint8_t*>(b);
+  const auto load = [](const std::uint8_t* from) { return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(from))); };
+  std::size_t i = 0;
+  for (; i + 4 <= count; i += 4) {
+    float32x4_t sum = vaddq_f32(load(x + 2 * i), load(y + 2 * i));
+    if (divisor > 1) sum = vmulq_n_f32(sum, scale);
+    sum = vbslq_f32(vceqq_f32(sum, sum), sum, nan);
+    vst1_u8(o + 2 * i, vreinterpret_u8_f16(vcvt_f16_f32(sum)));
+  }
+  generic(type, o + 2 * i, x + 2 * i, y + 2 * i, count - i, divisor);
+}
+#endif
 
 using Add = void (*)(DataType, void*, const void*, const void*, std::size_t, std::uint32_t);
+
+#if defined(__x86_64__)
+constexpr std::string_view kSets[] = {"avx512", "avx2", "generic"};
 
 // Of the CPU alone; whether the system saves the registers, AVX2's check says, which are the same. (clang 14 can't ask
 // for F16C by its name.)
@@ -107,11 +136,16 @@ Add find(std::string_view name) {
     return avx512;
   return nullptr;
 }
+#elif defined(__aarch64__)
+constexpr std::string_view kSets[] = {"neon", "generic"};
+Add find(std::string_view name) { return name == "neon" ? neon : name == "generic" ? generic : nullptr; }
+#else
+constexpr std::string_view kSets[] = {"generic"};
+Add find(std::string_view name) { return name == "generic" ? generic : nullptr; }
+#endif
 
 std::string_view choose() {
-  for (std::string_view name : {"avx512", "avx2"})
-    if (find(name) != nullptr) return name;
-  return "generic";
+  return *std::ranges::find_if(kSets, [](std::string_view name) { return find(name) != nullptr; });
 }
 
 const std::string_view chosen_name = choose();

@@ -7,6 +7,7 @@ those that are kept in rejoin/abi for its SONAME, as abidiff compares them.
 """
 import lzma
 import pathlib
+import platform
 import re
 import shutil
 import subprocess
@@ -54,13 +55,13 @@ soname = re.search(r"\(SONAME\).*\[(.*)\]", run("readelf", "-d", LIBRARY))[1]
 symbols = sorted(line.split()[-1].split("@")[0] for line in run("nm", "-D", "--defined-only", LIBRARY).splitlines() if " A " not in line)
 of_symbols, of_types = kept / f"{soname}.symbols", kept / f"{soname}.abi.xz"
 remedy = f"Raise the minor version in CMakeLists.txt, which changes the SONAME; or, where {soname} has never been released: tests/abi_test.py BUILD SOURCE --write"
-able = shutil.which("abidiff") is not None and run("c++", "-dumpversion").split(".")[0].strip() == COMPILER
+able = shutil.which("abidiff") is not None and run("c++", "-dumpversion").split(".")[0].strip() == COMPILER and platform.machine() == "x86_64"
 
 with tempfile.TemporaryDirectory(prefix="rejoin-abi-") as name:
     scratch = pathlib.Path(name)
     if "--write" in sys.argv:
         if not able:
-            sys.exit(f"it needs abidw (Debian: abigail-tools) and GCC {COMPILER} as c++")
+            sys.exit(f"it needs abidw (Debian: abigail-tools), GCC {COMPILER} as c++, and amd64")
         kept.mkdir(exist_ok=True)
         of_symbols.write_text("\n".join(symbols) + "\n", encoding="utf-8")
         of_types.write_bytes(lzma.compress(description(scratch).encode(), preset=9))
@@ -74,7 +75,7 @@ with tempfile.TemporaryDirectory(prefix="rejoin-abi-") as name:
     if new:
         sys.exit("symbols are new, and not kept, so that nobody would miss them later:\n  " + "\n  ".join(new) + "\nKeep them: tests/abi_test.py BUILD SOURCE --write")
     if not able:
-        print(f"SKIPPED: the types of librejoin.so; it needs abidiff (Debian: abigail-tools) and GCC {COMPILER} as c++")
+        print(f"SKIPPED: the types of librejoin.so; it needs abidiff (Debian: abigail-tools), GCC {COMPILER} as c++, and amd64, of which they are kept")
         sys.exit(77)
     old, now = scratch / "old.abi", scratch / "now.abi"
     old.write_bytes(lzma.decompress(of_types.read_bytes()))

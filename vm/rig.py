@@ -21,6 +21,7 @@ import lzma
 import mmap
 import os
 import pathlib
+import platform
 import re
 import shlex
 import shutil
@@ -55,6 +56,8 @@ def skip(why):
 
 
 def check_tools():
+    if platform.machine() != "x86_64":
+        skip(f"this machine's programs are to run in the VM, which is an x86-64, and this is {platform.machine()}")
     missing = sorted({package for tool, package in NEEDED.items() if which(tool) is None})
     if missing:
         skip(f"the rig needs Debian's {' '.join(missing)}; as root './run packages' installs them")

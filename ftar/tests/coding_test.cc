@@ -15,11 +15,12 @@
 
 #include "base/arithmetic.h"
 #include "base/bytes.h"
+#include "base/digest.h"
 
 namespace rejoin::ftar::coding {
 namespace {
 
-constexpr std::string_view kSets[] = {"generic", "avx2", "avx512"};
+constexpr std::string_view kSets[] = {"generic", "avx2", "avx512", "neon"};
 constexpr DataType kTypes[] = {DataType::float32, DataType::bfloat16, DataType::float16};
 constexpr Width kWidths[] = {Width::eight, Width::four};
 const float kInfinity = std::numeric_limits<float>::infinity();
@@ -182,6 +183,7 @@ TEST(Coding, WhatIsFiniteInFloat16StaysSo) {
 
 TEST(Coding, AllInstructionSetsGiveTheSameBitsForAnyBits) {
   constexpr std::size_t count = 20011;
+  std::uint64_t of_all = 0;
   std::mt19937_64 random(3);
   for (const auto type : kTypes) {
     Bytes own(count * size_of(type)), before(own.size()), arrived(own.size());
@@ -199,7 +201,8 @@ TEST(Coding, AllInstructionSetsGiveTheSameBitsForAnyBits) {
                           .times = 1.5f,
                           .width = width};
           const auto expected = code("generic", pass, mean);
-          for (const auto set : {"avx2", "avx512"}) {
+          of_all = combine_digests(combine_digests(of_all, digest(expected->coded)), digest(expected->out));
+          for (const auto set : {"avx2", "avx512", "neon"}) {
             const auto got = code(set, pass, mean);
             if (!got) continue;
             ASSERT_EQ(got->coded, expected->coded) << to_string(type) << " " << set;
@@ -210,6 +213,7 @@ TEST(Coding, AllInstructionSetsGiveTheSameBitsForAnyBits) {
           }
         }
   }
+  EXPECT_EQ(of_all, 0x5fbacb77a0dfa0e9ull) << "other CPUs give other bits";
 }
 
 TEST(Coding, InfinitiesAndNansStayAndTheOthersOfTheirBlockBecomeNans) {

@@ -1,9 +1,12 @@
 #include "ftar/reduce.h"
 
 #include <gtest/gtest.h>
+#if defined(__x86_64__)
 #include <xmmintrin.h>
+#endif
 
 #include <algorithm>
+#include <cfenv>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -11,12 +14,13 @@
 #include <thread>
 #include <vector>
 
+#include "base/digest.h"
 #include "base/start_thread.h"
 
 namespace rejoin::ftar {
 namespace {
 
-constexpr std::string_view kSets[] = {"generic", "avx2", "avx512"};
+constexpr std::string_view kSets[] = {"generic", "avx2", "avx512", "neon"};
 
 // Decodes by definition (sign, exponent, mantissa), not by the code under test.
 double decode(DataType type, const std::byte* at) {
@@ -101,6 +105,7 @@ TEST(Reduce, AddsEveryTypeAtEveryLengthAndAlignment) {
 }
 
 TEST(Reduce, AllInstructionSetsGiveTheSameBitsForAnyBits) {
+  std::uint64_t of_all = 0;
   for (auto type : kDataTypes)
     for (std::uint32_t divisor : {0u, 2u, 3u}) {
       constexpr std::size_t count = 20011;
@@ -112,7 +117,8 @@ TEST(Reduce, AllInstructionSetsGiveTheSameBitsForAnyBits) {
       }
       std::vector<std::byte> expected(a.size()), got(a.size());
       ASSERT_TRUE(add_with("generic", type, expected.data(), a.data(), b.data(), count, divisor));
-      for (auto set : {"avx2", "avx512"}) {
+      of_all = combine_digests(of_all, digest(expected));
+      for (auto set : {"avx2", "avx512", "neon"}) {
         if (!add_with(set, type, got.data(), a.data(), b.data(), count, divisor)) continue;
         for (std::size_t i = 0; i < count; ++i) {
           const auto at = i * size_of(type);
@@ -121,17 +127,31 @@ TEST(Reduce, AllInstructionSetsGiveTheSameBitsForAnyBits) {
         }
       }
     }
+  EXPECT_EQ(of_all, 0x5f0d80f20cfcc6ceull) << "other CPUs give other bits";
+}
+
+// As -ffast-math has it of programs that are linked with it.
+void flush_subnormals() {
+#if defined(__x86_64__)
+  _mm_setcsr(_mm_getcsr() | 0x8040);
+#elif defined(__aarch64__)
+  std::uint64_t control = 0;
+  asm volatile("mrs %0, fpcr" : "=r"(control));
+  asm volatile("msr fpcr, %0" ::"r"(control | (1u << 24)));
+#endif
 }
 
 // A trainer, or a library that it loads, may have been told to flush what is subnormal to zero; other replicas' not.
 TEST(Reduce, ThreadsOfTheLibraryRoundTheSameWhateverTheirStarterDoes) {
   constexpr float subnormal = 0x1p-140f;
   float sum = 0;
-  const unsigned former = _mm_getcsr();
-  _mm_setcsr(former | 0x8040 | 0x6000);  // flushes to zero, takes subnormal numbers for zero, rounds towards it
+  std::fenv_t former;
+  ASSERT_EQ(std::fegetenv(&former), 0);
+  std::fesetround(FE_TOWARDZERO);
+  flush_subnormals();
   std::thread thread;
   const auto started = start_thread(thread, [&] { add(DataType::float32, &sum, &subnormal, &subnormal, 1); });
-  _mm_setcsr(former);
+  std::fesetenv(&former);
   ASSERT_TRUE(started);
   thread.join();
   EXPECT_EQ(sum, 0x1p-139f);
