@@ -2,6 +2,8 @@
 
 import functools
 import logging
+import math
+import re
 
 import pytest
 
@@ -105,6 +107,83 @@ def test_a_setting_that_changes_late_is_put_back_and_the_log_has_an_error(
     assert f"step {restored + 4}: the learning rate of group 0 has changed from 0.5 to 0.05" in told[0]
     assert "give attach() lr=" in told[0] and "put back (so far: 1)" in told[0]
     assert "momentum of the optimizer's group 0 has changed from 0.9 to 0.1" in told[3]
+
+
+def decay(step):
+    return 0.5 * (1 - step / 50)  # below 0 from step 51 on
+
+
+def listed(step):
+    return [0.25, 0.5, 0.125][step - 1] if step < 60 else float("nan")
+
+
+def now_and_then(step):
+    return step / 100 if step in (1, 2, 10, 11, 20) else None
+
+
+@pytest.mark.parametrize(
+    ("schedule", "good", "told"),
+    [
+        (decay, {51: 50, 52: 50, 1000: 50}, r"step 51: lr\(51\) of attach.. is -0.01.* it is to be a number of 0 or"),
+        (listed, {4: 3, 5: 3, 59: 3, 60: 3, 70: 3}, r"step 4: lr\(4\) of attach.. raised IndexError: list index out"),
+        (now_and_then, {3: 2, 9: 2, 10: 10, 12: 11, 19: 11, 21: 20, 300: 20}, r"lr\(3\) of attach.. is None"),
+    ],
+)
+def test_a_schedule_that_ends_late_leaves_the_last_good_rate_on_all_replicas(
+    tmp_path, monkeypatch, caplog, schedule, good, told
+):
+    """All would end in one step, with all that they have trained. Those that catch up begin in the midst of it."""
+    one, optimizer, _ = attached(tmp_path, lr=schedule)
+    group = optimizer.param_groups[0]
+    with caplog.at_level(logging.ERROR, "rejoin"):
+        for step in range(1, max(good) + 1):
+            one._updates.check(step)
+            one._updates._set_lr(step)
+            if step in good:
+                assert group["lr"] == schedule(good[step]), step
+    late = [record.getMessage() for record in caplog.records]
+    times = (
+        sum(1 for step in range(1, max(good) + 1) if step not in (1, 2, 10, 11, 20))
+        if schedule is now_and_then
+        else None
+    )
+    assert re.search(told, late[0]) and f"The rate of step {min(good.values())} was kept (so far: 1)" in late[0], late
+    assert len(late) == int(math.log2(times or max(good) - min(good.values()))) + 1, (
+        "at the first, second, fourth … time"
+    )
+    for begin in good:
+        back, optimizer, _ = attached(tmp_path, lr=schedule)
+        for step in (begin, begin + 5, begin - 1, begin):  # parts of the state are of different steps
+            back._updates.check(step + 2)
+            back._updates._set_lr(step)
+        assert optimizer.param_groups[0]["lr"] == schedule(good[begin]), begin
+
+
+@pytest.mark.parametrize("restored", [0, 1000])
+def test_a_schedule_that_gives_no_rate_is_refused_in_the_first_steps(tmp_path, monkeypatch, restored):
+    asked = []
+    one, _, _ = attached(tmp_path, lr=lambda step: asked.append(step) or (-1.0 if step > 1000 else [1.0, 1.0]))
+    one._updates.settings.restored = restored
+    for step in (restored + 1, restored + 2):
+        with pytest.raises(
+            rejoin.InvalidArgument, match=rf"lr.{step}. of attach.. is .*or one for each of the .* 1 group"
+        ):
+            one._updates.check(step)
+    with pytest.raises(rejoin.InvalidArgument, match="lr.7. of attach.. is"):  # no step before it has one
+        one._updates._set_lr(7)
+
+
+def test_what_fails_in_this_process_alone_ends_it(tmp_path):
+    """The other replicas have the step's rate: with that of before this one would differ from them."""
+
+    def schedule(step):
+        if step == 9:
+            raise MemoryError
+        return 0.5
+
+    one, _, _ = attached(tmp_path, lr=schedule)
+    with pytest.raises(MemoryError):
+        one._updates._set_lr(9)
 
 
 def test_a_step_of_an_optimizers_object_is_refused_by_attach(tmp_path):

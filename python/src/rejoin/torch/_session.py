@@ -32,9 +32,10 @@ from rejoin.torch._metrics import Metrics
 from rejoin.torch._modes import Modes
 from rejoin.torch._places import Places
 from rejoin.torch._ranks import Ranks
+from rejoin.torch._rates import Schedule
 from rejoin.torch._step import Step
 from rejoin.torch._tensors import Tensor
-from rejoin.torch._update import Rules, Schedule, Update
+from rejoin.torch._update import Rules, Update
 
 if TYPE_CHECKING:
     from rejoin.torch._group import SessionGroup

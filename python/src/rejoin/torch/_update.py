@@ -11,16 +11,16 @@ from typing import Any
 import torch
 
 from rejoin import _native
-from rejoin.errors import InvalidArgument, Unavailable
+from rejoin.errors import Unavailable
 from rejoin.torch import _optimizer, _refusals
 from rejoin.torch._memory import tensor_at
 from rejoin.torch._modes import one_thread
 from rejoin.torch._ranks import REMEMBERED, Ranks
+from rejoin.torch._rates import Rates, Schedule
 from rejoin.torch._settings import Settings
 from rejoin.torch._sharding import first_copies
 from rejoin.torch._tensors import Tensor
 
-Schedule = Callable[[int], "float | Sequence[float]"]
 TensorUpdate = tuple[int, int, int, int, int]  # tensor, first element, elements, step, the gradient's address
 
 _GROWS_AFTER = 2000  # steps without an infinity, as torch's GradScaler
@@ -62,6 +62,7 @@ class Update:
         self._own_step = not any(t.shard is not None or t.has_master for t in tensors if t.is_parameter)
         self._optimizer_step: Callable[[], Any] = optimizer.step
         self.settings = Settings(optimizer, tensors, rules.lr is not None)
+        self._rates = Rates(rules.lr, len(optimizer.param_groups)) if rules.lr is not None else None
         self._seen: dict[int, tuple[float, float]] = {}  # by step: this rank's part of the norm, and the loss's scale
         self._coefficients: dict[int, float | None] = {}  # by step, as far as they were asked for
         self._first_copies: set[str] | None = None  # parameters whose shards count here in the norm
@@ -141,29 +142,13 @@ class Update:
         """Refuse a step, before anything of it is applied, that a replica which catches up would apply otherwise."""
         _refusals.refuse_hooks(self._optimizer)
         self.settings.check(step)
-        self._rates(step)
-
-    def _rates(self, step: int) -> list[float] | None:
-        if self._rules.lr is None:
-            return None
-        given, groups = self._rules.lr(step), len(self._optimizer.param_groups)
-        try:
-            rates = [float(given)] * groups  # type: ignore[arg-type]
-        except (TypeError, ValueError, RuntimeError):
-            try:
-                rates = [float(rate) for rate in given]  # type: ignore[union-attr]
-            except (TypeError, ValueError):
-                rates = []
-        if len(rates) != groups or not all(0.0 <= rate < math.inf for rate in rates):
-            raise InvalidArgument(
-                f"lr({step}) of attach() is {given!r}: it is to be a number of 0 or more, or one for each of the "
-                f"optimizer's {groups} groups"
-            )
-        return rates
+        if self._rates is not None and self.settings.early(step):
+            self._rates.given(step)
 
     def _set_lr(self, step: int) -> None:
-        for group, rate in zip(self._optimizer.param_groups, self._rates(step) or (), strict=False):
-            group["lr"] = rate
+        if self._rates is not None:
+            for group, rate in zip(self._optimizer.param_groups, self._rates.of(step), strict=True):
+                group["lr"] = rate
 
     def apply(self, step: int, updates: Sequence[TensorUpdate]) -> None:
         """Apply what the session gives in this step, in order."""

@@ -1,0 +1,94 @@
+"""The learning rates of a step, by the schedule that attach() was given.
+
+See "Settings that change" in docs/design-notes.md.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+
+from rejoin.errors import InvalidArgument
+
+Schedule = Callable[[int], "float | Sequence[float]"]
+
+_OF_THIS_PROCESS = (MemoryError, OSError)  # others have the step's rates, and this replica is to end
+
+log = logging.getLogger("rejoin")
+
+
+class Rates:
+    """One for each of the optimizer's groups: those that the schedule gives, or of the last step of which it gave any.
+
+    Where it has none, all replicas would end in one step, with all that was trained. So what they train on with is a
+    function of the step alone, which a replica that catches up finds, too, by asking for the steps before.
+    """
+
+    def __init__(self, schedule: Schedule, groups: int) -> None:
+        """`groups`: how many rates a step has."""
+        self._schedule, self._groups = schedule, groups
+        self._gap = range(0)  # steps without rates; the one before them has some
+        self._times = 0  # that it had none
+        self._told = 0  # the last of these steps
+
+    def given(self, step: int) -> list[float]:
+        """Give what the schedule does, and raise what it raises, or `InvalidArgument` where these are no rates."""
+        given = self._schedule(step)
+        try:
+            rates = [float(given)] * self._groups  # type: ignore[arg-type]
+        except (TypeError, ValueError, RuntimeError):
+            try:
+                rates = [float(rate) for rate in given]  # type: ignore[union-attr]
+            except (TypeError, ValueError):
+                rates = []
+        if len(rates) != self._groups or not all(0.0 <= rate < math.inf for rate in rates):
+            raise InvalidArgument(
+                f"lr({step}) of attach() is {given!r}: it is to be a number of 0 or more, or one for each of the "
+                f"optimizer's {self._groups} groups"
+            )
+        return rates
+
+    def of(self, step: int) -> list[float]:
+        """Give the rates of this step, whose update is under way on all replicas; the log has an error if need be."""
+        try:
+            return self.given(step)
+        except _OF_THIS_PROCESS:
+            raise
+        except Exception as error:
+            before, rates = self._before(step)
+            if before is None:
+                raise
+            self._tell(step, before, error)
+            return rates
+
+    # Asked one by one, as any other way to look for the step would depend on where it begins.
+    def _before(self, step: int) -> tuple[int | None, list[float]]:
+        begin = step
+        while begin > 1:
+            if begin - 1 in self._gap:
+                begin = self._gap.start
+            try:
+                rates = self.given(begin - 1)
+            except _OF_THIS_PROCESS:
+                raise
+            except Exception:
+                begin -= 1
+                continue
+            if self._gap.start == begin:
+                step = max(step, self._gap.stop - 1)
+            self._gap = range(begin, step + 1)
+            return begin - 1, rates
+        return None, []
+
+    def _tell(self, step: int, before: int, error: Exception) -> None:
+        if step <= self._told:  # a replica that catches up applies a step in parts
+            return
+        self._told = step
+        self._times += 1
+        if self._times & (self._times - 1) == 0:  # once a schedule has ended it has no rate in each step
+            what = f"lr({step}) of attach() raised {type(error).__name__}: {error}"
+            log.error(
+                "step %d: %s. The rate of step %d was kept (so far: %d): all replicas train on with it",
+                step, error if isinstance(error, InvalidArgument) else what, before, self._times,
+            )  # fmt: skip
