@@ -35,6 +35,35 @@ def test_each_data_epoch_has_each_sample_once_in_an_order_of_its_own():
     assert Batches(101, shuffle=False).indices(((100, 103),)) == [100, 0, 1]
 
 
+def test_seeds_of_64_bits_have_orders_of_their_own_and_small_ones_those_that_they_had():
+    """Jobs that are under way go on with another release. Of a seed torch's generators take 32 bits."""
+
+    def order(seed):
+        return Batches(7, seed=seed).indices(((0, 14),))
+
+    assert order(0) == [4, 0, 5, 3, 2, 6, 1, 0, 6, 1, 3, 5, 2, 4]
+    assert order(-5) == [4, 1, 3, 5, 6, 0, 2, 6, 3, 0, 2, 4, 5, 1]
+    assert order((1 << 32) - 1) == [2, 6, 4, 0, 5, 3, 1, 6, 1, 3, 0, 5, 4, 2]
+    large = [1 << 32, 1 << 40, 1 << 43, torch.default_generator.initial_seed() | 1 << 46, -(1 << 63), (1 << 64) - 1]
+    orders = {tuple(Batches(997, seed=seed).indices(((0, 997),))) for seed in (0, *large)}
+    assert len(orders) == len(large) + 1
+    assert order(-(1 << 40)) == order((1 << 64) - (1 << 40)), "as torch has it"
+    for seed, told in (
+        (1 << 64, "of 64 bits, such as 0"),
+        (-(1 << 63) - 1, "64 bits"),
+        (0.5, "whole"),
+        (None, "whole"),
+    ):
+        with pytest.raises(InvalidArgument, match=rf"seed {seed} of batches.*{told}"):
+            Batches(7, seed=seed)
+    told = []
+    for seed in (4, 1 << 40):
+        Batches(7, seed=seed).tell(told, joined=False)
+    assert told[0] == "data of 7 samples, seed 4, shuffle True, shards 1", "as other releases tell it"
+    assert "seed 1099511627776 (its hash), shuffle" in told[1], "as none does that has another order"
+    assert Batches(3, seed=None, shuffle=False).indices(((1, 3),)) == [1, 2]
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_workers_fetch_exactly_what_the_plan_says_and_a_step_gets_its_samples_whatever_was_expected(workers):
     batches = Batches(101, seed=1)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import logging
 import multiprocessing
+import operator
 import os
 import select
 import threading
@@ -54,6 +56,23 @@ def refuse_in_worker() -> None:
         )
 
 
+def _checked(seed: int) -> int:
+    try:
+        number = operator.index(seed)
+    except TypeError:
+        raise InvalidArgument(f"seed {seed!r} of batches(): it is to be a whole number") from None
+    if not -(1 << 63) <= number < 1 << 64:
+        raise InvalidArgument(f"seed {number} of batches(): it is to be of 64 bits, such as {number % (1 << 64)}")
+    return number
+
+
+# torch's generators of the CPU go by 32 bits of a seed: those that have more would have the order of a smaller one.
+def _mixed(seed: int) -> int:
+    if abs(seed) < 1 << 32:
+        return seed
+    return int.from_bytes(hashlib.sha256(str(seed % (1 << 64)).encode()).digest()[:4], "little")
+
+
 class Batches(Sampler[list[int]]):
     """The batch sampler of a DataLoader that `Session.steps` draws from.
 
@@ -70,14 +89,15 @@ class Batches(Sampler[list[int]]):
             raise InvalidArgument(f"shard {shard} of {shards}: they are numbered from 0")
         self.size = size
         self._shard, self._shards = shard, shards
-        self._seed, self._shuffle = seed, shuffle
+        self._seed, self._shuffle = _checked(seed) if shuffle else seed, shuffle
         self._permutations: dict[int, torch.Tensor] = {}
         self.coming: list[Ranges] = []  # of the steps after this one, in order
         self.opened_for: deque[Ranges] | None = None  # where the job's own iterator over the loader begins
 
     def tell(self, told: list[str], joined: bool) -> None:
         """Add to `told` what has to be the same on every replica, for sample k to be the same one everywhere."""
-        data = f"data of {self.size} samples, seed {self._seed}, shuffle {self._shuffle}, shards {self._shards}"
+        hashed = " (its hash)" if self._shuffle and _mixed(self._seed) != self._seed else ""
+        data = f"data of {self.size} samples, seed {self._seed}{hashed}, shuffle {self._shuffle}, shards {self._shards}"
         if data in told:
             return
         if joined:
@@ -102,7 +122,7 @@ class Batches(Sampler[list[int]]):
         if epoch not in self._permutations:
             if len(self._permutations) > 2:
                 self._permutations.pop(next(iter(self._permutations)))
-            generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
+            generator = torch.Generator().manual_seed(_mixed(self._seed) * 1_000_003 + epoch)
             self._permutations[epoch] = torch.randperm(self.size, generator=generator, device="cpu")
         return int(self._permutations[epoch][number])
 
