@@ -60,10 +60,10 @@ def test_a_schedule_gives_a_rate_for_each_group(tmp_path, rates):
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.001)
     one = session(tmp_path)
-    one.attach(model, optimizer, lr=lambda step: rates if step == 5 else [0.5])
-    one._updates.check(4)
-    with pytest.raises(rejoin.InvalidArgument, match=r"lr\(5\) of attach.. is .*for each of the optimizer's 1 groups"):
-        one._updates.check(5)
+    one.attach(model, optimizer, lr=lambda step: rates if step == 2 else [0.5])
+    one._updates.check(1)
+    with pytest.raises(rejoin.InvalidArgument, match=r"lr\(2\) of attach.. is .*for each of the optimizer's 1 groups"):
+        one._updates.check(2)
 
 
 def in_a_step(tmp_path, monkeypatch, model, **rules):
@@ -74,6 +74,16 @@ def in_a_step(tmp_path, monkeypatch, model, **rules):
     monkeypatch.setattr(one, "_in_step", True)
     one._buckets.begin()
     return one, handed_over
+
+
+def test_a_gradient_that_a_hook_takes_away_before_the_session_sees_it_is_refused(tmp_path, monkeypatch):
+    model = torch.nn.Linear(2, 2)
+    model.bias.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    in_a_step(tmp_path, monkeypatch, model)
+    with pytest.raises(
+        rejoin.InvalidArgument, match="gradient of 'bias' was taken away .*, by a hook of before attach"
+    ):
+        model(torch.ones(1, 2)).sum().backward()
 
 
 @pytest.mark.parametrize("how", ["clip", "set", "scale", "data", "one of data"])

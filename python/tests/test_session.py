@@ -147,64 +147,32 @@ def test_data_sets_are_compared_when_replicas_join(tmp_path, monkeypatch):
         one.batches(99)
 
 
-def test_frozen_parameters_are_told_apart_by_name():
-    from rejoin.torch._frozen import digest, frozen
-    from rejoin.torch._leaving import Leaving
-    from rejoin.torch._ranks import Ranks
-
-    ranks = Ranks(0, Leaving(), lambda: None)
-    assert frozen(torch.nn.Linear(2, 2), ranks) == ""
-    layers = [torch.nn.Linear(3, 5, dtype=torch.bfloat16) for _ in range(30)]
-    model = torch.nn.Sequential(*layers).requires_grad_(False)
-    layers[0].weight.requires_grad_(True)
-    one = frozen(model, ranks)
-    assert one == frozen(model, ranks) and one.startswith("59 frozen: 0 ") and one.count(",") == 29, one
-    layers[0].weight.data.add_(1.0)
-    assert one == frozen(model, ranks), "it is trained"
-    layers[7].weight.data[2, 1] += 0.5
-    other = frozen(model, ranks)
-    differ = [a.split()[0] for a, b in zip(one.split(", "), other.split(", "), strict=True) if a != b]
-    assert differ == ["7"], (one, other)
-    assert frozen(model, ranks, held=list(model.parameters())) == ""
-    # Each place counts, in a tensor of no whole number of words, too.
-    value = torch.arange(13, dtype=torch.int8)
-    digests = {digest(value)}
-    for i in range(13):
-        changed = value.clone()
-        changed[i] += 1
-        digests.add(digest(changed))
-    digests |= {digest(value.flip(0)), digest(value[:12])}
-    assert len(digests) == 16
-
-
-def test_what_is_frozen_after_attach_is_still_the_sessions_and_comes_from_the_others(tmp_path, monkeypatch):
-    """To be thawed later: a replica that has loaded a checkpoint would else be refused for what it will be given."""
-    told = []
-    for value in (0.0, 1.0):
-        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
-        model[1].requires_grad_(False).weight.fill_(0.5)
-        model[1].bias.zero_()
-        one = session(tmp_path)
-        one.attach(model, torch.optim.AdamW([*model[0].parameters(), *model[2].parameters()]))
-        model[2].requires_grad_(False)
-        model[2].weight.fill_(value)
-        monkeypatch.setattr(one, "_native", SimpleNamespace(set_fingerprint=told.append, join=lambda *_: None))
-        one.join()
-    assert "2 frozen: 1.weight" in told[0] and told[0] == told[1], told
-
-
 def test_warm_up_leaves_no_trace(tmp_path):
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Dropout(0.5))
     one = session(tmp_path)
     with pytest.raises(rejoin.InvalidArgument, match="after attach"), one.warm_up():
         pass
-    one.attach(model, torch.optim.AdamW(model.parameters()))
+    optimizer = torch.optim.AdamW(model.parameters())
+    one.attach(model, optimizer)
     before, random = {name: value.clone() for name, value in model.state_dict().items()}, torch.get_rng_state()
     with one.warm_up():
+        for _ in range(2):  # as a compiled function does that calls optimizer.step()
+            model(torch.randn(8, 3)).sum().backward()
+            assert model[0].weight.grad is not None
+            optimizer.step()
+            assert model[0].weight.grad is None
+            optimizer.zero_grad()
+        with pytest.raises(rejoin.InvalidArgument, match="a closure"):
+            optimizer.step(lambda: 0.0)
         model(torch.randn(8, 3)).sum().backward()
-        assert model[0].weight.grad is not None
+        with pytest.raises(rejoin.InvalidArgument, match="due once in each step"):
+            one._joined = True
+            optimizer.step()
+        one._joined = False
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert torch.equal(random, torch.get_rng_state()) and model[0].weight.grad is None
+    with pytest.raises(rejoin.InvalidArgument, match="due once in each step"):
+        optimizer.step()
 
 
 def test_attached_parameters_keep_their_values_and_identity(tmp_path):

@@ -83,7 +83,12 @@ class Buckets:
         gradient = tensor.value.grad
         with torch.no_grad():
             if not tensor.main_grad:
-                assert gradient is not None
+                if gradient is None:
+                    raise InvalidArgument(
+                        f"the gradient of '{tensor.name}' was taken away within the backward(), by a hook of before "
+                        "attach() (register_post_accumulate_grad_hook), as of optimizers that update there: leave it "
+                        "out, since the others get the gradient from here, and update by optimizer.step()"
+                    )
                 own = local(gradient)
                 if own.layout is not torch.strided:
                     raise InvalidArgument(

@@ -19,10 +19,10 @@ _MASK = (1 << 64) - 1
 def digest(tensor: torch.Tensor) -> int:
     """Digest the bytes, where they are. It finds what differs by mistake, such as another checkpoint's weights."""
     raw = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-    words = torch.nn.functional.pad(raw, (0, -raw.numel() % 8)).view(torch.int64)
     total = raw.numel()
-    for begin in range(0, words.numel(), _WORDS):
-        part = words[begin : begin + _WORDS]
+    for begin in range(0, -(-raw.numel() // 8), _WORDS):
+        some = raw[8 * begin : 8 * (begin + _WORDS)]
+        part = torch.nn.functional.pad(some, (0, -some.numel() % 8)).view(torch.int64)  # a copy, wherever it began
         place = torch.arange(begin, begin + part.numel(), device=part.device)
         odd = place * 0x1E3779B97F4A7C15 | 1  # so that one word that differs always makes a difference
         total += int((part * odd).sum())  # modulo 2^64, in whatever order
