@@ -78,6 +78,52 @@ def test_what_the_script_is_busy_with_covers_what_the_session_is():
     ]  # fmt: skip
 
 
+def first(size):
+    return "in step", 120_000, f"its first batch of {size} samples, which it may compile for"
+
+
+def test_the_first_step_of_each_size_of_batch_is_waited_for():
+    """A compiled model may compile anew for it, on all replicas in one step, and not equally fast."""
+    native = Native()
+    busy = Busy(native)
+    for size in (8, 8, 12, 8, 12, 8):
+        busy.begin_step(size)
+        busy.end_step()
+        busy.end_step(trained=False)  # where the loop's body ends
+    assert native.said == [first(8), "done", first(12), "done"]
+
+    native.said.clear()
+    busy.begin_step(16)
+    busy.end_step(trained=False)  # left, and given again
+    busy.begin_step(16)
+    with busy.with_scripts("compiling", 600):
+        assert native.now == "compiling"
+    with busy.with_scripts("compiling, and more", 600):
+        busy.end_step()
+    busy.end_step(trained=False)
+    with busy.with_scripts("the loop", 600):
+        busy.begin_step(20)
+        busy.end_step()
+    busy.begin_step(20)
+    assert native.now is None
+    assert native.said == [
+        first(16), "done", first(16), "done", ("busy", 600_000, "compiling"), "done", first(16), "done",
+        ("busy", 600_000, "compiling, and more"), "done", ("busy", 600_000, "the loop"), "done",
+    ]  # fmt: skip
+
+
+def test_a_session_at_its_end_has_no_error_of_its_own_for_the_end_of_a_step():
+    native = Native()
+    busy = Busy(native)
+    busy.begin_step(16)
+
+    def done():
+        raise errors.Cancelled("out")
+
+    native.done = done
+    busy.end_step()
+
+
 def test_who_is_out_since_it_hangs_hears_of_busy():
     hangs = "this replica is out of the job: it hangs: its processes are heard, wait for nobody and do not go on; x"
     assert "into session.busy()" in str(errors._make(7, hangs))

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from rejoin.errors import RejoinError
+from rejoin.torch._data import LONGEST_WAIT
 
 if TYPE_CHECKING:
     from rejoin._native import Session
 
 
-@dataclass(frozen=True)
+@dataclass
 class _With:
     begin: Callable[[int, str], None]
     reason: str
     seconds: float
     is_ours: bool
+    over: bool = False  # also where the script's has taken its place
 
 
 class Busy:
@@ -25,6 +29,9 @@ class Busy:
     def __init__(self, native: Session) -> None:
         self._native = native
         self._now: _With | None = None
+        self._first: _With | None = None  # of a step whose batch has a size that none has had here
+        self._size = 0  # its samples
+        self._sizes: set[int] = set()  # of the batches of steps that have come to their end here
 
     def _begin(self, what: _With) -> None:
         what.begin(int(what.seconds * 1000), what.reason)
@@ -49,7 +56,7 @@ class Busy:
             yield
         finally:
             self._end()
-            if ours is not None:
+            if ours is not None and not ours.over:
                 self._begin(ours)
 
     @contextmanager
@@ -64,3 +71,25 @@ class Busy:
             yield
         finally:
             self._end()
+
+    def begin_step(self, size: int) -> None:
+        """Be busy where a step's batch is the first of its size: it may be compiled for, and not equally fast on all.
+
+        It counts as computing, and the others hear of it where it takes long: a step that compiles nothing costs none.
+        """
+        self._size = size
+        if self._now is None and size not in self._sizes:
+            what = f"its first batch of {size} samples, which it may compile for"
+            self._first = _With(self._native.busy_in_step, what, LONGEST_WAIT, is_ours=True)
+            self._begin(self._first)
+
+    def end_step(self, trained: bool = True) -> None:
+        """End what begin_step() has begun. `trained`: whether it came to the step's end."""
+        if trained:
+            self._sizes.add(self._size)
+        if self._first is not None:
+            self._first.over = True
+            if self._now is self._first:
+                with suppress(RejoinError):  # of a session at its end, which what comes next says
+                    self._end()
+            self._first = None

@@ -112,6 +112,16 @@ def _again(session: Session) -> Step:
     return step
 
 
+@contextmanager
+def computes(session: Session, step: Step) -> Iterator[None]:
+    """Let the others wait within this block, up to `optimizer.step()`, where the batch is the first of its size."""
+    session._busy.begin_step(sum(end - begin for begin, end in step.samples))
+    try:
+        yield
+    finally:
+        session._busy.end_step(trained=False)
+
+
 def on_gradient(session: Session, tensor: Tensor) -> None:
     """Take what backward() has brought, and hand over what is complete with it."""
     if session._ended or not session._in_step or session._updated:  # another session may have the model by now
@@ -153,10 +163,12 @@ def warmed_up(session: Session) -> Iterator[None]:
         raise InvalidArgument("warm_up() comes after attach() and before join()")
     before = [(buffer, buffer.clone()) for buffer in session._model.buffers()]
     devices = [session.device] if session.device.type == "cuda" else []
+    session._warming = True
     try:
         with torch.random.fork_rng(devices=devices):
             yield
     finally:
+        session._warming = False
         with torch.no_grad():
             for buffer, value in before:
                 buffer.copy_(value)
@@ -186,6 +198,9 @@ def commit(session: Session, closure: Callable[[], float] | None) -> None:
         raise InvalidArgument("optimizer.step() with a closure: a step is computed once")
     assert session._optimizer is not None
     _attach.refuse_scaler(session._optimizer)
+    if session._warming and not session._joined:  # of a function that is compiled with its optimizer.step()
+        zero_grad(session)
+        return
     if not session._in_step or session._updated or session._step is None or session._updates is None:
         raise InvalidArgument("optimizer.step() is due once in each step that session.steps() gives")
     check_reduced(session._sharded)
@@ -195,6 +210,7 @@ def commit(session: Session, closure: Callable[[], float] | None) -> None:
     _attach.refuse_state_of_forward(session)
     session._updates.check(session._step.number)
     session._buckets.bring_rest()
+    session._busy.end_step()
     try:
         update(session, session._step.number)
     except Terminated:

@@ -86,7 +86,7 @@ class Session:
         self._updates: Update | None = None
         self._places: Places | None = None
         self._joined = self._finished = self._ended = self._in_step = self._updated = False
-        self._accumulating = self._contributed = self._averaging = self._beginning = False
+        self._accumulating = self._contributed = self._averaging = self._beginning = self._warming = False
         self._step: Step | None = None
         self._modes: Modes | None = None  # of attach()
         self._leaving = Leaving()
@@ -249,7 +249,9 @@ class Session:
             if not self._joined:
                 self.join()
             while (step := begin_step(self)) is not None:
-                yield step, fetcher.fetch(step.samples, self._native.upcoming) if fetcher else step.samples
+                data = fetcher.fetch(step.samples, self._native.upcoming) if fetcher else step.samples
+                with _loop.computes(self, step):
+                    yield step, data
                 if not self._updated:
                     raise InvalidArgument(f"step {step.number} has ended without optimizer.step()")
         except Terminated:
@@ -260,8 +262,9 @@ class Session:
     def warm_up(self) -> AbstractContextManager[None]:
         """Do within this block, before join(), what is slow the first time and has to leave no trace.
 
-        Such as forward and backward of a compiled model, with data of the shape to come. Gradients are dropped
-        afterwards; the model's buffers and torch's random numbers are what they were. The others wait for nothing.
+        Such as forward and backward of a compiled model, with data of the shape to come; `optimizer.step()` drops the
+        gradients there, and updates nothing. They are dropped afterwards, too; the model's buffers and torch's random
+        numbers are what they were. The others wait for nothing.
         """
         return _loop.warmed_up(self)
 
