@@ -234,3 +234,29 @@ def test_state_dict_within_an_update_is_refused(in_a_job, monkeypatch):
     with pytest.raises(rejoin.Unavailable, match="within optimizer.step.*the state is of no one step. Let a signal's"):
         one._optimizer.step()
     assert native.calls[-1].startswith("abandoned: WithinUpdate")
+
+
+def test_sigterm_in_warm_up_ends_the_process_behind_it(tmp_path, monkeypatch, caplog):
+    """A compiler that ends while it writes to its cache leaves what ends each later start."""
+    model = torch.nn.Linear(2, 2)
+    one, own, ended = session(tmp_path), os.kill, []
+    one.attach(model, torch.optim.AdamW(model.parameters()))
+    monkeypatch.setattr(_leaving, "_asked_at", None)
+    monkeypatch.setattr(os, "kill", lambda pid, number: ended.append((pid, number, signal.getsignal(number))))
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        with one.warm_up():
+            pass
+        assert not ended and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        with pytest.raises(ImportError), one.warm_up():
+            own(os.getpid(), signal.SIGTERM)
+            assert not ended
+            raise ImportError("cjnp.main.so: file too short")
+        assert ended == [(os.getpid(), signal.SIGTERM, signal.SIG_DFL)]
+        assert "-name '*.so' -size 0 -delete" in caplog.text
+        signal.signal(signal.SIGTERM, lambda *_: None)  # the script's own
+        with one.warm_up():
+            own(os.getpid(), signal.SIGTERM)
+        assert len(ended) == 1
+    finally:
+        signal.signal(signal.SIGTERM, before)

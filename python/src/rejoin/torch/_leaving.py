@@ -42,6 +42,22 @@ def _let_children_end() -> None:
 os.register_at_fork(after_in_child=_let_children_end)
 
 
+@contextmanager
+def kept_back() -> Iterator[None]:
+    """Let a SIGTERM that would end this process within this block do so behind it, so that nothing is left half."""
+    begun = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    before = _asked_at
+    if begun:
+        signal.signal(signal.SIGTERM, _on_sigterm)
+    try:
+        yield
+    finally:
+        if begun and signal.getsignal(signal.SIGTERM) == _on_sigterm:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            if _asked_at != before:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+
 class Leaving:
     """Whether this process has been asked to leave, and what a session may still wait for.
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from rejoin.errors import InvalidArgument, RejoinError
 from rejoin.torch import _attach
 from rejoin.torch._data import LONGEST_WAIT, Fetcher
-from rejoin.torch._leaving import Terminated
+from rejoin.torch._leaving import Terminated, kept_back
 from rejoin.torch._sharding import check_reduced, drop_gradients, gather_again
 from rejoin.torch._step import Step
 from rejoin.torch._tensors import Tensor
@@ -165,8 +165,15 @@ def warmed_up(session: Session) -> Iterator[None]:
     devices = [session.device] if session.device.type == "cuda" else []
     session._warming = True
     try:
-        with torch.random.fork_rng(devices=devices):
+        with kept_back(), torch.random.fork_rng(devices=devices):  # a compiler's files are written there
             yield
+    except Exception as error:
+        if "file too short" in str(error):
+            log.error(
+                "a file in the compiler's cache is cut off, as by a process that was killed while it compiled, and "
+                "ends each start: find \"$TORCHINDUCTOR_CACHE_DIR\" -name '*.so' -size 0 -delete, or remove the cache"
+            )
+        raise
     finally:
         session._warming = False
         with torch.no_grad():

@@ -264,7 +264,8 @@ class Session:
 
         Such as forward and backward of a compiled model, with data of the shape to come; `optimizer.step()` drops the
         gradients there, and updates nothing. They are dropped afterwards, too; the model's buffers and torch's random
-        numbers are what they were. The others wait for nothing.
+        numbers are what they were. The others wait for nothing. SIGTERM ends the process behind the block, so that no
+        file of a compiler's cache is cut off.
         """
         return _loop.warmed_up(self)
 
