@@ -116,7 +116,8 @@ def test_the_unusual_has_the_bits_of_one_process(tmp_path):
         for name, p in masters.items():
             p.grad = reduced[name]
             optimizer.state[p]["step"].fill_(step - 1)
-        for group, rate in zip(optimizer.param_groups, trainer_bits.rates(step), strict=True):
+        rates = trainer_bits.rates(trainer_bits.last_scheduled(step))
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
         if finite:
             optimizer.step()
