@@ -134,7 +134,8 @@ def on_gradient(session: Session, tensor: Tensor) -> None:
         raise InvalidArgument(
             f"a second gradient of '{tensor.name}' in step {session._step.number if session._step else 0}: all but the "
             "last backward() of a step belong into 'with session.accumulate():', and so does the only one where "
-            "checkpoint(use_reentrant=True) runs a layer twice; use_reentrant=False needs none"
+            "checkpoint(use_reentrant=True) runs a layer twice; use_reentrant=False needs none. Where one has raised "
+            "when it had brought some, it can't be tried again: let this process end, it is started again"
         )
     session._buckets.bring(tensor)
 
