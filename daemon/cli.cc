@@ -110,7 +110,7 @@ Result<int> import_from(const std::string& log, const StoreSettings& settings, b
   auto store = open_store(io, settings, deadlines::kSilence);
   if (!store) return tl::unexpected(store.error());
   const auto where = fmt::format("job {} in {}", settings.job, settings.store);
-  const auto done = import_log(io, **store, log, replace, where, settings.prefix());
+  const auto done = import_log(io, **store, log, replace, where, settings.prefix(), deadlines::kSilence);
   if (!done) return tl::unexpected(done.error());
   std::cout << fmt::format(
       "{} stands for {} records of job {:016x} now, up to step {}. Nobody leads, in term {}: start the coordinators "

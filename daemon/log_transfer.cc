@@ -8,6 +8,7 @@
 #include <functional>
 #include <optional>
 
+#include "base/clock.h"
 #include "base/fail.h"
 #include "base/fd.h"
 #include "membership/coordinator.h"
@@ -106,6 +107,7 @@ class NewLog {
   static constexpr std::size_t kAtOnce = 1 * MiB;
   Result<> write() {
     if (!file_) file_ = Fd(::open(path_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600));
+    if (!file_ && errno == EEXIST) return fail(ErrorCode::io, "{} exists: give a name that nothing has yet", path_);
     if (!file_) return fail_errno(path_);
     const Bytes bytes = membership::log_bytes(std::exchange(waiting_, {}), at_);
     bytes_ = 0;
@@ -125,7 +127,8 @@ class NewLog {
   std::size_t bytes_ = 0;  // of these
 };
 
-// The store's answer. A request whose answer is lost is repeated as it is, but not for ever.
+// The store's answer. A request whose answer is lost is repeated as it is, but not for ever. Who has nothing but read
+// yet can do all of it again.
 Result<StoreAnswer> ask(asio::io_context& io, membership::Store& store, const StoreRequest& request,
                         const std::string& where) {
   constexpr int most = 20;
@@ -139,15 +142,15 @@ Result<StoreAnswer> ask(asio::io_context& io, membership::Store& store, const St
     if (answer && answer->outcome != Outcome::unknown) return *std::move(answer);
     if (answer) why = answer->error;
   }
-  return fail(ErrorCode::unavailable,
-              "{} does not answer: {}. Nothing, or a part, was written: see to it, and do this "
-              "again with --replace",
-              where, why);
+  return fail(ErrorCode::unavailable, "{} does not answer: {}. {}", where, why,
+              request.kind == Kind::read ? "Nothing was written: see to it, and do this again"
+                                         : "Nothing, or a part, was written: see to it, and do this again with "
+                                           "--replace");
 }
 
 // How far the store's log reaches, and who leads. Nothing: it has nothing of this job.
 struct Present {
-  std::uint64_t end = 0, leader_revision = 0, snapshot_position = 0;
+  std::uint64_t end = 0, leader_revision = 0, alive_revision = 0, snapshot_position = 0, job = 0;
   std::string snapshot, leader_bytes;
   proto::Leader leader;
   bool anything = false;
@@ -159,6 +162,7 @@ Result<Present> look(asio::io_context& io, membership::Store& store, const std::
     if (!answer) return tl::unexpected(answer.error());
     present.leader_revision = answer->leader_revision;
     present.leader_bytes = answer->leader;
+    present.alive_revision = answer->alive_revision;
     present.anything |= answer->leader_revision != 0 || answer->snapshot_position != 0 || !answer->entries.empty();
     if (!answer->leader.empty() && !present.leader.ParseFromString(answer->leader))
       return fail(ErrorCode::corrupt, "{} holds something else than this version writes", where);
@@ -166,14 +170,37 @@ Result<Present> look(asio::io_context& io, membership::Store& store, const std::
     if (!answer->snapshot.empty()) {
       present.end = answer->snapshot_position;
       present.snapshot = answer->snapshot;
+      proto::LogRecord snapshot;
+      if (!snapshot.ParseFromString(answer->snapshot))
+        return fail(ErrorCode::corrupt, "{} has a snapshot that is damaged", where);
+      present.job = membership::job_of(snapshot).id();
     }
     for (const auto& [position, bytes] : answer->entries) {
       proto::LogEntry entry;
       if (!entry.ParseFromString(bytes)) return fail(ErrorCode::corrupt, "{} is damaged at record {}", where, position);
       present.end = position + static_cast<std::uint64_t>(entry.records_size());
+      if (position == 0 && entry.records_size() > 0) present.job = membership::job_of(entry.records(0)).id();
     }
     if (!answer->more) return present;
   }
+}
+
+// A leader with nothing to write shows there all the same that it lives.
+Result<bool> leader_lives(asio::io_context& io, membership::Store& store, const Present& present, Duration watch,
+                          const std::string& where) {
+  if (present.leader.instance() == 0) return false;
+  for (const TimePoint until = SteadyClock().now() + watch; SteadyClock().now() < until;) {
+    const auto answer = ask(io, store, {.kind = Kind::read, .position = present.end, .value = {}}, where);
+    if (!answer) return tl::unexpected(answer.error());
+    if (answer->leader_revision != present.leader_revision || answer->alive_revision != present.alive_revision ||
+        answer->snapshot_position != present.snapshot_position || !answer->entries.empty())
+      return true;
+    asio::steady_timer pause(io, watch / 20);
+    pause.async_wait([](asio::error_code) {});
+    io.restart();
+    io.run_one();
+  }
+  return false;
 }
 
 }  // namespace
@@ -189,7 +216,7 @@ Result<Transferred> export_log(const std::string& log, const std::string& out) {
 }
 
 Result<Transferred> import_log(asio::io_context& io, membership::Store& store, const std::string& log, bool replace,
-                               const std::string& where, const std::string& prefix) {
+                               const std::string& where, const std::string& prefix, Duration watch) {
   Replayed state(log);
   auto whole = read_whole(log, [&](const auto& record) { return state.take(record); });
   if (!whole) return tl::unexpected(whole.error());
@@ -197,6 +224,12 @@ Result<Transferred> import_log(asio::io_context& io, membership::Store& store, c
   const auto snapshot = state.snapshot(position);
   const auto present = look(io, store, where);
   if (!present) return tl::unexpected(present.error());
+  if (present->job != 0 && whole->about.job != 0 && present->job != whole->about.job)
+    return fail(ErrorCode::refused,
+                "{} has {} decisions of job {:016x}, and {} is of job {:016x}: nothing is changed. Choose the log, or "
+                "the --job, that is meant; or, where those in the store are worth nothing, end all coordinators of "
+                "that --job, delete its keys (etcdctl del --prefix {}), and do this again",
+                where, present->end, present->job, log, whole->about.job, prefix);
   if (present->anything && !replace)
     return fail(
         ErrorCode::refused,
@@ -212,6 +245,12 @@ Result<Transferred> import_log(asio::io_context& io, membership::Store& store, c
         "the store are worth nothing, end all coordinators of this job and delete its keys (etcdctl del --prefix {}), "
         "or choose another --job",
         where, present->end, log, position, prefix);
+  const auto lives = leader_lives(io, store, *present, watch, where);
+  if (!lives) return tl::unexpected(lives.error());
+  if (*lives)
+    return fail(ErrorCode::refused,
+                "{} at {} leads in {}, and lives: nothing is changed. End all coordinators of this job first",
+                present->leader.name(), present->leader.address(), where);
   proto::Leader nobody;
   nobody.set_term(std::max(present->leader.term(), whole->term) + kTermsAhead);
   const auto since_1970 = std::chrono::system_clock::now().time_since_epoch();

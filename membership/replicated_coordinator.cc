@@ -22,6 +22,7 @@ ReplicatedCoordinator::ReplicatedCoordinator(Options options, TimePoint now)
       started_(now),
       copied_(options_.copied),
       landmark_(options_.copied, options_.copied_landmark),
+      own_job_(options_.copied_job),
       leader_since_(now),
       sign_at_(now),
       pause_detector_(options_.job.silence),

@@ -38,6 +38,8 @@
 //              writes is written only behind what it wrote last; refused, it puts a snapshot of all that it knows in
 //              place of that, with the last entry. Until then it can write nothing else, and says so. A standby that
 //              finds it before it claims leaves the leader `kAbandoned` to do so.
+//   another    Where the store's decisions become another job's, as by an import of the wrong log, this one is not of
+//              that: it fails, and its copy stays its own job's.
 //   copy       Every record of the log comes out once, in order, for a file on this coordinator's disk.
 #pragma once
 
@@ -158,6 +160,7 @@ class ReplicatedCoordinator {
   bool take_in(const proto::LogRecord& record);
   bool copy_fits(const StoreAnswer& answer);
   bool is_of_copy();
+  bool is_of_own_job(std::uint64_t job);
   void learn_of_leader(std::uint64_t revision, const std::string& leader, TimePoint now);
   void forget();
   struct Lost {
@@ -213,6 +216,7 @@ class ReplicatedCoordinator {
   std::uint64_t leader_revision_ = 0, alive_revision_ = 0;
   std::uint64_t newest_revision_ = 0;         // of these, ever
   std::uint64_t job_ = 0;                     // of the log that is in the store, as it was last known
+  std::uint64_t own_job_;                     // … of the copy or of this process: what it knows is never another's
   std::uint64_t heard_term_ = 0;              // the highest that a node has named
   std::optional<std::uint64_t> predecessor_;  // the instance that led when this process came, in its name and place
   TimePoint heard_at_{};                      // any node

@@ -5,12 +5,20 @@
 
 #include "base/deadlines.h"
 #include "base/fail.h"
+#include "membership/log.h"
 #include "membership/replicated_coordinator.h"
 
 namespace rejoin::membership {
 
 using Kind = StoreRequest::Kind;
 using Outcome = StoreAnswer::Outcome;
+
+namespace {
+constexpr const char* kPutBack =
+    "Where what is in the store came there by mistake: end all coordinators of that --job, delete its keys "
+    "(etcdctl del --prefix /rejoin/JOB/), and give the store this job's decisions, in the longest copy, with 'rejoin "
+    "log import'";
+}  // namespace
 
 void ReplicatedCoordinator::learn_of_leader(std::uint64_t revision, const std::string& leader, TimePoint now) {
   if (revision == leader_revision_ && leader == leader_bytes_) return;
@@ -156,6 +164,22 @@ bool ReplicatedCoordinator::is_of_copy() {
   return false;
 }
 
+// A job does not become another one: somebody has put another one's decisions there, or begun another one.
+bool ReplicatedCoordinator::is_of_own_job(std::uint64_t job) {
+  if (own_job_ == 0 || job == 0 || job == own_job_) return true;
+  if (own_job_ == options_.copied_job)
+    fail_with(ErrorCode::mismatch,
+              fmt::format("the store's decisions are of job {0:016x}, and those in --log-directory of job {1:016x}: "
+                          "start with another --log-directory, or with the --job that is meant. {2}",
+                          job, own_job_, kPutBack));
+  else
+    fail_with(ErrorCode::mismatch,
+              fmt::format("the store's decisions are of job {0:016x} now, and this coordinator is of job {1:016x}: "
+                          "start with the --job that is meant. {2}",
+                          job, own_job_, kPutBack));
+  return false;
+}
+
 // False where it does not follow on what is known, or can't be read (`failed`).
 bool ReplicatedCoordinator::take_in(const StoreAnswer& answer) {
   snapshot_at_ = answer.snapshot_position;
@@ -192,6 +216,7 @@ bool ReplicatedCoordinator::take_in(const StoreAnswer& answer) {
 }
 
 bool ReplicatedCoordinator::take_in(const proto::LogRecord& record) {
+  if ((record.has_job() || record.has_snapshot()) && !is_of_own_job(job_of(record).id())) return false;
   if (auto replayed = machine_->replay(record); !replayed) {
     // Another time it would not fit either, unlike what else does not match here: a store may be put back, and a later
     // release started.
@@ -202,14 +227,7 @@ bool ReplicatedCoordinator::take_in(const proto::LogRecord& record) {
     return false;
   }
   job_ = machine_->job();
-  if (options_.copied_job != 0 && machine_->job() != 0 && machine_->job() != options_.copied_job) {
-    fail_with(
-        ErrorCode::mismatch,
-        fmt::format("the store's decisions are of job {:016x}, and those in --log-directory of job {:016x}: start "
-                    "with another --log-directory, or with the --job that is meant",
-                    machine_->job(), options_.copied_job));
-    return false;
-  }
+  if (job_ != 0) own_job_ = job_;
   ++position_;
   if (position_ == landmark_.first && !is_of_copy()) return false;
   if (position_ <= copied_) return true;

@@ -165,7 +165,7 @@ void ReplicatedCoordinator::on_written(TimePoint now) {
   position_ += appending_;
   appending_ = 0;
   if (begins) {  // the job: another one could have become of it until now
-    job_ = machine_->job();
+    job_ = own_job_ = machine_->job();
     tell_who_leads(all_nodes());
   }
   release(std::exchange(confirming_, 0));

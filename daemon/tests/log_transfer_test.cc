@@ -49,7 +49,7 @@ struct Transfer : testing::Test {
   }
   Result<Transferred> import(const std::string& log, bool replace = false) {
     MemoryStore store(io, data);
-    return import_log(io, store, log, replace, "job x in memory", "/rejoin/x/");
+    return import_log(io, store, log, replace, "job x in memory", "/rejoin/x/", std::chrono::milliseconds(20));
   }
   proto::Leader leader() const {
     proto::Leader in_store;
@@ -89,12 +89,22 @@ TEST_F(Transfer, AnImportIsDoneOnceAlsoWhereAnswersAreLost) {
   ASSERT_FALSE(late);
   EXPECT_NE(late.error().message.find("job x in memory does not answer: no endpoint"), std::string::npos)
       << late.error().message;
+  EXPECT_NE(late.error().message.find("Nothing was written: see to it, and do this again"), std::string::npos);
+  EXPECT_EQ(late.error().message.find("--replace"), std::string::npos) << "it was not what the answer lacked";
+}
+
+TEST_F(Transfer, AnImportWhoseClaimIsNotAnsweredMayHaveChangedTheLead) {
+  data.deadline = std::chrono::milliseconds(2);
+  data.lose_answers = 1000;
+  const auto late = import(write("a", {job_record(7), incarnated(1)}));
+  ASSERT_FALSE(late);
+  EXPECT_NE(late.error().message.find("do this again with --replace"), std::string::npos) << late.error().message;
 }
 
 TEST_F(Transfer, WhatTheStoreHasIsReplacedOnlyWhereThatIsSaidAndWhereItCanBe) {
   ASSERT_TRUE(import(write("a", {job_record(7), incarnated(1), incarnated(2)})));
-  const auto longer = write("b", {job_record(8), incarnated(1), incarnated(2), incarnated(3)});
-  const auto shorter = write("c", {job_record(9)});
+  const auto longer = write("b", {job_record(7), incarnated(1), incarnated(2), incarnated(3)});
+  const auto shorter = write("c", {job_record(7)});
   const auto revision = data.leader_revision;
   const auto refused = import(longer);
   ASSERT_FALSE(refused);
@@ -110,6 +120,60 @@ TEST_F(Transfer, WhatTheStoreHasIsReplacedOnlyWhereThatIsSaidAndWhereItCanBe) {
   EXPECT_EQ(data.snapshot_position, 4u);
   EXPECT_EQ(leader().term(), 2000u);
   EXPECT_TRUE(import(longer, true)) << "again";
+}
+
+TEST_F(Transfer, AnotherJobsLogIsNotPutInPlaceOfAJobs) {
+  ASSERT_TRUE(import(write("a", {job_record(7), incarnated(1)})));
+  const auto other = write("b", {job_record(8), incarnated(1), incarnated(2), incarnated(3)});
+  const auto expect_refused = [&](const std::string& present) {
+    const auto revision = data.revision;
+    for (const bool replace : {false, true}) {
+      const auto refused = import(other, replace);
+      ASSERT_FALSE(refused);
+      for (const std::string& part : {present, std::string("is of job 0000000000000008: nothing is changed"),
+                                      std::string("(etcdctl del --prefix /rejoin/x/)")})
+        EXPECT_NE(refused.error().message.find(part), std::string::npos) << refused.error().message;
+    }
+    EXPECT_EQ(data.revision, revision);
+  };
+  expect_refused("job x in memory has 2 decisions of job 0000000000000007, and ");
+  data = {};
+  proto::LogEntry begins;
+  *begins.add_records() = job_record(7);
+  data.log[0] = begins.SerializeAsString();
+  expect_refused("job x in memory has 1 decisions of job 0000000000000007, and ");
+}
+
+TEST_F(Transfer, NothingIsImportedUnderALeaderThatShowsThatItLives) {
+  proto::LogEntry begins;
+  *begins.add_records() = job_record(7);
+  data.log[0] = begins.SerializeAsString();
+  proto::Leader leads;
+  leads.set_term(1), leads.set_name("c1"), leads.set_address("host:7000"), leads.set_instance(5);
+  data.leader = leads.SerializeAsString();
+  data.leader_revision = data.revision = 1;
+  const auto log = write("a", {job_record(7), incarnated(1)});
+  asio::steady_timer timer(io);
+  bool lives = true;
+  const std::function<void()> renew = [&] {
+    timer.expires_after(std::chrono::milliseconds(1));
+    timer.async_wait([&](asio::error_code) {
+      data.alive_revision = ++data.revision;
+      if (lives) renew();
+    });
+  };
+  renew();
+  const auto refused = import(log, true);
+  ASSERT_FALSE(refused);
+  EXPECT_NE(refused.error().message.find("c1 at host:7000 leads in job x in memory, and lives: nothing is changed"),
+            std::string::npos)
+      << refused.error().message;
+  EXPECT_EQ(leader().term(), 1u);
+  lives = false;
+  io.restart();
+  io.run();
+  const auto done = import(log, true);
+  EXPECT_TRUE(done) << "it has ended: " << done.error().message;
 }
 
 // The log of a single coordinator, compacted: nothing says of how many records its snapshot is.
@@ -246,7 +310,9 @@ TEST_F(Transfer, AnExportHasWhatTheArchivesHaveAndOverwritesNothing) {
   EXPECT_TRUE(read->records[0].has_job());
   EXPECT_EQ(read->torn, 0u);
   EXPECT_GT(read->marked, read->intact);
-  EXPECT_FALSE(export_log(directory + "/a/decisions.log", out));
+  const auto again = export_log(directory + "/a/decisions.log", out);
+  ASSERT_FALSE(again);
+  EXPECT_EQ(again.error().message, out + " exists: give a name that nothing has yet");
   std::filesystem::remove(directory + "/a/decisions.1.log");
   const auto rest = export_log(directory + "/a/decisions.log", out + "2");
   ASSERT_TRUE(rest) << rest.error().message;

@@ -7,6 +7,7 @@
 #include <mutex>
 #include <nlohmann/json.hpp>
 
+#include "daemon/log_transfer.h"
 #include "daemon/tests/cluster.h"
 
 namespace rejoin::daemon {
@@ -159,6 +160,54 @@ TEST_F(Cluster, ACopyThatIsAheadOfTheStoreIsRefused) {
             std::string::npos)
       << why_failed[0];
   EXPECT_NE(why_failed[0].find("'rejoin log import'"), std::string::npos) << why_failed[0];
+}
+
+// The documented way back leads to where they were.
+TEST_F(Cluster, AStoreThatBecomesAnotherJobsEndsThemAndTheirCopiesHaveTheirJobStill) {
+  for (std::size_t i = 0; i < 2; ++i) ASSERT_TRUE(start(i));
+  start_nodes();
+  ASSERT_TRUE(commit_more(3));
+  const std::uint64_t own = servers[*leader()]->machine().following().job();
+  ASSERT_TRUE(until([&] {
+    return std::ranges::all_of(servers, [&](const auto& one) { return one->machine().following().job() == own; });
+  })) << "who knows of no job yet takes any";
+  const auto import = [&](MemoryStoreData& into, const std::string& log) {
+    asio::io_context alone{1};
+    MemoryStore other(alone, into);
+    const auto done = import_log(alone, other, log, false, "job x in memory", "/rejoin/x/", 20ms);
+    EXPECT_TRUE(done) << done.error().message;
+  };
+  {
+    auto log = membership::Log::open(directory + "/other");
+    proto::LogRecord snapshot;
+    auto& of = *snapshot.mutable_snapshot();
+    of.mutable_job()->set_replicas(2), of.mutable_job()->set_ranks(1);
+    of.mutable_job()->set_batch(4), of.mutable_job()->set_id(own + 1);
+    of.set_position(1000);
+    ASSERT_TRUE(log && log->append({snapshot}));
+  }
+  MemoryStoreData others;
+  import(others, directory + "/other/decisions.log");
+  others.leader_revision += store.revision;
+  store = others;
+  ASSERT_TRUE(until([&] { return !why_failed[0].empty() && !why_failed[1].empty(); }));
+  std::pair<std::uint64_t, std::size_t> longest;
+  for (std::size_t i = 0; i < 2; ++i) {
+    EXPECT_NE(
+        why_failed[i].find(fmt::format("are of job {:016x} now, and this coordinator is of job {:016x}", own + 1, own)),
+        std::string::npos)
+        << why_failed[i];
+    end(i);
+    const auto copy = LogCopy::open(log_directory(i));
+    ASSERT_TRUE(copy) << copy.error().message;
+    EXPECT_EQ((*copy)->job(), own);
+    longest = std::max(longest, {(*copy)->position(), i});
+  }
+  store = {};
+  import(store, log_directory(longest.second) + "/decisions.log");
+  for (std::size_t i = 0; i < 2; ++i) ASSERT_TRUE(start(i));
+  ASSERT_TRUE(commit_more(3));
+  for (const auto& node : nodes) EXPECT_EQ(node->evictions, 0);
 }
 
 TEST_F(Cluster, ALogThatWasCompactedWithoutAStoreIsNoCopy) {

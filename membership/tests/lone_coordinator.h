@@ -54,6 +54,7 @@ struct Alone {
   std::vector<proto::Leads> said;
   std::vector<NodeId> closed;
   std::optional<Error> failed;
+  std::size_t copies = 0;  // records that have come out for the copy
   bool answers = true;
   std::optional<Asked> answers_not;     // requests of this kind alone
   bool keeps_requests = false;          // and says nothing of the next one either
@@ -123,7 +124,8 @@ struct Alone {
       for (const auto& [nodes, message] : actions.send)
         if (message.has_leads()) said.push_back(message.leads());
       for (const auto node : actions.close) closed.push_back(node);
-      if (actions.failed) failed = actions.failed;
+      if (actions.failed) return failed = actions.failed, void();  // its process has ended
+      copies += actions.copy.size();
       if (!more) return;
       asked.push_back(*actions.request);
       if (keeps_requests) return unheard = actions.request, void();
@@ -136,7 +138,7 @@ struct Alone {
     }
   }
   void pass(Duration time) {
-    for (const TimePoint until = now + time; now < until;) {
+    for (const TimePoint until = now + time; now < until && !failed;) {
       now += kQuiet / 16;
       for (const auto& [node, view] : views) say(node);
       carry_out(one->on_tick(now));

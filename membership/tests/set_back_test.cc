@@ -198,6 +198,53 @@ TEST_F(SetBackUnderALeader, AStandbyThatKnowsASnapshotAloneLooksWhetherItIsThere
   }
 }
 
+// As 'rejoin log import' puts it there: a snapshot, and a lead that nobody has.
+void import(Alone& into, std::uint64_t id, std::uint32_t replicas) {
+  Coordinator machine({.replicas = replicas, .ranks = 1, .batch = 4});
+  proto::LogRecord begins;
+  begins.mutable_job()->set_replicas(replicas), begins.mutable_job()->set_ranks(1);
+  begins.mutable_job()->set_batch(4), begins.mutable_job()->set_id(id);
+  ASSERT_TRUE(machine.replay(begins));
+  auto snapshot = machine.snapshot();
+  snapshot.mutable_snapshot()->set_position(40);
+  into.log.clear();
+  into.snapshot = snapshot.SerializeAsString(), into.snapshot_position = 40;
+  into.snapshot_revision = ++into.revision, into.leader_revision = ++into.revision;
+  proto::Leader nobody;
+  nobody.set_term(1000);
+  into.leader = nobody.SerializeAsString();
+}
+
+TEST_F(SetBackUnderALeader, AStoreThatBecomesAnotherJobsIsNotTakenForItsOwn) {
+  for (const bool leads : {true, false})
+    for (const std::uint32_t replicas : {2, 3}) {
+      Alone one;
+      if (!leads) one.let_other_lead();
+      one.start();
+      one.node(0, false);
+      one.pass(kQuiet / 4);
+      ASSERT_EQ(one.leads(), leads);
+      const auto copies = one.copies;
+      ASSERT_GT(copies, 0u);
+      import(one, 6, replicas);
+      one.pass(kQuiet);
+      ASSERT_TRUE(one.failed);
+      EXPECT_EQ(one.failed->code, ErrorCode::mismatch) << "that is exit code 4";
+      for (const char* part : {"are of job 0000000000000006 now, and this coordinator is of job 0000000000000005",
+                               "etcdctl del --prefix", "'rejoin log import'"})
+        EXPECT_NE(one.failed->message.find(part), std::string::npos) << one.failed->message;
+      EXPECT_EQ(one.copies, copies) << "the copy stays its job's";
+    }
+}
+
+TEST_F(SetBackUnderALeader, DecisionsOfTheSameJobThatAreImportedAreItsOwn) {
+  import(job, 5, 2);
+  job.pass(kQuiet / 2);
+  EXPECT_FALSE(job.failed) << job.failed->message;
+  EXPECT_TRUE(job.leads());
+  EXPECT_GT(job.one->position(), 40u);
+}
+
 // A member of the store's that lags behind says what was, to who does not ask for what is.
 TEST(ReplicatedCoordinator, AnOlderAnswerToWhoMayHaveOneIsNoSetBack) {
   Alone job;
