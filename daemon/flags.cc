@@ -37,8 +37,12 @@ Result<> check_name(const std::string& text) {
   return {};
 }
 
+// Of several rails each may have its own.
 Result<> check_address(const std::string& text) {
-  if (auto parts = transport::SocketAddress::split(text); !parts) return tl::unexpected(parts.error());
+  for (const auto& one : split(text, '|'))
+    if (auto parts = transport::SocketAddress::split(one); !parts)
+      return one == text ? Result<>(tl::unexpected(parts.error()))
+                         : Result<>(fail(parts.error().code, "'{}': {}", text, parts.error().message));
   return {};
 }
 

@@ -1,5 +1,7 @@
 #include "daemon/log_copy.h"
 
+#include <filesystem>
+
 #include "base/fail.h"
 #include "base/log.h"
 #include "base/start_thread.h"
@@ -16,6 +18,8 @@ constexpr const char* kBeginAnew =
 
 Result<std::unique_ptr<LogCopy>> LogCopy::open(const std::string& directory, membership::Disk disk) {
   std::unique_ptr<LogCopy> copy(new LogCopy(directory));
+  std::error_code ignored;
+  const bool there = std::filesystem::exists(directory + "/decisions.log", ignored);
   if (auto log = membership::Log::open(directory, std::move(disk))) {
     if (log->bytes_cut() > 0)
       spdlog::warn("copy of the decisions: a torn tail of {} bytes was cut off", log->bytes_cut());
@@ -29,7 +33,7 @@ Result<std::unique_ptr<LogCopy>> LogCopy::open(const std::string& directory, mem
     const auto legible = membership::legible_records(directory);
     if (!legible) copy->position_ = 1, copy->unread_ = legible.error().message;
     else if (auto taken = copy->take(*legible); !taken) return tl::unexpected(taken.error());
-    copy->give_up(log.error(), true);
+    copy->give_up(log.error(), true, there);
   }
   if (auto started = start_thread(copy->thread_, [one = copy.get()] { one->write(); }); !started)
     return tl::unexpected(started.error());
@@ -92,7 +96,7 @@ void LogCopy::put(std::vector<proto::LogRecord> records, How how) {
 }
 
 // The log's own words for what has become of its file are for a coordinator that has nothing else.
-void LogCopy::give_up(const Error& error, bool at_start) {
+void LogCopy::give_up(const Error& error, bool at_start, bool there) {
   const auto file = directory_ + "/decisions.log";
   if (error.code == ErrorCode::corrupt && at_start)
     return give_up(fmt::format("{} is damaged, or none of this version ('rejoin audit {}' says where)", file, file),
@@ -100,7 +104,8 @@ void LogCopy::give_up(const Error& error, bool at_start) {
   if (error.code == ErrorCode::corrupt)
     return give_up(fmt::format("{} was cut, and nothing but its coordinator may write to it", file), kBeginAnew);
   if (error.code == ErrorCode::not_found && at_start)
-    return give_up(fmt::format("{} is gone, and archives of it are there", file), kBeginAnew);
+    return give_up(fmt::format("{} {}, and archives of it are there", file, there ? "holds no decision" : "is gone"),
+                   kBeginAnew);
   if (error.code == ErrorCode::not_found) return give_up(fmt::format("{} was removed or moved away", file), kBeginAnew);
   give_up(error.message, kMendDisk);
 }
@@ -129,7 +134,7 @@ void LogCopy::write() {
     const auto written = write(next.records, next.how);
     lock.lock();
     behind_ -= next.bytes;
-    if (!written && given_up_.empty()) give_up(written.error(), false);
+    if (!written && given_up_.empty()) give_up(written.error(), false, true);
   }
 }
 

@@ -50,7 +50,8 @@ class LogCopy {
   void put(std::vector<proto::LogRecord> records, How how);
   void write();
   Result<> write(const std::vector<proto::LogRecord>& records, How how);
-  void give_up(const Error& error, bool at_start);  // mutex_ is held
+  // `there`: the file was. mutex_ is held.
+  void give_up(const Error& error, bool at_start, bool there);
   void give_up(const std::string& why, const char* remedy);
 
   struct Item {

@@ -4,12 +4,16 @@
 
 #include <array>
 #include <asio.hpp>
+#include <atomic>
 #include <iostream>
 #include <nlohmann/json.hpp>
+#include <optional>
+#include <thread>
 
 #include "base/bytes.h"
 #include "base/clock.h"
 #include "base/fail.h"
+#include "base/start_thread.h"
 #include "daemon/versions_report.h"
 #include "transport/socket_address.h"
 
@@ -20,8 +24,15 @@ constexpr std::size_t kMostBytes = 64 * MiB;  // of a status
 constexpr int kDeepest = 32;
 constexpr auto kPatience = std::chrono::seconds(5);  // with a daemon that is asked for its status
 
+// A page's URL, as a browser has it, leads to its daemon.
+std::string host_and_port(const std::string& address) {
+  constexpr std::string_view scheme = "http://";
+  if (!address.starts_with(scheme)) return address;
+  return address.substr(scheme.size(), address.find('/', scheme.size()) - scheme.size());
+}
+
 Result<nlohmann::json> fetch_status(const std::string& address) {
-  const auto where = transport::SocketAddress::split(address);
+  const auto where = transport::SocketAddress::split(host_and_port(address));
   if (!where) return tl::unexpected(where.error());
   asio::ip::tcp::iostream stream;
   stream.expires_after(kPatience);
@@ -298,6 +309,38 @@ Result<int> show_status(const std::string& address, bool json) {
   return 0;
 }
 
+namespace {
+
+struct Look {
+  Result<nlohmann::json> status = nlohmann::json();
+  TimePoint at{};
+};
+// Of all at the same time: those that do not answer would hold up the others.
+Result<std::vector<Look>> look_at(const std::vector<std::string>& addresses) {
+  constexpr std::size_t most_at_once = 64;
+  std::vector<Look> looks(addresses.size());
+  std::vector<std::thread> threads(std::min(addresses.size(), most_at_once));
+  std::atomic<std::size_t> next = 0;
+  std::optional<Error> lacking;
+  for (auto& thread : threads) {
+    const auto started = start_thread(thread, [&] {
+      for (std::size_t i; (i = next++) < looks.size();) {
+        auto status = fetch_status(addresses[i]);
+        looks[i] = {.status = std::move(status), .at = SteadyClock().now()};
+      }
+    });
+    if (started) continue;
+    lacking = started.error();
+    break;
+  }
+  for (auto& thread : threads)
+    if (thread.joinable()) thread.join();
+  if (lacking && next == 0) return tl::unexpected(*lacking);  // not even one
+  return looks;
+}
+
+}  // namespace
+
 Result<int> top(const std::vector<std::string>& addresses, std::chrono::milliseconds interval, std::uint64_t count) {
   const bool terminal = ::isatty(STDOUT_FILENO) != 0;
   asio::io_context io;
@@ -308,9 +351,12 @@ Result<int> top(const std::vector<std::string>& addresses, std::chrono::millisec
       timer.expires_after(interval);
       timer.wait();
     }
+    const auto looks = look_at(addresses);
+    if (!looks) return tl::unexpected(looks.error());
     if (terminal) std::cout << "\x1b[H\x1b[2J";
-    for (const auto& address : addresses) {
-      auto status = fetch_status(address);
+    for (std::size_t i = 0; i < addresses.size(); ++i) {
+      const auto& address = addresses[i];
+      const auto& [status, now] = (*looks)[i];
       std::cout << "== " << address << "\n";
       if (!status) {
         std::cout << status.error().message << "\n";
@@ -323,7 +369,6 @@ Result<int> top(const std::vector<std::string>& addresses, std::chrono::millisec
       if (!status->contains("coordinator_role")) continue;
       // Others that do not answer make a round longer than the interval.
       const auto committed = status->at("coordinator_role").at("committed").get<std::uint64_t>();
-      const TimePoint now = SteadyClock().now();
       if (auto before = committed_before.find(address); before != committed_before.end())
         std::cout << fmt::format("  {:.1f} steps a second\n",
                                  (static_cast<double>(committed) - static_cast<double>(before->second.first)) /

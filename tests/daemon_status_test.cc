@@ -239,6 +239,32 @@ TEST(Top, SaysHowFastTheJobIsThoughAnotherDaemonDoesNotAnswer) {
   EXPECT_LE(std::stod(rate[1]) * 5, after - before + 1) << "it has waited five seconds for the other one";
 }
 
+TEST(Top, AsksAllAtTheSameTime) {
+  const auto listener = [](sockaddr_in& at) {
+    Fd silent(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+    at = {.sin_family = AF_INET, .sin_port = 0, .sin_addr = {htonl(INADDR_LOOPBACK)}, .sin_zero = {}};
+    socklen_t size = sizeof at;
+    EXPECT_EQ(::bind(silent.get(), reinterpret_cast<sockaddr*>(&at), size), 0);
+    EXPECT_EQ(::listen(silent.get(), 8), 0);
+    EXPECT_EQ(::getsockname(silent.get(), reinterpret_cast<sockaddr*>(&at), &size), 0);
+    return silent;
+  };
+  Scratch scratch;
+  sockaddr_in at[2];
+  const Fd silent[2] = {listener(at[0]), listener(at[1])};
+  Process top({kCli, "top", fmt::format("127.0.0.1:{}", ntohs(at[0].sin_port)),
+               fmt::format("http://127.0.0.1:{}/", ntohs(at[1].sin_port)), "--count", "1"},
+              scratch.path + "/top.out");
+  {
+    const Fd first(::accept(silent[0].get(), nullptr, nullptr)), second(::accept(silent[1].get(), nullptr, nullptr));
+    char request[256];
+    EXPECT_GT(::recv(first.get(), request, sizeof request, 0), 0);
+    EXPECT_EQ(::recv(first.get(), request, sizeof request, MSG_DONTWAIT), -1) << "it is asked no longer";
+    EXPECT_GT(::recv(second.get(), request, sizeof request, 0), 0);
+  }
+  EXPECT_EQ(top.wait(std::chrono::seconds(30)), 0);
+}
+
 // Neither is wrong: the daemon that answers late, or the address.
 TEST(Status, ADaemonThatIsStoppedIsSaidToBeSilent) {
   Job job;

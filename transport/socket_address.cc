@@ -5,6 +5,8 @@
 #include <netdb.h>
 #include <netinet/in.h>
 
+#include <algorithm>
+#include <cctype>
 #include <cstring>
 
 #include "base/fail.h"
@@ -20,6 +22,18 @@ bool is_of_server(int error) {
   return error == EAI_AGAIN || error == EAI_FAIL || error == EAI_MEMORY || error == EAI_SYSTEM;
 }
 
+// Names and addresses have none of that, and a resolver may take it for something else, as '*' for the loopback.
+std::string wrong_in(const std::string& host, bool bracketed) {
+  if (host == "*") return "names no machine; to listen on all addresses write 0.0.0.0 or [::]";
+  if (std::ranges::any_of(host, [](unsigned char one) { return std::isspace(one) != 0; })) return "has a blank in it";
+  if (host.find('/') != std::string::npos) return "has a '/' in it; write HOST:PORT alone, without http://";
+  in6_addr ignored{};
+  const bool ipv6 = ::inet_pton(AF_INET6, host.substr(0, host.find('%')).c_str(), &ignored) == 1;
+  if (!bracketed && !ipv6 && host.find(':') != std::string::npos)
+    return "has a ':' in it; write HOST:PORT alone, an IPv6 address in brackets";
+  return {};
+}
+
 }  // namespace
 
 std::string with_port(const std::string& host, std::uint16_t port) {
@@ -28,14 +42,16 @@ std::string with_port(const std::string& host, std::uint16_t port) {
 
 Result<HostPort> SocketAddress::split(const std::string& text) {
   const auto colon = text.rfind(':');
-  if (colon == std::string::npos || colon == 0 || colon + 1 == text.size())
+  if (colon == std::string::npos || colon == 0 || colon + 1 == text.size() || text.back() == ']')
     return fail(ErrorCode::invalid_argument, "address '{}' is not of the form host:port", text);
   HostPort parts{.host = text.substr(0, colon)};
   if (!parse_number(std::string_view(text).substr(colon + 1), parts.port))
     return fail(ErrorCode::invalid_argument, "address '{}': its port '{}' is not a number from 0 to 65535", text,
                 text.substr(colon + 1));
-  if (parts.host.size() > 2 && parts.host.front() == '[' && parts.host.back() == ']')
-    parts.host = parts.host.substr(1, parts.host.size() - 2);
+  const bool bracketed = parts.host.size() > 2 && parts.host.front() == '[' && parts.host.back() == ']';
+  if (bracketed) parts.host = parts.host.substr(1, parts.host.size() - 2);
+  if (const std::string wrong = wrong_in(parts.host, bracketed); !wrong.empty())
+    return fail(ErrorCode::invalid_argument, "address '{}': its host '{}' {}", text, parts.host, wrong);
   return parts;
 }
 

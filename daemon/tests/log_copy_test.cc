@@ -61,6 +61,10 @@ TEST_F(LostCopy, OneThatIsGoneKeepsNobodyFromStarting) {
   leave_a_copy(60);
   std::filesystem::remove(file());
   expect_that_it_starts_and_leads({"is gone, and archives of it are there", "What counts is in the store"});
+  end(0);
+  std::ofstream(file(), std::ios::trunc).flush();
+  ASSERT_TRUE(start(0));
+  EXPECT_NE(alarm(0).find("holds no decision, and archives of it are there"), std::string::npos) << alarm(0);
 }
 
 TEST_F(LostCopy, AFullDiskKeepsNobodyFromStarting) {
