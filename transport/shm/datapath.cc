@@ -205,6 +205,7 @@ void ShmEngine::handle(Endpoint& endpoint, const wire::Header& header, BytesView
     case wire::Kind::read: return on_read(endpoint, header);
     case wire::Kind::found: return on_found(endpoint, header, body);
     case wire::Kind::acknowledge: return on_acknowledge(endpoint, header);
+    case wire::Kind::refused: break;  // instead of a greeting
   }
   fail_endpoint(endpoint, ErrorCode::corrupt, "it sent a record of unknown kind");
 }

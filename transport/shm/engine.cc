@@ -165,7 +165,8 @@ void ShmEngine::on_socket(Endpoint& endpoint) {
     // What it wrote into the ring before it went is still delivered.
     while (endpoint.stage == Stage::open && receive(endpoint)) {
     }
-    return fail_endpoint(endpoint, received.error().code, received.error().message);
+    const auto told = endpoint.stage == Stage::greeting ? told_by_listener(endpoint) : std::nullopt;
+    return fail_endpoint(endpoint, received.error().code, told.value_or(received.error().message));
   }
   if (!*received) return;
   if (endpoint.stage == Stage::accepting)
@@ -183,7 +184,7 @@ Result<> ShmEngine::probe(Endpoint& endpoint, const wire::Greeting& greeting) {
   const auto into = std::as_writable_bytes(std::span(&seen, 1));
   if (auto read = endpoint.process.read(greeting.probe_address, into); !read) return read;
   if (seen != wire::kMagic)
-    return fail(ErrorCode::corrupt, "process {} is of another Rejoin version", endpoint.process.id());
+    return fail(ErrorCode::corrupt, "{} is of another Rejoin version", named(endpoint.process.id()));
   return {};
 }
 
@@ -205,19 +206,33 @@ void ShmEngine::greet_as_server(Endpoint& endpoint, BytesView bytes, std::vector
   auto channel = size && *size == sizeof(Channel) ? Mapping::of(fds[0], sizeof(Channel))
                                                   : fail(ErrorCode::corrupt, "its channel has a wrong size");
   if (!channel) return fail_endpoint(endpoint, channel.error().code, channel.error().message);
-  if (auto probed = probe(endpoint, greeting); !probed)
-    return fail_endpoint(endpoint, probed.error().code, probed.error().message);
   endpoint.channel = std::move(*channel);
   auto* rings = reinterpret_cast<Channel*>(endpoint.channel.data());
   endpoint.out = RingWriter(&rings->to_client);
   endpoint.in = RingReader(&rings->to_server);
-  if (auto set = set_doorbell(endpoint, std::move(fds[1])); !set)
-    return fail_endpoint(endpoint, set.error().code, set.error().message);
+  if (auto probed = probe(endpoint, greeting); !probed) return refuse(endpoint, probed.error());
+  if (auto set = set_doorbell(endpoint, std::move(fds[1])); !set) return refuse(endpoint, set.error());
   const wire::Greeting answer = greeting_of_ours();
   if (auto sent = send_with_fds(endpoint.socket, bytes_of(answer), {doorbell_.get()}); !sent)
     return fail_endpoint(endpoint, sent.error().code, sent.error().message);
   open(endpoint);
   events_.emit({.kind = EventKind::accepted, .endpoint = endpoint.id}, bytes);
+}
+
+// Only this side knows why, and the caller's log and its job's status are where people look.
+void ShmEngine::refuse(Endpoint& caller, const Error& why) {
+  const auto text = as_bytes(why.message).first(std::min(why.message.size(), wire::kLongestRefusal));
+  (void)caller.out.append(bytes_of(wire::Header{.kind = wire::Kind::refused, .length = text.size()}), text);
+  fail_endpoint(caller, why.code, why.message);
+}
+
+std::optional<std::string> ShmEngine::told_by_listener(Endpoint& endpoint) {
+  const auto record = endpoint.in.front();
+  if (!record) return std::nullopt;
+  wire::Header header;
+  BytesView text = *record;
+  if (!take(text, header) || header.kind != wire::Kind::refused) return std::nullopt;
+  return "it has refused this connection: " + printable(as_text(text), wire::kLongestRefusal);
 }
 
 void ShmEngine::finish_as_client(Endpoint& endpoint, BytesView bytes, std::vector<Fd> fds) {
@@ -327,7 +342,7 @@ void ShmEngine::fail_endpoint(Endpoint& endpoint, ErrorCode code, std::string wh
   const Error error{code, fmt::format("the peer is gone: {}", endpoint.failure)};
   fail_operations(endpoint, error);
   if (unseen) {
-    strangers_.refuse(endpoint.id, code, fmt::format("process {}", endpoint.process.id()), endpoint.failure);
+    strangers_.refuse(endpoint.id, code, named(endpoint.process.id()), endpoint.failure);
     endpoints_.erase(endpoint.id.value);
     return;
   }

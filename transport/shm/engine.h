@@ -104,6 +104,8 @@ class ShmEngine final : public Engine {
   void look_after_greetings();
   void on_socket(Endpoint& endpoint);
   void greet_as_server(Endpoint& endpoint, BytesView bytes, std::vector<Fd> fds);
+  void refuse(Endpoint& caller, const Error& why);
+  static std::optional<std::string> told_by_listener(Endpoint& endpoint);
   void finish_as_client(Endpoint& endpoint, BytesView bytes, std::vector<Fd> fds);
   void let_peers_read();
   wire::Greeting greeting_of_ours() const;

@@ -30,12 +30,20 @@ void find_at_threads(pid_t process, const std::string& what, Had had) {
 
 }  // namespace
 
+std::string named(pid_t process) {
+  return process == 0 ? "a process of another PID namespace" : fmt::format("process {}", process);
+}
+
 tl::unexpected<Error> unreadable(pid_t process) {
+  if (errno == EFAULT || errno == EIO)  // the latter of its file
+    return fail_errno(
+        fmt::format("reading the memory of {} (it is not mapped there, or not any more: memory has to stay "
+                    "mapped until it is deregistered)",
+                    named(process)));
   return fail_errno(
-      fmt::format("reading the memory of process {} (both must run as one user in one PID namespace, with "
-                  "process_vm_readv allowed by seccomp, and the sysctl kernel.yama.ptrace_scope at 0 or 1; or use "
-                  "transport tcp)",
-                  process));
+      fmt::format("reading the memory of {} (both must run as one user in one PID namespace, with process_vm_readv "
+                  "allowed by seccomp, and the sysctl kernel.yama.ptrace_scope at 0 or 1; or use transport tcp)",
+                  named(process)));
 }
 
 Result<> shows_itself() {

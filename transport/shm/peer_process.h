@@ -10,6 +10,7 @@
 
 namespace rejoin::transport::shm {
 
+std::string named(pid_t process);  // 0: as the kernel names one of a PID namespace that is not seen from here
 tl::unexpected<Error> unreadable(pid_t process);  // its memory, as errno says
 // Whether others of this user may look at this process at all: who has changed its user, or whose program's file has
 // capabilities, shows them neither memory nor files (ptrace(2), "Ptrace access mode checking"). Root is not asked.

@@ -2,6 +2,8 @@
 //   1. Over the unix socket the caller sends its Greeting, with the channel's memfd and its doorbell, and then its
 //   hello;
 //      the listener answers with its own Greeting and doorbell. After that the socket only shows that both ends live.
+//      One that refuses says why in its ring, in a record `refused`, and closes; older ones only close, and older
+//      callers don't look.
 //   2. All else goes through the rings, in records: a header, then the bytes of a message or of a small write.
 //      message: goes to the user.
 //      write: the receiver moves the bytes into place, and answers with `acknowledge`, which has the refusal if any.
@@ -17,7 +19,9 @@ namespace rejoin::transport::shm::wire {
 
 constexpr std::uint64_t kMagic = 0x345045524d485352;  // changes with the layout below
 
-enum class Kind : std::uint32_t { message = 1, write, acknowledge, read, found };
+enum class Kind : std::uint32_t { message = 1, write, acknowledge, read, found, refused };
+
+constexpr std::size_t kLongestRefusal = 1 * KiB;  // in words
 
 constexpr std::uint16_t kStreamed = 1;  // whoever copies them may pass its caches by
 constexpr std::uint16_t kDigested = 2;  // and is to take their digest, if it does
