@@ -164,6 +164,7 @@ class Engine {
                                                             " bytes of a dma-buf: stage them in host memory"});
   }
   virtual void deregister(RegionId region) = 0;
+  // Of a region that is not registered, or not any more: with the key 0, which is that of none.
   virtual RemoteRegion remote(RegionId region) const = 0;
   // Whether what peers write into this region goes through host memory, and is then copied there.
   virtual bool staged(RegionId) const { return false; }
@@ -172,7 +173,8 @@ class Engine {
 
   // Copies the bytes and sends them, in order. Refused (nothing sent) above kMaxMessage or on a dead endpoint.
   virtual Result<> send(EndpointId endpoint, BytesView message) = 0;
-  // Posts all or, with an error, none: the endpoint is unknown or dead, or a local range lies outside its region.
+  // Posts all or, with an error, none: the endpoint is unknown or dead, or a local range lies outside its region
+  // or in one that is not registered.
   virtual Result<> write(EndpointId endpoint, std::span<const Write> writes) = 0;
   virtual Result<> read(EndpointId endpoint, std::span<const Read> reads) = 0;
 

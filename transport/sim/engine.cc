@@ -113,8 +113,9 @@ void SimEngine::deregister(RegionId region) {
 }
 
 RemoteRegion SimEngine::remote(RegionId region) const {
-  const Region& found = regions_.at(region.value);
-  return {found.key, found.memory.size()};
+  const auto found = regions_.find(region.value);
+  if (found == regions_.end()) return {};
+  return {found->second.key, found->second.memory.size()};
 }
 
 SimEngine::Region* SimEngine::region_of_key(std::uint64_t key) {

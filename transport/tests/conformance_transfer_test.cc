@@ -165,6 +165,7 @@ TEST_P(Conformance, BadKeysAndRangesAreRefusedAndTouchNothing) {
   EXPECT_TRUE(p.a.outcome[5]);
   p.b.engine->deregister(target);
   attempt(6, {good, 0}, 100);
+  attempt(7, {p.b.engine->remote(target), 0}, 100);
   EXPECT_TRUE(p.b.written.empty());
   EXPECT_TRUE(all_are(std::byte{0}, to));
   // The endpoint is as good as before.
@@ -181,6 +182,11 @@ TEST_P(Conformance, LocalRangesOutsideTheirRegionPostNothing) {
   const Write writes[] = {{.context = 1, .local = {source, 0}, .remote = remote, .length = 50, .notify = 1},
                           {.context = 2, .local = {source, 60}, .remote = remote, .length = 50, .notify = 2}};
   EXPECT_FALSE(p.a.engine->write(p.at_a, writes));
+  const auto good = std::span(writes).first(1);
+  p.a.engine->deregister(source);
+  const auto posted = p.a.engine->write(p.at_a, good);
+  ASSERT_FALSE(posted);
+  EXPECT_NE(posted.error().message.find("is not registered"), std::string::npos) << posted.error().message;
   settle();
   EXPECT_TRUE(p.a.completions.empty());
   EXPECT_TRUE(p.b.written.empty());
