@@ -208,7 +208,8 @@ Result<Fd> make_sealed_memfd(const std::string& name, std::size_t size) {
                 "memfd '{}' of {}: a file of this process may have {}; raise it with 'ulimit -f unlimited'", name,
                 human_bytes(size), human_bytes(largest_file()));
   Fd fd(::memfd_create(name.c_str(), MFD_CLOEXEC | MFD_ALLOW_SEALING));
-  if (!fd) return fail_errno("memfd_create");
+  const bool forbidden = !fd && (errno == ENOSYS || errno == EPERM || errno == EACCES);
+  if (!fd) return fail_errno(forbidden ? "memfd_create (a filter of system calls has to allow it)" : "memfd_create");
   if (::ftruncate(fd.get(), static_cast<off_t>(size)) != 0)
     return fail_errno(fmt::format("memfd '{}' of {}", name, human_bytes(size)));
   if (auto had = reserve(fd, size); !had) return fail(had.error().code, "memfd '{}': {}", name, had.error().message);

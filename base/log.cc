@@ -174,11 +174,18 @@ void init_logging(const std::string& who, const std::string& level) {
 namespace {
 
 std::atomic<spdlog::logger*> present_logger = nullptr;
+std::atomic<void (*)()> at_need = nullptr;
 
 }  // namespace
 
+void set_logger_at_need(void (*set)()) { at_need = set; }
+
 spdlog::logger& logger() {
-  auto* const its = present_logger.load(std::memory_order_acquire);
+  auto* its = present_logger.load(std::memory_order_acquire);
+  if (auto* const set = its == nullptr ? at_need.load() : nullptr) {
+    set();
+    its = present_logger.load(std::memory_order_acquire);
+  }
   return its != nullptr ? *its : *spdlog::default_logger_raw();
 }
 

@@ -18,6 +18,8 @@ void init_logging(const std::string& who, const std::string& level);
 // Where lines go: spdlog's default logger, unless another one is set, which then lives as long as the process, whatever
 // a program that shares spdlog does with it. Any thread.
 spdlog::logger& logger();
+// Called by whoever logs while none is set: it may set one. Before there are threads.
+void set_logger_at_need(void (*set)());
 // Null: the default one again; those before are given back, so nobody may be writing any more.
 void set_logger(std::shared_ptr<spdlog::logger> its);
 

@@ -6,12 +6,14 @@
 #include "base/log.h"
 #include "bench/allreduce.h"
 #include "bench/host.h"
+#include "bench/results_file.h"
 
 namespace rejoin::bench {
 namespace {
 
 int run(const AllReduceSettings& settings) {
-  const auto results = run_all_reduce(settings);
+  const auto writable = check_results(settings.json);
+  const auto results = writable ? run_all_reduce(settings) : tl::unexpected(writable.error());
   if (!results) {
     std::fprintf(stderr, "rejoin_allreduce_perf: %s\n", results.error().message.c_str());
     return 1;

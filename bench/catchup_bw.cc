@@ -126,6 +126,7 @@ int main(int argc, char** argv) {
   if (auto fit = s.cuda ? Result<>{} : bench::check_memory(s.sources + 1, s.bytes); !fit)
     return bench::complain(fit.error().message), 2;
   if (s.bytes < 1024) return bench::complain("--size must be at least 1 KiB"), 2;
+  if (auto writable = bench::check_results(s.json); !writable) return bench::complain(writable.error().message), 1;
   init_logging("catchup_bw", "warn");
   return bench::run(s);
 }

@@ -211,7 +211,7 @@ int main(int argc, char** argv) {
     if (bytes % 4 != 0)
       return std::fprintf(stderr, "rejoin_step_perf: --sizes must be multiples of 4, and %lu is none\n", bytes), 2;
   init_logging("step_perf", "warn");
-  if (const auto done = bench::run(s); !done)
+  if (const auto done = bench::check_results(s.json).and_then([&] { return bench::run(s); }); !done)
     return std::fprintf(stderr, "rejoin_step_perf: %s\n", done.error().message.c_str()), 1;
   return 0;
 }

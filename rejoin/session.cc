@@ -149,7 +149,7 @@ class SessionImpl final : public Session {
     if (ended_) return *ended_;
     if (stage_ != Stage::updating || applying_)
       return {ErrorCode::invalid_argument, "abandon_update() without an update: begin_update() begins one"};
-    return tear(broken_update(config_, step_, "failed", printable(what, kLongestReason))).error();
+    return tear(broken_update(config_, step_, "the optimizer failed", printable(what, kLongestReason))).error();
   }
 
   void when_reduced(std::function<void(std::uint64_t)> look) override { look_ = std::move(look); }
@@ -330,11 +330,11 @@ class SessionImpl final : public Session {
   }
 
   Result<> apply(const std::vector<Update>& updates, const std::function<void(const Update&)>& optimizer) {
-    const auto thrown = [&](const std::string& what) {
-      return tl::unexpected(broken_update(config_, step_, "threw", what));
-    };
+    const char* who = "when_reduced()'s function threw";
+    const auto thrown = [&](const auto& what) { return tl::unexpected(broken_update(config_, step_, who, what)); };
     try {
       if (const auto look = look_) look(step_);  // it may set another one
+      who = "the optimizer threw";
       for (const auto& update : updates) optimizer(update);
     } catch (const abi::__forced_unwind&) {  // the thread is being cancelled, which nobody may stop
       (void)tear(thrown("its thread was cancelled").value());

@@ -50,11 +50,11 @@ Result<> check_restored(const Position& position, std::uint64_t digest) {
               position.step(), digest, *position.digest());
 }
 
-Error broken_update(const SessionConfig& config, std::uint64_t step, const char* did, const std::string& what) {
+Error broken_update(const SessionConfig& config, std::uint64_t step, const char* who_did, const std::string& what) {
   return {ErrorCode::cancelled,
-          fmt::format("the optimizer {} in the update of step {}: {}. The state of replica {} rank {} is updated in "
-                      "part, and of no use: this session is at its end. Start the process again, and it catches up",
-                      did, step, what, config.replica, config.rank)};
+          fmt::format("{} in the update of step {}: {}. The state of replica {} rank {} is updated in part, or not at "
+                      "all, and of no use: this session is at its end. Start the process again, and it catches up",
+                      who_did, step, what, config.replica, config.rank)};
 }
 
 Error forgotten_buckets(std::uint64_t step, const std::string& missing) {

@@ -16,7 +16,7 @@ bool tell_of_over(const Position& from, const proto::Plan& plan);
 // Errors: `mismatch`, where a state of this digest is not the position's.
 Result<> check_restored(const Position& position, std::uint64_t digest);
 // Of an optimizer that has not come to the end of this step's update.
-Error broken_update(const SessionConfig& config, std::uint64_t step, const char* did, const std::string& what);
+Error broken_update(const SessionConfig& config, std::uint64_t step, const char* who_did, const std::string& what);
 // Of a commit() of this step, in which the buckets with these names have not been handed over.
 Error forgotten_buckets(std::uint64_t step, const std::string& missing);
 // Of position().

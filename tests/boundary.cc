@@ -13,6 +13,8 @@ struct Interrupted : std::runtime_error {
 };
 
 int main() {
+  // Before anything else is opened, and with something to say: of whether the kernel encrypts.
+  if (!rejoin::transport::make_engine("tcp+aes;ktls=1")) return std::puts("no engine"), 1;
   const auto server = rejoin::CheckpointServer::open({.transport = "tcp", .listen = "127.0.0.1:0", .advertise = ""});
   if (!server) return std::puts(server.error().message.c_str()), 1;
   const auto interrupted = []() -> bool { throw Interrupted("the user has had enough"); };

@@ -21,7 +21,9 @@ cmake --build "$scratch/build" >/dev/null
 # It starts, finds its library, and says what it lacks.
 output=$("$scratch/build/user" 2>&1 || true)
 grep -q "no daemon socket" <<<"$output" || { echo "unexpected: $output"; exit 1; }
-output=$("$scratch/build/boundary" 2>&1) || { echo "unexpected: $output"; exit 1; }
+output=$("$scratch/build/boundary" 2>"$scratch/said") || { echo "unexpected: $output"; exit 1; }
+[[ $output == "one class on both sides" ]] || { echo "not to standard output: $output"; exit 1; }
+grep -q "tcp+aes: " "$scratch/said" || { echo "not said: $(<"$scratch/said")"; exit 1; }
 libdir=$(dirname "$(find "$scratch/tree" -name rejoin.pc)")
 flags=$(PKG_CONFIG_PATH="$libdir" pkg-config --cflags --libs rejoin)
 by_pkg_config() {

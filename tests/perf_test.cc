@@ -51,6 +51,22 @@ TEST(Perf, EachToolRunsOverEachTransportAndChecksWhatArrived) {
     }
 }
 
+TEST(Perf, AFileThatCannotBeWrittenIsFoundBeforeTheRun) {
+  Scratch scratch;
+  for (const auto& file : {scratch.path, scratch.path + "/none/out.json"})
+    for (const std::vector<std::string>& tool :
+         {std::vector<std::string>{"rejoin_write_bw", "-D", "100", "--out_json_file", file, "127.0.0.1"},
+          {"rejoin_allreduce_perf", "-n", "100000", "--json", file},
+          {"rejoin_step_perf", "--json", file},
+          {"rejoin_recovery_perf", "--json", file}}) {
+      std::vector<std::string> arguments = tool;
+      arguments[0] = binaries() + "/" + tool[0];
+      const Ended ended = run(arguments, {}, std::chrono::seconds(30));
+      EXPECT_EQ(ended.status, 1) << tool[0];
+      EXPECT_NE(ended.output.find("can't write " + file), std::string::npos) << ended.output;
+    }
+}
+
 TEST(Perf, BothWaysOverRailsAndAllSizesWithJson) {
   Scratch scratch;
   const Pair pair("rejoin_write_bw",

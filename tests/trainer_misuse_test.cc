@@ -89,6 +89,11 @@ TEST_F(Trained, WhoLooksOnceAtWhatIsReducedMayForgetItsCallWithinIt) {
   ASSERT_TRUE(step_once(*session));
   ASSERT_TRUE(step_once(*session));
   EXPECT_EQ(seen, std::vector<std::uint64_t>{1});
+  ASSERT_TRUE(*session->begin_step());
+  ASSERT_TRUE(session->all_reduce(0) && session->all_reduce(1));
+  session->when_reduced([](std::uint64_t) { throw std::runtime_error("no such tensor"); });
+  EXPECT_REFUSED(commit(*session), ErrorCode::cancelled,
+                 "when_reduced()'s function threw in the update of step 3: no such tensor", "Start the process again");
 }
 
 // As a call of Python's does, where a signal's handler raises.

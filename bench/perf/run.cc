@@ -242,6 +242,7 @@ int run(Test test, int argc, char** argv) {
     return 1;
   };
   if (!options) return complain(options.error());
+  if (auto writable = check_results(options->json_file); !writable) return complain(writable.error());
   auto link = Link::open(*options);
   if (!link) return complain(link.error());
   if (auto done = Run(*options, **link).all(); !done) return complain(done.error());
