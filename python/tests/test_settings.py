@@ -1,6 +1,7 @@
 """Schedules of torch, and settings that change late: refused before anything is lost, or put back."""
 
 import functools
+import json
 import logging
 import math
 import re
@@ -173,16 +174,20 @@ def test_a_schedule_that_gives_no_rate_is_refused_in_the_first_steps(tmp_path, m
         one._updates._set_lr(7)
 
 
-def test_what_fails_in_this_process_alone_ends_it(tmp_path):
+@pytest.mark.parametrize(
+    "raised",
+    [MemoryError, RecursionError, OSError, ImportError, json.JSONDecodeError("cut off", "", 0), RuntimeError("CUDA")],
+)
+def test_what_fails_in_this_process_alone_ends_it(tmp_path, raised):
     """The other replicas have the step's rate: with that of before this one would differ from them."""
 
     def schedule(step):
         if step == 9:
-            raise MemoryError
+            raise raised
         return 0.5
 
     one, _, _ = attached(tmp_path, lr=schedule)
-    with pytest.raises(MemoryError):
+    with pytest.raises(raised if isinstance(raised, type) else type(raised)):
         one._updates._set_lr(9)
 
 

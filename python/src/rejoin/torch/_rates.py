@@ -5,6 +5,7 @@ See "Settings that change" in docs/design-notes.md.
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -13,7 +14,10 @@ from rejoin.errors import InvalidArgument
 
 Schedule = Callable[[int], "float | Sequence[float]"]
 
-_OF_THIS_PROCESS = (MemoryError, OSError)  # others have the step's rates, and this replica is to end
+# What a function of the step raises on all replicas, where it has no rate. Anything else (of memory, of a file that is
+# being written, of a stack that is deeper here) may be one process's alone, whose replica ends: others have the rates.
+_OF_THE_STEP = (InvalidArgument, LookupError, ArithmeticError, ValueError, TypeError, AssertionError, StopIteration)
+_OF_A_FILE = (json.JSONDecodeError, UnicodeError)  # though they are ValueErrors
 
 log = logging.getLogger("rejoin")
 
@@ -53,9 +57,9 @@ class Rates:
         """Give the rates of this step, whose update is under way on all replicas; the log has an error if need be."""
         try:
             return self.given(step)
-        except _OF_THIS_PROCESS:
+        except _OF_A_FILE:
             raise
-        except Exception as error:
+        except _OF_THE_STEP as error:
             before, rates = self._before(step)
             if before is None:
                 raise
@@ -70,9 +74,9 @@ class Rates:
                 begin = self._gap.start
             try:
                 rates = self.given(begin - 1)
-            except _OF_THIS_PROCESS:
+            except _OF_A_FILE:
                 raise
-            except Exception:
+            except _OF_THE_STEP:
                 begin -= 1
                 continue
             if self._gap.start == begin:
