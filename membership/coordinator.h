@@ -64,6 +64,7 @@ namespace rejoin::membership {
 
 class Coordinator {
  public:
+  static constexpr const char* kNotBack = "it has not come back since this coordinator began to lead";
   explicit Coordinator(const JobConfig& config)
       : config_(config),
         ledger_(config.dealing()),
@@ -264,6 +265,7 @@ class Coordinator {
   std::optional<Step> newest(const std::vector<ReplicaId>& replicas) const;
   bool send_back_mixed(const std::vector<ReplicaId>& replicas, std::optional<Step> newest);
   std::string rollback_needed(Step from) const;
+  std::string goes_back_to(Step from, TimePoint now) const;
   std::vector<std::string> unfit(const std::vector<ReplicaId>& replicas) const;
   std::vector<bool> fit_to_start(const std::vector<ReplicaId>& replicas, Step from) const;
   void start_with(const std::vector<ReplicaId>& replicas, Step from);

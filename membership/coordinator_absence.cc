@@ -78,8 +78,8 @@ void Coordinator::settle_absent() {
   }
 }
 
-// After a restart of this coordinator, members have `silence` to come back, or longer while others do. Where nobody who
-// has the state is there by then, all who may have it are waited for.
+// After a restart of this coordinator, or when it has taken the lead, members have `silence` to come back, or longer
+// while others do. Where nobody who has the state is there by then, all who may have it are waited for.
 void Coordinator::settle_recovery() {
   if (now_ < *recovering_until_) return;
   const bool somebody =
@@ -107,14 +107,14 @@ void Coordinator::settle_recovery() {
   std::vector<ReplicaId> holders, joiners;
   for (const auto& m : members_)
     if (!is_back(m)) (m.catching_up && !m.complete ? joiners : holders).push_back(m.replica);
-  for (auto id : holders) suspend(id, "it did not come back after the coordinator's restart");
+  for (auto id : holders) suspend(id, kNotBack);
   announce_all();
-  if (!holders.empty()) next_epoch("without those that did not come back after the coordinator's restart");
-  else if (found) next_epoch("the last contributor had ended before the coordinator's restart was over");
-  for (auto id : joiners) remove(id, "it did not come back after the coordinator's restart");
+  if (!holders.empty()) next_epoch("without those that have not come back since this coordinator began to lead");
+  else if (found) next_epoch("the last contributor had ended before those of before had come back");
+  for (auto id : joiners) remove(id, kNotBack);
   if (members_.empty() || has_contributors()) return;
   if (!find_contributors()) lose_everybody();
-  next_epoch("the last contributor had ended before the coordinator's restart was over");
+  next_epoch("the last contributor had ended before those of before had come back");
 }
 
 // ---- out, and back

@@ -9,6 +9,16 @@
 
 namespace rejoin::membership {
 
+namespace {
+
+// No process of it is known to have ended, and it may be that none has.
+bool is_unreached(const std::string& why) {
+  return why == Coordinator::kNotBack || why == "it is silent" || why == "it was silent" ||
+         why.ends_with(" is not connected");
+}
+
+}  // namespace
+
 // With each epoch, when it is begun or replayed.
 void Coordinator::note_outages(const proto::LogRecord::EpochBegun& begun, std::optional<TimePoint> since) {
   std::set<std::uint32_t> in;
@@ -58,7 +68,11 @@ std::vector<ReplicaOutage> Coordinator::outages(TimePoint now) const {
     if (const auto refused = declarations_.refused().find(id); refused != declarations_.refused().end())
       return fmt::format("its rank {} was refused: {}", refused->second.first, refused->second.second);
     const auto found = replicas_.find(id);
-    if (found == replicas_.end()) return "its trainers have to be started again";
+    if (found == replicas_.end())
+      return is_unreached(out_.at(id).why)
+                 ? "its daemon has to reach this coordinator (see that it runs, and has all coordinators in "
+                   "--connect), and then its trainers have to be started again"
+                 : "its trainers have to be started again";
     const ReplicaState& replica = found->second;
     const bool suspended = std::ranges::any_of(
         suspended_, [&](const auto& one) { return one.replica == id && one.incarnation == replica.incarnation; });

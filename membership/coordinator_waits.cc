@@ -32,7 +32,9 @@ std::vector<std::string> Coordinator::waiting_for(TimePoint now) const {
     for (auto id : there)
       for (auto& line : unreached_lines(id, replicas_.at(id))) lines.push_back(std::move(line));
     const auto from = newest(there);
-    if (from && *from < committed_)
+    if (from && *from < committed_ && may_roll_back() && *from >= roll_back_to_->to)
+      lines.push_back(goes_back_to(*from, now));
+    else if (from && *from < committed_)
       lines.push_back("a later checkpoint, or an operator's word: " + rollback_needed(*from));
     for (auto& why : unfit(there)) lines.push_back(std::move(why));
     return lines;
@@ -51,6 +53,16 @@ std::vector<std::string> Coordinator::waiting_for(TimePoint now) const {
     for (auto& line : unreached_lines(id, replica)) lines.push_back(std::move(line));
   }
   return lines;
+}
+
+// An operator has given the word.
+std::string Coordinator::goes_back_to(Step from, TimePoint now) const {
+  const std::string goes_on =
+      fmt::format("--roll-back-to {} is given: the job goes on from step {} when all replicas have come",
+                  roll_back_to_->text(), from);
+  if (!incomplete_since_) return goes_on;
+  return fmt::format("{}, or without those that have not, in {:.0f} s", goes_on,
+                     seconds(std::max(Duration{}, *incomplete_since_ + start_patience() - now)));
 }
 
 // What keeps a job from starting is told to its trainers, too, when it has lasted: who started them looks there.

@@ -74,6 +74,28 @@ TEST(CoordinatorStatus, WhoseNodeIsGoneIsOutForThat) {
   const auto all = bench.coordinator.outages(bench.now);
   ASSERT_EQ(all.size(), 1u);
   EXPECT_EQ(all[0].why, "it is silent: its node node1 is not connected");
+  for (auto replica : {0u, 2u}) bench.reduced(replica);
+  EXPECT_TRUE(bench.coordinator.outages(bench.now).at(0).next.starts_with("its daemon has to reach this coordinator"));
+}
+
+// That it was another coordinator that led before is nothing which this one knows of.
+TEST(CoordinatorStatus, WhoDoesNotComeBackToTheOneThatLeadsNowIsNotSaidToHaveEnded) {
+  Bench bench;
+  bench.start();
+  Bench next(bench.log);
+  next.incarnations = bench.incarnations;
+  for (auto replica : {0u, 2u}) next.back(replica, replica);
+  next.pass(1500ms, {0, 2});
+  EXPECT_NE(next.warnings.find("replica 1 is out: it has not come back since this coordinator began to lead"),
+            std::string::npos)
+      << next.warnings;
+  for (auto replica : {0u, 2u}) next.reduced(replica);
+  const auto all = next.coordinator.outages(next.now);
+  ASSERT_EQ(all.size(), 1u);
+  EXPECT_EQ(all[0].why, "it has not come back since this coordinator began to lead");
+  EXPECT_EQ(all[0].next,
+            "its daemon has to reach this coordinator (see that it runs, and has all coordinators in --connect), and "
+            "then its trainers have to be started again");
 }
 
 // The moment from which a step is waited for begins with this coordinator.

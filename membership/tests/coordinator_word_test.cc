@@ -39,6 +39,28 @@ TEST(Coordinator, AnOperatorsWordToRollBackIsUsedOnce) {
   EXPECT_EQ(asked.coordinator.committed(), Step(2));
 }
 
+TEST(Coordinator, AWordToRollBackThatIsGivenIsNotAskedForWhileReplicasAreMissing) {
+  Bench first;
+  first.start();
+  first.steps(3);
+  for (auto replica : {0u, 1u, 2u}) first.down(replica);
+  Bench bench(first.log, {.roll_back_to = Step(1)});
+  bench.up(1, 2, 1);
+  bench.pass(1s);
+  EXPECT_TRUE(bench.waits_for("replica 0: 0 of 2 ranks have registered"));
+  EXPECT_TRUE(bench.waits_for(
+      "--roll-back-to 1 is given: the job goes on from step 1 when all replicas have come, or without those that have "
+      "not, in 14 s"));
+  EXPECT_FALSE(bench.waits_for("an operator's word"));
+  bench.pass(15s);
+  EXPECT_EQ(bench.coordinator.committed(), Step(1));
+
+  Bench other(first.log, {.roll_back_to = Step(2)});
+  other.up(1, 2, 1);
+  other.pass(1s);
+  EXPECT_TRUE(other.waits_for("a later checkpoint, or an operator's word")) << "it allows step 2, and not step 1";
+}
+
 // Also where it names the very step that there is: a job without checkpoints always starts from step 0.
 TEST(Coordinator, AUsedWordToRollBackAllowsNothingOnceAStepIsCommittedAndTheStatusNamesAnother) {
   const auto lost = [](const std::vector<proto::LogRecord>& log, std::optional<JobConfig::RollBack> word) {
