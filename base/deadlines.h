@@ -36,8 +36,10 @@ constexpr Deadline kLongestReadmission{150, 1};  // the longest pause before suc
 constexpr Deadline kTakeover{3, 20};   // the leading coordinator is not heard, or can't write: others may take over
 constexpr Deadline kLeaderSign{1, 8};  // what a leading coordinator with nothing to write writes all the same
 constexpr Deadline kStoreTry{1, 8};    // a try at one member of their etcd; where most members are late it doubles
-constexpr Deadline kLongestStoreTry{4, 1};  // the longest try at one member of their etcd
-constexpr Deadline kAbandoned{2, 1};        // a leader of which the store shows nothing, and no node hears it
+constexpr Deadline kLongestStoreTry{4, 1};   // the longest try at one member of their etcd
+constexpr Deadline kElsewhere{3, 8};         // nobody leads at any address: other addresses of a name are tried
+constexpr Deadline kLongestElsewhere{4, 1};  // the longest pause until they are tried again
+constexpr Deadline kAbandoned{2, 1};         // a leader of which the store shows nothing, and no node hears it
 // Control connections:
 constexpr Deadline kControlProof{4, 1};  // a caller's proof of the job key
 constexpr Deadline kCallAgain{1, 8};     // a call to a coordinator that nobody answers: made once more beside it

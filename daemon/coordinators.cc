@@ -71,6 +71,13 @@ void Coordinators::carry_out(const Step& step, const proto::ToNode* message) {
     const std::string line = fmt::format("the coordinator at {} {}", all_[one]->address(), kDecidesAlone);
     log_notes({{line, true, line}});  // it may come and go
   }
+  if (actions.leaderless) {
+    const auto elsewhere = leads_elsewhere();
+    log_notes({{"none of the coordinators says that it leads" +
+                    (elsewhere.empty() ? ": waiting for one to take over, or for one that was started with --store"
+                                       : "; " + elsewhere),
+                true}});
+  }
   for (const auto& [to, one] : actions.send) all_[to]->send(one);
   if (actions.down) {
     leader_.reset();
@@ -81,15 +88,32 @@ void Coordinators::carry_out(const Step& step, const proto::ToNode* message) {
     handlers_.up();
   }
   if (actions.pass && message != nullptr) handlers_.message(*message);
+  for (auto standby : actions.elsewhere) all_[standby]->look_elsewhere();
   for (auto silent : actions.close) all_[silent]->connect_anew("it was silent");
+}
+
+// As a standby says it of another one; otherwise empty.
+std::string Coordinators::leads_elsewhere() const {
+  constexpr std::size_t longest = 256;
+  const auto knows = tracker_.knows_leader();
+  if (!knows) return {};
+  const auto& says = tracker_.says(*knows);
+  const auto& its = all_[*knows]->address();
+  if (says.address() == its) return {};  // it led, before it was started again
+  return fmt::format(
+      "{} says that {} does, in term {}: add that one to --connect where it is missing, otherwise see why it is not "
+      "reached from here",
+      its, printable(says.address(), longest), says.term());
 }
 
 nlohmann::json Coordinators::status(bool connected) const {
   if (all_.size() == 1) {
     auto one = all_.front()->status(connected);
-    if (!connected && all_.front()->up())
-      one["reason"] =
-          tracker_.is_of_another_job(0) ? kOfAnotherJob : "it does not lead, and no other one is known here";
+    if (connected || !all_.front()->up()) return one;
+    const auto elsewhere = leads_elsewhere();
+    one["reason"] = tracker_.is_of_another_job(0) ? kOfAnotherJob
+                    : elsewhere.empty()           ? "it does not lead, and no other one is known here"
+                                                  : "it does not lead; " + elsewhere;
     return one;
   }
   nlohmann::json all = nlohmann::json::array();
@@ -108,11 +132,12 @@ nlohmann::json Coordinators::status(bool connected) const {
     its["reason"] = kOfAnotherJob;
   }
   const auto refuses = std::ranges::find_if(all_, [](const auto& one) { return !one->refusal().empty(); });
+  const auto elsewhere = leads_elsewhere();
   const std::string none =
       refuses != all_.end() ? fmt::format("{}: {}", (*refuses)->address(), (*refuses)->refusal())
       : !other.empty() ? fmt::format("none of them says that it leads this node's job; {} {}", other, kOfAnotherJob)
       : !alone.empty() ? fmt::format("{} {}", alone, kDecidesAlone)
-                       : "none of them says that it leads";
+                       : "none of them says that it leads" + (elsewhere.empty() ? "" : "; " + elsewhere);
   const std::string leader = leader_ ? all_[*leader_]->address() : "";
   return {{"address", leader_ ? leader : addresses},
           {"connected", connected},

@@ -43,6 +43,7 @@ class Coordinators {
   };
   void carry_out(Actions actions, const proto::ToNode* message = nullptr);
   void carry_out(const Step& step, const proto::ToNode* message);
+  std::string leads_elsewhere() const;
 
   const Upstream::Handlers handlers_;
   membership::LeaderTracker tracker_;

@@ -21,6 +21,7 @@ namespace {
 // A coordinator that starts again is found soon. One that shows another key, or is of another version, will be so
 // again: each time it is left alone for twice as long.
 constexpr std::size_t kLongestWhy = 400;
+constexpr std::size_t kMostTried = 64;
 constexpr auto kHeadStart = std::chrono::milliseconds(250);
 constexpr auto kRetry = std::chrono::milliseconds(50), kMostRetry = std::chrono::milliseconds(5000);
 }  // namespace
@@ -49,6 +50,7 @@ Upstream::~Upstream() {
 }
 
 void Upstream::end_attempt() {
+  elsewhere_ = false;
   if (const auto attempt = std::exchange(attempt_, nullptr)) attempt->end();
   if (const auto next = std::exchange(next_, nullptr)) next->close();
 }
@@ -86,12 +88,33 @@ void Upstream::resolve(const std::string& host, std::uint16_t port) {
 // the next try begins with the address behind it.
 void Upstream::connect_to(Resolver::Endpoints endpoints) {
   attempt_->resolved = true;
+  if (elsewhere_) return call_others(std::move(endpoints));
   if (const auto heard = std::ranges::find(endpoints, heard_at_); heard != endpoints.end())
     std::rotate(endpoints.begin(), heard, heard + 1);
   std::rotate(endpoints.begin(), endpoints.begin() + static_cast<std::ptrdiff_t>(tries_++ % endpoints.size()),
               endpoints.end());
   attempt_->endpoints = std::move(endpoints);
   call_next();
+}
+
+// Those come first that were not tried yet, and then those whose try is longest ago, in whatever order the name server
+// tells them.
+void Upstream::call_others(Resolver::Endpoints endpoints) {
+  note_tried(called_);
+  std::erase(endpoints, called_);
+  if (endpoints.empty()) return end_attempt();
+  std::ranges::stable_sort(endpoints, {}, [this](const auto& one) {
+    const auto tried = std::ranges::find(tried_, one);
+    return tried == tried_.end() ? 0 : tried - tried_.begin() + 1;
+  });
+  attempt_->endpoints = std::move(endpoints);
+  call_next();
+}
+
+void Upstream::note_tried(const asio::ip::tcp::endpoint& one) {
+  std::erase(tried_, one);
+  if (tried_.size() == kMostTried) tried_.erase(tried_.begin());
+  tried_.push_back(one);
 }
 
 // One that answers nothing must not cost this node its place: it has a head start before the next one is called, and
@@ -125,6 +148,7 @@ void Upstream::call_next() {
 }
 
 void Upstream::talk(asio::ip::tcp::socket socket, const asio::ip::tcp::endpoint& called) {
+  if (elsewhere_) note_tried(called);
   std::string name = name_;
   if (const auto parts = transport::SocketAddress::split(address_); name.empty() && parts) name = parts->host;
   asio::error_code gone;  // then it ends at once
@@ -144,13 +168,16 @@ void Upstream::talk(asio::ip::tcp::socket socket, const asio::ip::tcp::endpoint&
 void Upstream::on_up(const Ends& ends, const asio::ip::tcp::endpoint& called) {
   const auto silent = std::exchange(connection_, std::exchange(next_, nullptr));
   const TimePoint now = SteadyClock().now();
+  const bool elsewhere = std::exchange(elsewhere_, false);
   if (std::exchange(up_, false)) {
     silent->close();
-    const auto why = fmt::format("nothing {} for {:.0f} ms, and another connection is up",
-                                 last_heard_ < got_through_ ? "was heard" : "that is sent has been acknowledged",
-                                 milliseconds(now - std::min(last_heard_, got_through_)));
+    const auto why = elsewhere
+                         ? fmt::format("it does not lead at {}, and has answered at {}", ends_.there, ends.there)
+                         : fmt::format("nothing {} for {:.0f} ms, and another connection is up",
+                                       last_heard_ < got_through_ ? "was heard" : "that is sent has been acknowledged",
+                                       milliseconds(now - std::min(last_heard_, got_through_)));
     events::record(events::Kind::coordinator_lost, {}, address_ + "\n" + why);
-    spdlog::warn("coordinator at {}: {}", address_, why);
+    spdlog::log(elsewhere ? spdlog::level::debug : spdlog::level::warn, "coordinator at {}: {}", address_, why);
     handlers_.down();
   }
   up_ = true;
@@ -163,7 +190,7 @@ void Upstream::on_up(const Ends& ends, const asio::ip::tcp::endpoint& called) {
   apart_ = Duration(random_number() % static_cast<std::uint64_t>((silence_ / 16 + Duration(1)).count()));
   spoken_ = membership::Spoken();
   release_.clear();
-  spdlog::log(one_of_several_ && !logged_refused_ ? spdlog::level::debug : spdlog::level::info,
+  spdlog::log((one_of_several_ || elsewhere) && !logged_refused_ ? spdlog::level::debug : spdlog::level::info,
               "connected to the coordinator at {}", address_);
   handlers_.up();
 }
@@ -175,7 +202,7 @@ void Upstream::on_bytes(std::string_view bytes) {
   heard_ = true;
   last_heard_ = SteadyClock().now();
   // It may have been on its way since before an outage that keeps back what is said here.
-  if ((attempt_ || next_) && !connection_->repeats()) end_attempt();
+  if ((attempt_ || next_) && !elsewhere_ && !connection_->repeats()) end_attempt();
   refusal_.clear();
   logged_refused_.reset();
   why_lost_.clear();
@@ -241,6 +268,18 @@ void Upstream::tick(TimePoint now) {
   if (stuck || now - last_heard_ > patience) connect();
 }
 
+void Upstream::look_elsewhere() {
+  const auto parts = transport::SocketAddress::split(address_);
+  if (!up_ || finished_ || attempt_ || next_ || !parts) return;
+  asio::error_code is_name;
+  asio::ip::make_address(parts->host, is_name);
+  if (!is_name) return;
+  attempt_ = std::make_shared<Attempt>(io_);
+  elsewhere_ = true;
+  limit_time();
+  resolve(parts->host, parts->port);
+}
+
 void Upstream::connect_anew(const std::string& why) {
   if (!up_) return;
   connection_->close();
@@ -267,7 +306,7 @@ std::string Upstream::without_a_word(const std::string& why) {
 void Upstream::lost(const std::string& why) {
   if (finished_) return std::exchange(finished_, nullptr)();
   connection_.reset();
-  up_ = false;
+  up_ = elsewhere_ = false;
   events::record(events::Kind::coordinator_lost, {}, address_ + "\n" + why);
   // One that shows the key, and goes without a word, does not want this node.
   tell_that_it_is_not_connected(why, !heard_);
@@ -278,7 +317,9 @@ void Upstream::lost(const std::string& why) {
 void Upstream::not_connected(const std::string& why) {
   // Where something else listens, its answer does not always come before its end.
   const bool refused = next_ && (next_->refused() || (refused_ && !up_));
+  const bool elsewhere = elsewhere_;
   end_attempt();
+  if (elsewhere) return spdlog::debug("coordinator at {}: none at another address of that name: {}", address_, why);
   if (up_) spdlog::debug("coordinator at {}: no connection beside the one that is silent: {}", address_, why);
   else tell_that_it_is_not_connected(why, refused);
   try_again(refused);

@@ -7,7 +7,8 @@
 //
 // What lies between may forget a connection (a firewall that fails over, address translation), and neither end hears
 // of that: over one that is not heard nothing comes any more, and a new one would pass. So that is made beside it,
-// before the silence is over, and takes its place when it is up, unless the old one is heard before.
+// before the silence is over, and takes its place when it is up, unless the old one is heard before. In the same way
+// another address of a name is tried where the one that answers does not lead.
 // Everything runs in the io_context's thread.
 #pragma once
 
@@ -16,6 +17,7 @@
 #include <nlohmann/json_fwd.hpp>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "base/clock.h"
 #include "control.pb.h"
@@ -64,6 +66,9 @@ class Upstream {
   // Connects anew if the coordinator was last heard too long ago, since a silent coordinator is as good as gone.
   void check(TimePoint heard);
   void connect_anew(const std::string& why);
+  // What answers is not what is looked for. If the address is a name that stands for others as well, those are called,
+  // and one that shows the key takes this one's place.
+  void look_elsewhere();
   const std::string& address() const { return address_; }
   const Ends& ends() const { return ends_; }                 // of the connection that is up, or was last
   bool up() const { return up_; }                            // it has shown the key
@@ -79,6 +84,8 @@ class Upstream {
   void limit_time();
   void resolve(const std::string& host, std::uint16_t port);
   void connect_to(Resolver::Endpoints endpoints);
+  void call_others(Resolver::Endpoints endpoints);
+  void note_tried(const asio::ip::tcp::endpoint& one);
   void call_next();
   void talk(asio::ip::tcp::socket socket, const asio::ip::tcp::endpoint& called);
   void on_up(const Ends& ends, const asio::ip::tcp::endpoint& called);
@@ -112,12 +119,14 @@ class Upstream {
   bool refused_ = false;
   std::string refusal_;
   membership::Spoken spoken_;
-  std::string release_;                        // of it, where it has said
-  std::optional<bool> logged_refused_;         // that it is not connected was logged, and whether as a refusal
-  std::chrono::milliseconds pause_{0};         // before the last try
-  std::size_t tries_ = 0;                      // since it was heard
-  asio::ip::tcp::endpoint called_, heard_at_;  // over the connection that is up
-  std::function<void()> finished_;             // where nothing more is sent: to be called
+  std::string release_;                         // of it, where it has said
+  std::optional<bool> logged_refused_;          // that it is not connected was logged, and whether as a refusal
+  std::chrono::milliseconds pause_{0};          // before the last try
+  std::size_t tries_ = 0;                       // since it was heard
+  bool elsewhere_ = false;                      // what is under way is for another address of the name
+  std::vector<asio::ip::tcp::endpoint> tried_;  // of those, in their order
+  asio::ip::tcp::endpoint called_, heard_at_;   // over the connection that is up
+  std::function<void()> finished_;              // where nothing more is sent: to be called
 };
 
 }  // namespace rejoin::daemon

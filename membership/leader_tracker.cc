@@ -27,6 +27,7 @@ LeaderTracker::Actions LeaderTracker::on_connected(std::size_t coordinator, Time
   reached = {.connected = true, .since = now, .heard = now, .spoken = reached.spoken};
   if (coordinators_.size() == 1) {
     leader_ = coordinator;
+    supposed_ = true;
     stalled_ = silent_ = false;
     actions.up = true;
     return actions;
@@ -57,6 +58,7 @@ LeaderTracker::Actions LeaderTracker::on_message(std::size_t from, const proto::
   if (leader_ == from) silent_ = false;
   if (message.has_leads()) on_leads(from, message.leads(), actions);
   else actions.pass = leader_ == from;
+  if (!message.has_leads() && !message.has_welcome()) supposed_ = false;
   Coordinator& one = coordinators_[from];
   if (message.has_welcome()) on_welcome(one, message.welcome());
   else if (one.asked != TimePoint{} && !one.says && !std::exchange(one.alone, true)) actions.alone.push_back(from);
@@ -111,6 +113,7 @@ void LeaderTracker::weigh(std::size_t from, bool first, Actions& actions) {
   if (leader_ && (leader_ == from ? !lead : newer)) lose_leader(actions);  // it leads no more, whatever it says
   if (!lead) return;
   led_term_ = term_;
+  supposed_ = false;
   // Of several connections on which one term is led, the one that was first is as good as another.
   if (leader_ == from ? newer && !first : !leader_ || silent_) {
     actions.down |= leader_.has_value();
@@ -118,7 +121,6 @@ void LeaderTracker::weigh(std::size_t from, bool first, Actions& actions) {
     leader_ = from;
     stalled_ = leads.stalled();
     silent_ = false;
-    leaderless_reported_ = false;
     actions.notes.push_back({fmt::format("the coordinator at {} leads in term {}", leads.address(), term_)});
   }
   if (leader_ == from && !of_ranks_) keep_to(leads.job(), actions);
@@ -131,8 +133,43 @@ void LeaderTracker::weigh_all(Actions& actions) {
 
 void LeaderTracker::lose_leader(Actions& actions) {
   leader_.reset();
-  leaderless_since_ = now_;
+  if (!std::exchange(supposed_, false) || leaderless_since_ == TimePoint{}) {
+    leaderless_since_ = now_;
+    leaderless_told_ = {};
+  }
   actions.down |= !std::exchange(actions.up, false);
+}
+
+std::optional<std::size_t> LeaderTracker::knows_leader() const {
+  std::optional<std::size_t> best;
+  for (std::size_t i = 0; !leader_ && i < coordinators_.size(); ++i) {
+    const auto& its = coordinators_[i].says;
+    if (!its || its->leads() || its->address().empty() || is_of_another_job(i)) continue;
+    if (!best || its->term() > coordinators_[*best].says->term()) best = i;
+  }
+  return best;
+}
+
+// Those who stand by take over within less than the first pause. Later it grows with the time that nobody has led.
+void LeaderTracker::miss_leader(Actions& actions) {
+  const Duration leaderless = now_ - leaderless_since_;
+  const Duration pause = std::clamp<Duration>(leaderless / 4, deadlines::kElsewhere.of(silence_),
+                                              deadlines::kLongestElsewhere.of(silence_));
+  if (leaderless >= pause && now_ - looked_elsewhere_ >= pause) {
+    for (std::size_t i = 0; i < coordinators_.size(); ++i)
+      if (coordinators_[i].says) actions.elsewhere.push_back(i);
+    if (!actions.elsewhere.empty()) looked_elsewhere_ = now_;
+  }
+  // That the only one is not there is told by who calls it.
+  if (leaderless <= silence_ || (coordinators_.size() == 1 && !coordinators_.front().says)) return;
+  constexpr auto again = std::chrono::minutes(1);
+  const auto knows = knows_leader();
+  const std::uint64_t term = knows ? says(*knows).term() : 0;
+  if (leaderless_told_ != TimePoint{} && now_ - leaderless_told_ < again && term <= told_term_) return;
+  if (leaderless_told_ == TimePoint{}) told_term_ = 0;
+  leaderless_told_ = now_;
+  told_term_ = std::max(told_term_, term);
+  actions.leaderless = true;
 }
 
 // What was heard of terms before is of another job.
@@ -222,12 +259,7 @@ LeaderTracker::Actions LeaderTracker::on_tick(TimePoint now) {
   ask_for_signs(actions);
   give_job_up(actions);
   if (leaderless_since_ == TimePoint{}) leaderless_since_ = now;
-  if (!leader_ && coordinators_.size() > 1 && now - leaderless_since_ > silence_ &&
-      !std::exchange(leaderless_reported_, true))
-    actions.notes.push_back(
-        {"none of the coordinators says that it leads: waiting for one to take over, or for one "
-         "that was started with --store",
-         true});
+  if (!leader_) miss_leader(actions);
   return actions;
 }
 

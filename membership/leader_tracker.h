@@ -7,6 +7,9 @@
 // has heard first, until nobody has led that job for two silences and somebody leads another one.
 //
 // A node that knows one coordinator alone takes it for the leader until it says that it is not.
+//
+// Where nobody leads of those that it is connected with, it is told where a standby says that another one does: that
+// one's address may be missing here. A name may stand for several coordinators: then the others are tried.
 #pragma once
 
 #include <functional>
@@ -29,6 +32,9 @@ class LeaderTracker {
     bool pass = false;               // the message is the leader's, and for the node
     std::vector<std::size_t> close;  // connections on which nothing comes: to be made anew
     std::vector<std::size_t> alone;  // coordinators that are found to decide alone
+    // Coordinators that don't lead, while nobody is heard that does: at another address of the same name may be one.
+    std::vector<std::size_t> elsewhere;
+    bool leaderless = false;  // nobody has been heard for a silence that leads: to be told
     std::vector<Note> notes;
   };
   // `hosts` writes down the ranks behind this node, and the job of those that have heard a plan, and not the last one,
@@ -48,6 +54,9 @@ class LeaderTracker {
   TimePoint hears_since() const { return hears_since_; }  // where it does
   std::uint64_t term() const { return term_; }
   bool is_of_another_job(std::size_t coordinator) const;  // than this node
+  // While nobody is followed: who says of another one that it leads this job, of several the one with the highest term.
+  std::optional<std::size_t> knows_leader() const;
+  const proto::Leads& says(std::size_t coordinator) const { return *coordinators_[coordinator].says; }
 
  private:
   struct Coordinator {
@@ -66,6 +75,7 @@ class LeaderTracker {
   void weigh(std::size_t from, bool first, Actions& actions);
   void weigh_all(Actions& actions);
   void lose_leader(Actions& actions);
+  void miss_leader(Actions& actions);
   void keep_to(std::uint64_t job, Actions& actions);
   void give_job_up(Actions& actions);
   void tell_of_another_job(std::size_t coordinator, Actions& actions) const;
@@ -86,7 +96,9 @@ class LeaderTracker {
   bool silent_ = false;                    // … as this node finds
   proto::LeaderView view_;                 // reported last
   TimePoint reported_{}, leaderless_since_{}, hears_since_{}, now_{};
-  bool leaderless_reported_ = false;
+  TimePoint leaderless_told_{}, looked_elsewhere_{};
+  std::uint64_t told_term_ = 0;  // that one is said to lead in: told last
+  bool supposed_ = false;        // the only coordinator is followed, and has said nothing yet
 };
 
 }  // namespace rejoin::membership

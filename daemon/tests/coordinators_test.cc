@@ -209,6 +209,29 @@ TEST(Coordinators, ALostLeaderIsToldToTheOthersAtOnceAndOneThatCantWriteIsLostTo
   EXPECT_EQ(node.story, "udu") << "one that has come back leads nobody";
 }
 
+// As a headless Service of Kubernetes is one. Each of them is a standby first; slow_names_test.cc knows the name.
+TEST(Coordinators, OfANameThatStandsForSeveralTheOneThatLeadsIsFoundAndStayedWith) {
+  NodeStub node;
+  Fake first(node.io, node.keys, "127.0.0.11:0");
+  const std::string port = first.listener.address().substr(first.listener.address().rfind(':'));
+  Fake second(node.io, node.keys, "127.0.0.12" + port), third(node.io, node.keys, "127.0.0.13" + port);
+  for (auto* one : {&first, &second, &third}) one->say(3, false);
+  node.connect("three.example" + port);
+  const auto introduced = [](const Fake& to) { return to.heard(proto::FromNode::kRankUp) > 0; };
+  ASSERT_TRUE(node.until([&] { return introduced(first) && introduced(second) && introduced(third); }));
+  ASSERT_TRUE(node.until([&] { return node.story.ends_with('d'); }));
+  const auto why = node.all->status(false).at("reason").get<std::string>();
+  EXPECT_TRUE(why.starts_with("it does not lead; three.example" + port + " says that 127.0.0.1")) << why;
+  second.say(4, true);
+  ASSERT_TRUE(node.until([&] {
+    second.plan(7);
+    return node.story.ends_with('7');
+  }));
+  const auto before = node.story.size();
+  node.go_on_for(kSilence);
+  EXPECT_EQ(node.story.find('d', before), std::string::npos) << node.story;
+}
+
 TEST(Coordinators, AStandbyOnWhoseConnectionNothingComesIsConnectedWithAnew) {
   NodeStub node;
   Fake a(node.io, node.keys), silent(node.io, node.keys);

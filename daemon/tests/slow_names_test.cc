@@ -3,6 +3,8 @@
 #include <gtest/gtest.h>
 #include <netdb.h>
 
+#include <array>
+#include <atomic>
 #include <condition_variable>
 #include <cstring>
 #include <mutex>
@@ -157,6 +159,16 @@ extern "C" int getaddrinfo(const char* name, const char* service, const addrinfo
   if (name != nullptr && std::strcmp(name, "slow.example") == 0) {
     rejoin::daemon::name_server->wait();
     name = "localhost";
+  }
+  if (name != nullptr && std::strcmp(name, "three.example") == 0) {  // in another order each time
+    static std::atomic<int> asked = 0;
+    const int first = asked++;
+    for (int i = 0; i < 3; ++i, found = &(*found)->ai_next)
+      if (const int error =
+              own(std::array{"127.0.0.11", "127.0.0.12", "127.0.0.13"}.at((first + i) % 3), service, hints, found);
+          error != 0)
+        return error;
+    return 0;
   }
   if (name == nullptr || std::strcmp(name, "two.example") != 0) return own(name, service, hints, found);
   if (const int error = own("127.0.0.9", service, hints, found); error != 0) return error;

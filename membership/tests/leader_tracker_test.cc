@@ -26,7 +26,7 @@ struct OfTwo : testing::Test {
   std::vector<std::size_t> alone;  // that this was found of, in their order
 
   void keep(const LeaderTracker::Actions& actions) {
-    for (const auto& note : actions.notes) warned = warned || note.warning;
+    warned = warned || actions.leaderless;
     alone.insert(alone.end(), actions.alone.begin(), actions.alone.end());
     for (const auto& [to, message] : actions.send) {
       if (!message.has_heartbeat()) continue;
@@ -259,6 +259,91 @@ TEST_F(OfSeveral, TwoConnectionsWithOneCoordinatorAreOneLeader) {
   keep(tracker.on_disconnected(0, now));
   EXPECT_EQ(story, "udu") << "the other one goes on";
   EXPECT_EQ(tracker.leader(), 1u);
+}
+
+// A node that knows one name, and is connected with one coordinator of those that it stands for.
+struct OfOne : testing::Test {
+  LeaderTracker tracker{"node", 1s, 1, [](proto::LeaderView&) {}};
+  TimePoint now{10s}, begun = now;
+  std::vector<Duration> warned, elsewhere;  // when, since the beginning
+
+  void keep(const LeaderTracker::Actions& actions) {
+    if (actions.leaderless) warned.push_back(now - begun);
+    if (!actions.elsewhere.empty()) elsewhere.push_back(now - begun);
+  }
+  void say(std::uint64_t term, bool leads, const std::string& address) {
+    proto::ToNode message;
+    message.mutable_leads()->set_term(term);
+    message.mutable_leads()->set_leads(leads);
+    message.mutable_leads()->set_address(address);
+    keep(tracker.on_message(0, message, now));
+  }
+  void connect() {
+    keep(tracker.on_connected(0, now));
+    keep(tracker.on_message(0, welcomes(), now));
+  }
+  void pass(Duration time) {
+    for (const TimePoint until = now + time; now < until;) {
+      now += 125ms;
+      if (tracker.leader()) keep(tracker.on_message(0, {}, now));
+      keep(tracker.on_tick(now));
+    }
+  }
+};
+
+TEST_F(OfOne, WhoDoesNotLeadAndKnowsWhoDoesIsLookedPastEverLessOftenAndWarnedOfOnceAMinute) {
+  connect();
+  say(3, false, "c1:7000");
+  ASSERT_EQ(tracker.knows_leader(), 0u);
+  EXPECT_EQ(tracker.says(0).address(), "c1:7000");
+  pass(122s);
+  ASSERT_EQ(warned.size(), 3u);
+  EXPECT_EQ(warned[0], 1125ms);
+  EXPECT_EQ(warned[1], 1125ms + 60s);
+  ASSERT_GT(elsewhere.size(), 3u);
+  EXPECT_LE(elsewhere[0], 500ms);
+  EXPECT_LE(elsewhere[1], 1s);
+  EXPECT_EQ(elsewhere.back() - elsewhere[elsewhere.size() - 2], 4s) << "no more often";
+  say(4, false, "c2:7000");
+  pass(200ms);
+  EXPECT_EQ(warned.size(), 4u) << "there is something new to say";
+}
+
+TEST_F(OfOne, AnotherOneOfTheSameNameThatDoesNotLeadEitherIsNoNewBeginning) {
+  for (int i = 0; i < 4; ++i) {
+    connect();
+    say(3, false, "c1:7000");
+    pass(375ms);
+    keep(tracker.on_disconnected(0, now));
+  }
+  EXPECT_EQ(warned.size(), 1u);
+  EXPECT_EQ(elsewhere.size(), 4u);
+  connect();
+  say(3, true, "c1:7000");
+  pass(30s);
+  EXPECT_EQ(tracker.leader(), 0u);
+  EXPECT_FALSE(tracker.knows_leader());
+  EXPECT_EQ(warned.size(), 1u);
+  EXPECT_EQ(elsewhere.size(), 4u);
+  keep(tracker.on_disconnected(0, now));
+  begun = now;
+  pass(2s);
+  EXPECT_EQ(warned.size(), 1u) << "who calls it says that it is not there";
+  connect();
+  say(3, false, "c1:7000");
+  pass(200ms);
+  EXPECT_EQ(warned.size(), 2u);
+}
+
+TEST_F(OfOne, WhoDecidesAloneIsNotLookedPast) {
+  for (int i = 0; i < 3; ++i) {
+    connect();
+    pass(5s);
+    keep(tracker.on_disconnected(0, now));
+    pass(5s);
+  }
+  EXPECT_TRUE(warned.empty());
+  EXPECT_TRUE(elsewhere.empty());
 }
 
 TEST(LeaderTracker, AtOneAddressEachJobIsFollowedThatNoRanksAreAgainst) {
