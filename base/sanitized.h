@@ -1,9 +1,10 @@
-// Whether this is a sanitizer build, of which tests take fewer turns: there each costs ten to twenty times as much.
+// Whether this is a sanitizer build, or one whose tests are emulated, of which tests take fewer turns: there each costs ten
+// to twenty times as much.
 #pragma once
 
 namespace rejoin {
 
-#ifdef REJOIN_SANITIZED
+#if defined(REJOIN_SANITIZED) || defined(REJOIN_EMULATED)
 constexpr bool kSanitized = true;
 #else
 constexpr bool kSanitized = false;

@@ -161,7 +161,7 @@ function(rejoin_test name)
   set(filter *)
   if(CMAKE_CROSSCOMPILING)
     set(filter ${REJOIN_EMULATED_TESTS})
-    target_compile_definitions(${name} PRIVATE REJOIN_SANITIZED=1)  # as slow
+    target_compile_definitions(${name} PRIVATE REJOIN_EMULATED=1)
   elseif(REJOIN_SANITIZE STREQUAL "thread")
     if(ARG_THREADED)
       set(filter ${ARG_THREADED})
