@@ -1,5 +1,5 @@
-// Whether this is a sanitizer build, or one whose tests are emulated, of which tests take fewer turns: there each costs ten
-// to twenty times as much.
+// Whether this is a build under sanitizers, or for an emulation. Its tests take fewer turns: each costs ten to twenty
+// times as much.
 #pragma once
 
 namespace rejoin {
