@@ -127,7 +127,7 @@ def now_and_then(step):
     [
         (decay, {51: 50, 52: 50, 1000: 50}, r"step 51: lr\(51\) of attach.. is -0.01.* it is to be a number of 0 or"),
         (listed, {4: 3, 5: 3, 59: 3, 60: 3, 70: 3}, r"step 4: lr\(4\) of attach.. raised IndexError: list index out"),
-        (now_and_then, {3: 2, 9: 2, 10: 10, 12: 11, 19: 11, 21: 20, 300: 20}, r"lr\(3\) of attach.. is None"),
+        (now_and_then, {3: 2, 9: 2, 10: 10, 12: 11, 19: 2, 21: 20, 300: 2}, r"lr\(3\) of attach.. is None"),
     ],
 )
 def test_a_schedule_that_ends_late_leaves_the_last_good_rate_on_all_replicas(
@@ -154,10 +154,45 @@ def test_a_schedule_that_ends_late_leaves_the_last_good_rate_on_all_replicas(
     )
     for begin in good:
         back, optimizer, _ = attached(tmp_path, lr=schedule)
-        for step in (begin, begin + 5, begin - 1, begin):  # parts of the state are of different steps
+        caplog.clear()
+        for step in (begin, begin + 5, begin - 1, begin, begin):  # parts of the state are of different steps
             back._updates.check(step + 2)
             back._updates._set_lr(step)
         assert optimizer.param_groups[0]["lr"] == schedule(good[begin]), begin
+        told = [re.match(r"step (\d+):", record.getMessage()) for record in caplog.records]
+        assert [int(step[1]) for step in told] == [step for step in (begin, begin + 5) if good.get(step) != step]
+
+
+@pytest.mark.parametrize("end", [1, 2, 50, 64, 4097, 500_000, 999_998])
+def test_the_last_good_rate_is_found_by_few_questions(tmp_path, monkeypatch, end):
+    """All replicas wait for them, in each late step, and most of all for those of one that comes back."""
+    asked = []
+
+    def schedule(step):
+        asked.append(step)
+        return step / 1e6 if step <= end else None
+
+    back, optimizer, _ = attached(tmp_path, lr=schedule)
+    asked.clear()
+    for step in (1_000_000, *range(1_000_001, 1_002_049)):
+        back._updates._set_lr(step)
+        assert optimizer.param_groups[0]["lr"] == end / 1e6, step
+        assert len(asked) <= 64 + 4 * (step - 1_000_000), step
+
+
+def test_a_hole_in_a_schedule_leaves_the_rate_of_before_it(tmp_path):
+    """Such as a division by zero; and one may have rates from a late step on alone, in a job that goes on from it."""
+
+    def schedule(step):
+        return 0.5 / (step % 1024) if step > 5000 else None
+
+    for hole in range(6 * 1024, 20_000, 1024):
+        one, optimizer, _ = attached(tmp_path, lr=schedule)
+        one._updates._set_lr(hole)
+        assert optimizer.param_groups[0]["lr"] == schedule(hole - 1), hole
+    one, optimizer, _ = attached(tmp_path, lr=lambda step: 0.5 if 5000 < step < 6000 else -step / 1e6)
+    one._updates._set_lr(7000)
+    assert optimizer.param_groups[0]["lr"] == 0.5
 
 
 @pytest.mark.parametrize("restored", [0, 1000])

@@ -5,10 +5,12 @@ See "Settings that change" in docs/design-notes.md.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import math
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 from rejoin.errors import InvalidArgument
 
@@ -18,12 +20,13 @@ Schedule = Callable[[int], "float | Sequence[float]"]
 # being written, of a stack that is deeper here) may be one process's alone, whose replica ends: others have the rates.
 _OF_THE_STEP = (InvalidArgument, LookupError, ArithmeticError, ValueError, TypeError, AssertionError, StopIteration)
 _OF_A_FILE = (json.JSONDecodeError, UnicodeError)  # though they are ValueErrors
+_REMEMBERED = 256  # answers of the schedule, for steps before one that has no rate
 
 log = logging.getLogger("rejoin")
 
 
 class Rates:
-    """One for each of the optimizer's groups: those that the schedule gives, or of the last step of which it gave any.
+    """One for each of the optimizer's groups: those that the schedule gives, or of a step before of which it gave any.
 
     Where it has none, all replicas would end in one step, with all that was trained. So what they train on with is a
     function of the step alone, which a replica that catches up finds, too, by asking for the steps before.
@@ -32,7 +35,7 @@ class Rates:
     def __init__(self, schedule: Schedule, groups: int) -> None:
         """`groups`: how many rates a step has."""
         self._schedule, self._groups = schedule, groups
-        self._gap = range(0)  # steps without rates; the one before them has some
+        self._any = lru_cache(_REMEMBERED)(self._given_if_any)
         self._times = 0  # that it had none
         self._told = 0  # the last of these steps
 
@@ -66,23 +69,28 @@ class Rates:
             self._tell(step, before, error)
             return rates
 
-    # Asked one by one, as any other way to look for the step would depend on where it begins.
+    def _given_if_any(self, step: int) -> list[float] | None:
+        try:
+            return self.given(step)
+        except _OF_A_FILE:
+            raise
+        except _OF_THE_STEP:
+            return None
+
+    # All replicas wait for it, so it asks for few steps, and for such as follow from this one's number alone. Where all
+    # steps up to one have rates, and none behind it has, it is that one.
     def _before(self, step: int) -> tuple[int | None, list[float]]:
-        begin = step
-        while begin > 1:
-            if begin - 1 in self._gap:
-                begin = self._gap.start
-            try:
-                rates = self.given(begin - 1)
-            except _OF_A_FILE:
-                raise
-            except _OF_THE_STEP:
-                begin -= 1
+        strides = [1 << power for power in range((step - 1).bit_length())]
+        borders = ((step - 1) // stride * stride for stride in strides)  # the same ones in many steps
+        for begin in itertools.chain(borders, [1], (step - stride for stride in strides)):
+            if not 1 <= begin < step or (rates := self._any(begin)) is None:
                 continue
-            if self._gap.start == begin:
-                step = max(step, self._gap.stop - 1)
-            self._gap = range(begin, step + 1)
-            return begin - 1, rates
+            last = begin
+            for stride in reversed(strides):
+                later = self._any(last + stride) if last + stride < step else None
+                if later is not None:
+                    last, rates = last + stride, later
+            return last, rates
         return None, []
 
     def _tell(self, step: int, before: int, error: Exception) -> None:
