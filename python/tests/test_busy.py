@@ -2,8 +2,9 @@
 
 import pytest
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 
+from test_session import session  # noqa: E402
 from torch.utils.data import DataLoader  # noqa: E402
 
 from rejoin import errors  # noqa: E402
@@ -128,3 +129,56 @@ def test_who_is_out_since_it_hangs_hears_of_busy():
     hangs = "this replica is out of the job: it hangs: its processes are heard, wait for nobody and do not go on; x"
     assert "into session.busy()" in str(errors._make(7, hangs))
     assert "busy" not in str(errors._make(7, "this replica is out of the job: it was silent"))
+
+
+class Looped(Native):
+    """In the place of the native session: step 1 is caught up with; of those from step 5 on a batch is larger."""
+
+    def __init__(self):
+        super().__init__()
+        self.step = 0
+
+    def begin_step(self):
+        self.step += 1
+        self.said.append(("begin", self.step))
+        size = 8 if self.step < 5 else 12
+        return self.step, self.step > 1, True, 1, [(size * self.step, size * (self.step + 1))], 1, 1, True
+
+    def begin_update(self):
+        self.said.append("begin_update")
+
+    def busy(self, limit_ms, reason, how="busy"):
+        super().busy(limit_ms, reason, how)
+        if reason.startswith("its first batch"):
+            self.said[-1] = "busy"
+
+    def __getattr__(self, name):
+        return lambda *_: None
+
+
+def test_the_loop_lets_the_others_wait_up_to_the_update_of_a_first_step_and_no_longer(tmp_path, monkeypatch):
+    one, native = session(tmp_path), Looped()
+    model = torch.nn.Linear(2, 2)
+    one.attach(model, torch.optim.AdamW(model.parameters()))
+    for of in (one, one._buckets, one._updates, one._busy):
+        monkeypatch.setattr(of, "_native", native)
+    monkeypatch.setattr(one, "_joined", True)
+    left = False
+    for _ in range(2):
+        for step, _samples in one.steps():
+            native.said.append("computes")
+            if step.number == 2 and not left:
+                left = True
+                break  # and it is given again
+            one._optimizer.step()
+            native.said.append("evaluates")
+            if step.number == 5:
+                break
+    assert native.said == [
+        ("begin", 1), "begin_update",
+        ("begin", 2), "busy", "computes", "done",
+        "busy", "computes", "done", "begin_update", "evaluates",
+        ("begin", 3), "computes", "begin_update", "evaluates",
+        ("begin", 4), "computes", "begin_update", "evaluates",
+        ("begin", 5), "busy", "computes", "done", "begin_update", "evaluates",
+    ]  # fmt: skip
