@@ -35,8 +35,8 @@ def test_each_data_epoch_has_each_sample_once_in_an_order_of_its_own():
     assert Batches(101, shuffle=False).indices(((100, 103),)) == [100, 0, 1]
 
 
-def test_seeds_of_64_bits_have_orders_of_their_own_and_small_ones_those_that_they_had():
-    """Jobs that are under way go on with another release. Of a seed torch's generators take 32 bits."""
+def test_every_seed_of_64_bits_has_an_order_and_those_that_could_be_used_before_the_one_that_they_had():
+    """Jobs that are under way go on with another release, also from a checkpoint in the midst of a data epoch."""
 
     def order(seed):
         return Batches(7, seed=seed).indices(((0, 14),))
@@ -44,10 +44,14 @@ def test_seeds_of_64_bits_have_orders_of_their_own_and_small_ones_those_that_the
     assert order(0) == [4, 0, 5, 3, 2, 6, 1, 0, 6, 1, 3, 5, 2, 4]
     assert order(-5) == [4, 1, 3, 5, 6, 0, 2, 6, 3, 0, 2, 4, 5, 1]
     assert order((1 << 32) - 1) == [2, 6, 4, 0, 5, 3, 1, 6, 1, 3, 0, 5, 4, 2]
-    large = [1 << 32, 1 << 40, 1 << 43, torch.default_generator.initial_seed() | 1 << 46, -(1 << 63), (1 << 64) - 1]
+    most = (1 << 64) // 1_000_003
+    for seed in (1 << 32, 1_800_000_000_000, most - 1, -(1 << 63) // 1_000_003 + 1):  # a time in milliseconds, say
+        first = torch.randperm(7, generator=torch.Generator().manual_seed(seed * 1_000_003))
+        assert order(seed)[:7] == first.tolist(), seed
+    large = [most, 1 << 46, torch.default_generator.initial_seed() | 1 << 46, -(1 << 44), 1 << 63, (1 << 64) - 1]
     orders = {tuple(Batches(997, seed=seed).indices(((0, 997),))) for seed in (0, *large)}
     assert len(orders) == len(large) + 1
-    assert order(-(1 << 40)) == order((1 << 64) - (1 << 40)), "as torch has it"
+    assert order(-(1 << 63)) == order(1 << 63), "as torch has it"
     for seed, told in (
         (1 << 64, "of 64 bits, such as 0"),
         (-(1 << 63) - 1, "64 bits"),
@@ -57,10 +61,11 @@ def test_seeds_of_64_bits_have_orders_of_their_own_and_small_ones_those_that_the
         with pytest.raises(InvalidArgument, match=rf"seed {seed} of batches.*{told}"):
             Batches(7, seed=seed)
     told = []
-    for seed in (4, 1 << 40):
+    for seed in (4, 1 << 40, 1 << 60):
         Batches(7, seed=seed).tell(told, joined=False)
     assert told[0] == "data of 7 samples, seed 4, shuffle True, shards 1", "as other releases tell it"
-    assert "seed 1099511627776 (its hash), shuffle" in told[1], "as none does that has another order"
+    assert "seed 1099511627776, shuffle" in told[1]
+    assert "seed 1152921504606846976 (its hash), shuffle" in told[2], "as none does that has another order"
     assert Batches(3, seed=None, shuffle=False).indices(((1, 3),)) == [1, 2]
 
 

@@ -33,6 +33,7 @@ _UNFIT = {
 }
 _MOST_AHEAD = 1024  # steps that rejoin_upcoming() tells of
 
+_EPOCHS = 1_000_003  # from the number of a seed's first data epoch to that of the next one's
 _MOST_FAILURES = 3  # of workers that have given nothing
 
 _REMEDIES = {
@@ -66,9 +67,10 @@ def _checked(seed: int) -> int:
     return number
 
 
-# torch's generators of the CPU go by 32 bits of a seed: those that have more would have the order of a smaller one.
+# Of a data epoch's number torch takes 64 bits. Below them an order stays what it is: jobs are under way with it, though
+# torch's generators of the CPU go by 32 bits of it, so that some of these seeds have each other's.
 def _mixed(seed: int) -> int:
-    if abs(seed) < 1 << 32:
+    if seed * _EPOCHS >= -(1 << 63) and (seed + 1) * _EPOCHS <= 1 << 64:
         return seed
     return int.from_bytes(hashlib.sha256(str(seed % (1 << 64)).encode()).digest()[:4], "little")
 
@@ -122,7 +124,7 @@ class Batches(Sampler[list[int]]):
         if epoch not in self._permutations:
             if len(self._permutations) > 2:
                 self._permutations.pop(next(iter(self._permutations)))
-            generator = torch.Generator().manual_seed(_mixed(self._seed) * 1_000_003 + epoch)
+            generator = torch.Generator().manual_seed(_mixed(self._seed) * _EPOCHS + epoch)
             self._permutations[epoch] = torch.randperm(self.size, generator=generator, device="cpu")
         return int(self._permutations[epoch][number])
 
