@@ -241,7 +241,8 @@ def test_sigterm_in_warm_up_ends_the_process_behind_it(tmp_path, monkeypatch, ca
     model = torch.nn.Linear(2, 2)
     one, own, ended = session(tmp_path), os.kill, []
     one.attach(model, torch.optim.AdamW(model.parameters()))
-    monkeypatch.setattr(_leaving, "_asked_at", None)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "my cache"))
+    monkeypatch.setattr(_leaving, "_asked_at", 1.0)  # a session of before has heard one
     monkeypatch.setattr(os, "kill", lambda pid, number: ended.append((pid, number, signal.getsignal(number))))
     before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
@@ -250,10 +251,20 @@ def test_sigterm_in_warm_up_ends_the_process_behind_it(tmp_path, monkeypatch, ca
         assert not ended and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
         with pytest.raises(ImportError), one.warm_up():
             own(os.getpid(), signal.SIGTERM)
-            assert not ended
+            assert not ended and caplog.text.count("SIGTERM: this process ends behind warm_up()") == 1
+            own(os.getpid(), signal.SIGTERM)
+            child = os.fork()
+            if child == 0:
+                os._exit(signal.getsignal(signal.SIGTERM) != signal.SIG_DFL)
+            assert os.waitpid(child, 0)[1] == 0, "a child ends at once"
+            with pytest.raises(rejoin.InvalidArgument, match="join.. within warm_up"):
+                one.join()
+            with pytest.raises(rejoin.InvalidArgument, match="join.. within warm_up"):
+                next(one.steps())
             raise ImportError("cjnp.main.so: file too short")
         assert ended == [(os.getpid(), signal.SIGTERM, signal.SIG_DFL)]
-        assert "-name '*.so' -size 0 -delete" in caplog.text
+        assert caplog.text.count("SIGTERM: this process") == 1
+        assert f"find '{tmp_path}/my cache' -name '*.so' -size -64c -delete" in caplog.text
         signal.signal(signal.SIGTERM, lambda *_: None)  # the script's own
         with one.warm_up():
             own(os.getpid(), signal.SIGTERM)

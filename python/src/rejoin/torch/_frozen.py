@@ -17,7 +17,7 @@ _MASK = (1 << 64) - 1
 
 
 def digest(tensor: torch.Tensor) -> int:
-    """Digest the bytes, where they are. It finds what differs by mistake, such as another checkpoint's weights."""
+    """Digest the bytes, where they are if contiguous. It finds what differs by mistake, such as another file's."""
     raw = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
     total = raw.numel()
     for begin in range(0, -(-raw.numel() // 8), _WORDS):

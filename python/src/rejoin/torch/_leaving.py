@@ -35,26 +35,42 @@ def _on_sigterm(number: int, frame: FrameType | None) -> None:
 def _let_children_end() -> None:
     global _asked_at
     _asked_at = None
-    if signal.getsignal(signal.SIGTERM) == _on_sigterm:
+    handler = signal.getsignal(signal.SIGTERM)
+    if handler == _on_sigterm or isinstance(handler, _KeepsBack):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 os.register_at_fork(after_in_child=_let_children_end)
 
 
+class _KeepsBack:
+    def __init__(self, block: str) -> None:
+        self._block, self.came = block, False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if not self.came:
+            log.warning(
+                "SIGTERM: this process ends behind %s, so that no file is left half. A launcher kills what takes "
+                "longer than it waits, often 30 s: let it wait longer",
+                self._block,
+            )
+        self.came = True
+
+
 @contextmanager
-def kept_back() -> Iterator[None]:
+def kept_back(block: str) -> Iterator[None]:
     """Let a SIGTERM that would end this process within this block do so behind it, so that nothing is left half."""
     begun = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    before = _asked_at
+    keeps = _KeepsBack(block)
     if begun:
-        signal.signal(signal.SIGTERM, _on_sigterm)
+        signal.signal(signal.SIGTERM, keeps)
     try:
         yield
     finally:
-        if begun and signal.getsignal(signal.SIGTERM) == _on_sigterm:
+        is_ours = begun and signal.getsignal(signal.SIGTERM) == keeps
+        if is_ours:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            if _asked_at != before:
+            if keeps.came:
                 os.kill(os.getpid(), signal.SIGTERM)
 
 

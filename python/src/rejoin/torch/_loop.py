@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import shlex
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -157,6 +159,16 @@ def _refresh(session: Session) -> None:
     gather_again(session._sharded)
 
 
+# As a shell takes it.
+def _cache_of_compiler() -> str:
+    try:
+        from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+        return shlex.quote(str(cache_dir()))
+    except (ImportError, OSError):  # older releases of torch have it elsewhere
+        return f'"${{TORCHINDUCTOR_CACHE_DIR:-{tempfile.gettempdir()}/torchinductor_$USER}}"'
+
+
 @contextmanager
 def warmed_up(session: Session) -> Iterator[None]:
     """Leave no trace of what is done within this block: `Session.warm_up()`."""
@@ -166,13 +178,14 @@ def warmed_up(session: Session) -> Iterator[None]:
     devices = [session.device] if session.device.type == "cuda" else []
     session._warming = True
     try:
-        with kept_back(), torch.random.fork_rng(devices=devices):  # a compiler's files are written there
+        with kept_back("warm_up()"), torch.random.fork_rng(devices=devices):  # a compiler's files are written there
             yield
     except Exception as error:
         if "file too short" in str(error):
             log.error(
                 "a file in the compiler's cache is cut off, as by a process that was killed while it compiled, and "
-                "ends each start: find \"$TORCHINDUCTOR_CACHE_DIR\" -name '*.so' -size 0 -delete, or remove the cache"
+                "ends each start: find %s -name '*.so' -size -64c -delete, or remove the cache",
+                _cache_of_compiler(),
             )
         raise
     finally:

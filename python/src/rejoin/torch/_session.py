@@ -197,6 +197,8 @@ class Session:
         """
         if self._model is None or self._optimizer is None or self._updates is None or self._ranks is None:
             raise InvalidArgument("join() before attach()")
+        if self._warming:
+            raise InvalidArgument("join() within warm_up(): what is done there leaves no trace, so join behind it")
         _attach.take_what_was_done_since(self)
         if self._position is not None:
             self._updates.settings.restored = _native.position_step(self._position)
