@@ -52,6 +52,8 @@ def test_every_seed_of_64_bits_has_an_order_and_those_that_could_be_used_before_
     orders = {tuple(Batches(997, seed=seed).indices(((0, 997),))) for seed in (0, *large)}
     assert len(orders) == len(large) + 1
     assert order(-(1 << 63)) == order(1 << 63), "as torch has it"
+    late = 7 * 1_000_002
+    assert sorted(Batches(7, seed=most).indices(((late, late + 7),))) == list(range(7)), "in far data epochs, too"
     for seed, told in (
         (1 << 64, "of 64 bits, such as 0"),
         (-(1 << 63) - 1, "64 bits"),
