@@ -85,25 +85,28 @@ void Coordinators::carry_out(const Step& step, const proto::ToNode* message) {
   }
   if (actions.up) {
     leader_ = step.leader;
+    all_[*leader_]->stay();
     handlers_.up();
   }
   if (actions.pass && message != nullptr) handlers_.message(*message);
-  for (auto standby : actions.elsewhere) all_[standby]->look_elsewhere();
+  if (actions.elsewhere) all_.front()->look_elsewhere();
   for (auto silent : actions.close) all_[silent]->connect_anew("it was silent");
 }
 
-// As a standby says it of another one; otherwise empty.
+// As a standby says it of another one that is not reached here; otherwise empty.
 std::string Coordinators::leads_elsewhere() const {
   constexpr std::size_t longest = 256;
   const auto knows = tracker_.knows_leader();
   if (!knows) return {};
   const auto& says = tracker_.says(*knows);
-  const auto& its = all_[*knows]->address();
-  if (says.address() == its) return {};  // it led, before it was started again
+  // It led, before it was started again or lost its store.
+  for (std::size_t i = 0; i < all_.size(); ++i)
+    if (tracker_.stands_by(i) && (says.address() == all_[i]->address() || says.address() == all_[i]->ends().there))
+      return {};
   return fmt::format(
-      "{} says that {} does, in term {}: add that one to --connect where it is missing, otherwise see why it is not "
-      "reached from here",
-      its, printable(says.address(), longest), says.term());
+      "{} says that {} does, in term {}: add that one to --connect where it is missing; otherwise look at it, at the "
+      "way to it, and at etcd",
+      all_[*knows]->address(), printable(says.address(), longest), says.term());
 }
 
 nlohmann::json Coordinators::status(bool connected) const {

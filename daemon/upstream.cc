@@ -280,6 +280,10 @@ void Upstream::look_elsewhere() {
   resolve(parts->host, parts->port);
 }
 
+void Upstream::stay() {
+  if (elsewhere_) end_attempt();
+}
+
 void Upstream::connect_anew(const std::string& why) {
   if (!up_) return;
   connection_->close();

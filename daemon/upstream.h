@@ -69,6 +69,7 @@ class Upstream {
   // What answers is not what is looked for. If the address is a name that stands for others as well, those are called,
   // and one that shows the key takes this one's place.
   void look_elsewhere();
+  void stay();  // what answers is what is looked for, after all
   const std::string& address() const { return address_; }
   const Ends& ends() const { return ends_; }                 // of the connection that is up, or was last
   bool up() const { return up_; }                            // it has shown the key

@@ -64,7 +64,7 @@ namespace rejoin::membership {
 
 class Coordinator {
  public:
-  static constexpr const char* kNotBack = "it has not come back since this coordinator began to lead";
+  static constexpr const char* kNotBack = "it did not come back after a change or restart of the coordinator";
   explicit Coordinator(const JobConfig& config)
       : config_(config),
         ledger_(config.dealing()),

@@ -109,7 +109,7 @@ void Coordinator::settle_recovery() {
     if (!is_back(m)) (m.catching_up && !m.complete ? joiners : holders).push_back(m.replica);
   for (auto id : holders) suspend(id, kNotBack);
   announce_all();
-  if (!holders.empty()) next_epoch("without those that have not come back since this coordinator began to lead");
+  if (!holders.empty()) next_epoch("without those that did not come back after a change or restart of the coordinator");
   else if (found) next_epoch("the last contributor had ended before those of before had come back");
   for (auto id : joiners) remove(id, kNotBack);
   if (members_.empty() || has_contributors()) return;

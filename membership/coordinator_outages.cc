@@ -11,9 +11,11 @@ namespace rejoin::membership {
 
 namespace {
 
+constexpr auto kNotBackBefore = "it did not come back after the coordinator's restart";  // as older releases wrote it
+
 // No process of it is known to have ended, and it may be that none has.
 bool is_unreached(const std::string& why) {
-  return why == Coordinator::kNotBack || why == "it is silent" || why == "it was silent" ||
+  return why == Coordinator::kNotBack || why == kNotBackBefore || why == "it is silent" || why == "it was silent" ||
          why.ends_with(" is not connected");
 }
 

@@ -140,11 +140,16 @@ void LeaderTracker::lose_leader(Actions& actions) {
   actions.down |= !std::exchange(actions.up, false);
 }
 
+bool LeaderTracker::stands_by(std::size_t coordinator) const {
+  const auto& says = coordinators_[coordinator].says;
+  return says && !says->leads();
+}
+
 std::optional<std::size_t> LeaderTracker::knows_leader() const {
   std::optional<std::size_t> best;
   for (std::size_t i = 0; !leader_ && i < coordinators_.size(); ++i) {
     const auto& its = coordinators_[i].says;
-    if (!its || its->leads() || its->address().empty() || is_of_another_job(i)) continue;
+    if (!stands_by(i) || its->address().empty() || is_of_another_job(i)) continue;
     if (!best || its->term() > coordinators_[*best].says->term()) best = i;
   }
   return best;
@@ -155,13 +160,13 @@ void LeaderTracker::miss_leader(Actions& actions) {
   const Duration leaderless = now_ - leaderless_since_;
   const Duration pause = std::clamp<Duration>(leaderless / 4, deadlines::kElsewhere.of(silence_),
                                               deadlines::kLongestElsewhere.of(silence_));
-  if (leaderless >= pause && now_ - looked_elsewhere_ >= pause) {
-    for (std::size_t i = 0; i < coordinators_.size(); ++i)
-      if (coordinators_[i].says) actions.elsewhere.push_back(i);
-    if (!actions.elsewhere.empty()) looked_elsewhere_ = now_;
+  const bool one = coordinators_.size() == 1, answers = coordinators_.front().says.has_value();
+  if (one && answers && leaderless >= pause && now_ - looked_elsewhere_ >= pause) {
+    actions.elsewhere = true;
+    looked_elsewhere_ = now_;
   }
   // That the only one is not there is told by who calls it.
-  if (leaderless <= silence_ || (coordinators_.size() == 1 && !coordinators_.front().says)) return;
+  if (leaderless <= silence_ || (one && !answers)) return;
   constexpr auto again = std::chrono::minutes(1);
   const auto knows = knows_leader();
   const std::uint64_t term = knows ? says(*knows).term() : 0;

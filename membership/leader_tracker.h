@@ -9,7 +9,8 @@
 // A node that knows one coordinator alone takes it for the leader until it says that it is not.
 //
 // Where nobody leads of those that it is connected with, it is told where a standby says that another one does: that
-// one's address may be missing here. A name may stand for several coordinators: then the others are tried.
+// one's address may be missing here. A name may stand for several coordinators: where it is the only one that is known,
+// its other addresses are tried. Of several names each is taken for one coordinator's, whatever its addresses are.
 #pragma once
 
 #include <functional>
@@ -32,9 +33,8 @@ class LeaderTracker {
     bool pass = false;               // the message is the leader's, and for the node
     std::vector<std::size_t> close;  // connections on which nothing comes: to be made anew
     std::vector<std::size_t> alone;  // coordinators that are found to decide alone
-    // Coordinators that don't lead, while nobody is heard that does: at another address of the same name may be one.
-    std::vector<std::size_t> elsewhere;
-    bool leaderless = false;  // nobody has been heard for a silence that leads: to be told
+    bool elsewhere = false;          // the only one is not followed: at another address of its name may be one that is
+    bool leaderless = false;         // nobody has been heard for a silence that leads: to be told
     std::vector<Note> notes;
   };
   // `hosts` writes down the ranks behind this node, and the job of those that have heard a plan, and not the last one,
@@ -56,6 +56,7 @@ class LeaderTracker {
   bool is_of_another_job(std::size_t coordinator) const;  // than this node
   // While nobody is followed: who says of another one that it leads this job, of several the one with the highest term.
   std::optional<std::size_t> knows_leader() const;
+  bool stands_by(std::size_t coordinator) const;  // it says that it does not lead
   const proto::Leads& says(std::size_t coordinator) const { return *coordinators_[coordinator].says; }
 
  private:

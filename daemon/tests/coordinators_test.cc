@@ -26,7 +26,7 @@ struct Fake {
                       [this](NodeId node, const proto::FromNode& message) {
                         last = node;
                         said.push_back(message);
-                        if (message.has_hello() && leads) tell(node);
+                        if ((message.has_hello() || message.has_rank_up()) && leads) tell(node);
                         if (message.has_heartbeat() && alone) answer(node);
                       },
                   .lost = [this](NodeId) { ++lost; }}) {
@@ -230,6 +230,59 @@ TEST(Coordinators, OfANameThatStandsForSeveralTheOneThatLeadsIsFoundAndStayedWit
   const auto before = node.story.size();
   node.go_on_for(kSilence);
   EXPECT_EQ(node.story.find('d', before), std::string::npos) << node.story;
+}
+
+// The other address takes the call, and shows the key when it is too late.
+TEST(Coordinators, OneThatBeginsToLeadIsStayedWithWhereAnotherAddressOfItsNameIsBeingTried) {
+  NodeStub node;
+  asio::ip::tcp::acceptor other(node.io, {asio::ip::address_v4::loopback(), 0});
+  const auto port = fmt::format(":{}", other.local_endpoint().port());
+  Fake first(node.io, node.keys, "127.0.0.9" + port);
+  first.say(3, false);
+  node.connect("two.example" + port);
+  ASSERT_TRUE(node.until([&] { return node.story == "ud"; }));
+  std::shared_ptr<Framed> late;
+  other.async_accept([&](asio::error_code error, asio::ip::tcp::socket socket) {
+    if (!error) late = std::make_shared<Framed>(std::move(socket), node.keys, true);
+  });
+  ASSERT_TRUE(node.until([&] { return late != nullptr; }));
+  first.say(4, true);
+  ASSERT_TRUE(node.until([&] {
+    first.plan(7);
+    return node.story.ends_with('7');
+  }));
+  bool over = false, taken = false;
+  late->start({.ready = [&] { taken = true; },
+               .message = [](std::string_view) {},
+               .closed = [&](const std::string&) { over = true; }},
+              kSilence);
+  ASSERT_TRUE(node.until([&] { return over || taken; }));
+  EXPECT_FALSE(taken);
+  EXPECT_EQ(node.story.substr(0, 4), "udu7");
+  EXPECT_EQ(node.story.find('d', 4), std::string::npos) << node.story;
+  late->close();
+}
+
+// They have lost their store, say: the way to it is not what is wrong.
+TEST(Coordinators, OneThatLedAndIsReachedIsNotSaidToBeMissing) {
+  NodeStub node;
+  Fake a(node.io, node.keys);
+  auto b = std::make_unique<Fake>(node.io, node.keys);
+  const std::string led = b->listener.address();
+  for (auto* one : {&a, b.get()}) {
+    one->say(4, false);
+    one->leads->mutable_leads()->set_address(led);
+  }
+  const auto reason = [&] { return node.all->status(false).at("reason").get<std::string>(); };
+  node.connect(a.listener.address() + ",localhost" + led.substr(led.rfind(':')));
+  ASSERT_TRUE(node.until([&] { return a.view() && b->view(); }));
+  EXPECT_EQ(reason(), "none of them says that it leads");
+  node.io.poll();
+  b.reset();
+  ASSERT_TRUE(node.until([&] { return reason() != "none of them says that it leads"; }));
+  EXPECT_EQ(reason(), "none of them says that it leads; " + a.listener.address() + " says that " + led +
+                          " does, in term 4: add that one to --connect where it is missing; otherwise look at it, at "
+                          "the way to it, and at etcd");
 }
 
 TEST(Coordinators, AStandbyOnWhoseConnectionNothingComesIsConnectedWithAnew) {

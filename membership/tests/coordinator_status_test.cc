@@ -86,16 +86,27 @@ TEST(CoordinatorStatus, WhoDoesNotComeBackToTheOneThatLeadsNowIsNotSaidToHaveEnd
   next.incarnations = bench.incarnations;
   for (auto replica : {0u, 2u}) next.back(replica, replica);
   next.pass(1500ms, {0, 2});
-  EXPECT_NE(next.warnings.find("replica 1 is out: it has not come back since this coordinator began to lead"),
+  EXPECT_NE(next.warnings.find("replica 1 is out: it did not come back after a change or restart of the coordinator"),
             std::string::npos)
       << next.warnings;
   for (auto replica : {0u, 2u}) next.reduced(replica);
   const auto all = next.coordinator.outages(next.now);
   ASSERT_EQ(all.size(), 1u);
-  EXPECT_EQ(all[0].why, "it has not come back since this coordinator began to lead");
+  EXPECT_EQ(all[0].why, "it did not come back after a change or restart of the coordinator");
   EXPECT_EQ(all[0].next,
             "its daemon has to reach this coordinator (see that it runs, and has all coordinators in --connect), and "
             "then its trainers have to be started again");
+  const std::string of_before = "it did not come back after the coordinator's restart";
+  auto log = bench.log;
+  log.insert(log.end(), next.log.begin(), next.log.end());
+  for (auto& record : log)
+    if (record.has_epoch() && record.epoch().reason().starts_with("without those"))
+      record.mutable_epoch()->set_reason("without replica 1: " + of_before);
+  Bench later(log);
+  const auto known = later.coordinator.outages(later.now);
+  ASSERT_EQ(known.size(), 1u);
+  EXPECT_EQ(known[0].why, of_before) << "as an older release wrote it";
+  EXPECT_EQ(known[0].next, all[0].next);
 }
 
 // The moment from which a step is waited for begins with this coordinator.

@@ -21,12 +21,13 @@ proto::ToNode welcomes() {
 struct OfTwo : testing::Test {
   LeaderTracker tracker{"node", 1s, 2, [](proto::LeaderView&) {}};
   TimePoint now{10s};
-  bool warned = false, answers = true;
+  bool warned = false, elsewhere = false, answers = true;
   int asked = 0;                   // the first one, for a sign of life
   std::vector<std::size_t> alone;  // that this was found of, in their order
 
   void keep(const LeaderTracker::Actions& actions) {
     warned = warned || actions.leaderless;
+    elsewhere = elsewhere || actions.elsewhere;
     alone.insert(alone.end(), actions.alone.begin(), actions.alone.end());
     for (const auto& [to, message] : actions.send) {
       if (!message.has_heartbeat()) continue;
@@ -115,6 +116,7 @@ TEST_F(OfTwo, WhoSaysThatItDoesNotLeadIsOneOfSeveral) {
   keep(tracker.on_message(1, welcomes(), now));
   say(1, 3, false);
   pass(2s);
+  EXPECT_FALSE(elsewhere) << "the other addresses of its name are its own, too";
   EXPECT_FALSE(tracker.decides_alone(1));
   EXPECT_TRUE(warned) << "nobody leads";
 }
@@ -269,7 +271,7 @@ struct OfOne : testing::Test {
 
   void keep(const LeaderTracker::Actions& actions) {
     if (actions.leaderless) warned.push_back(now - begun);
-    if (!actions.elsewhere.empty()) elsewhere.push_back(now - begun);
+    if (actions.elsewhere) elsewhere.push_back(now - begun);
   }
   void say(std::uint64_t term, bool leads, const std::string& address) {
     proto::ToNode message;
