@@ -9,6 +9,7 @@
 #include <optional>
 
 #include "base/clock.h"
+#include "base/deadlines.h"
 #include "base/fail.h"
 #include "base/fd.h"
 #include "membership/coordinator.h"
@@ -24,6 +25,7 @@ using Outcome = StoreAnswer::Outcome;
 namespace {
 
 constexpr std::uint64_t kTermsAhead = 1000;  // of those in the log: there may have been some that it does not have
+constexpr std::uint64_t kLongestSilence = 3'600'000;  // ms, as of --silence-ms
 
 // A log is longer than memory: its records are taken one by one.
 struct WholeLog {
@@ -185,11 +187,14 @@ Result<Present> look(asio::io_context& io, membership::Store& store, const std::
   }
 }
 
-// A leader with nothing to write shows there all the same that it lives.
+// A leader with nothing to write shows there all the same that it lives, the more seldom the longer its silence is. One
+// that does not say how long that is, of an older release, is taken to have the default, which `watch` is enough for.
 Result<bool> leader_lives(asio::io_context& io, membership::Store& store, const Present& present, Duration watch,
                           const std::string& where) {
   if (present.leader.instance() == 0) return false;
-  for (const TimePoint until = SteadyClock().now() + watch; SteadyClock().now() < until;) {
+  const auto silence = std::chrono::milliseconds(std::min(present.leader.silence_ms(), kLongestSilence));
+  const Duration in_all = watch + 2 * deadlines::kLeaderSign.of(silence);
+  for (const TimePoint until = SteadyClock().now() + in_all; SteadyClock().now() < until;) {
     const auto answer = ask(io, store, {.kind = Kind::read, .position = present.end, .value = {}}, where);
     if (!answer) return tl::unexpected(answer.error());
     if (answer->leader_revision != present.leader_revision || answer->alive_revision != present.alive_revision ||

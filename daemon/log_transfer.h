@@ -30,7 +30,8 @@ Result<Transferred> export_log(const std::string& log, const std::string& out);
 // As a snapshot, and with a lead that nobody has and whose term is higher than any before it, so that a coordinator
 // that still led finds that it does not. Runs `io` until it is done. Errors: the store has something of this job (and
 // `replace` is not given, or what it has goes further than the log), or of another one; a leader shows there within
-// `watch` that it lives; the store does not answer. `where` and the `prefix` of its keys are for errors.
+// `watch`, and twice the time that it may take for that, that it lives; the store does not answer. `where` and the
+// `prefix` of its keys are for errors.
 Result<Transferred> import_log(asio::io_context& io, membership::Store& store, const std::string& log, bool replace,
                                const std::string& where, const std::string& prefix, Duration watch);
 

@@ -167,7 +167,7 @@ bool ReplicatedCoordinator::is_of_copy() {
 // A job does not become another one: somebody has put another one's decisions there, or begun another one.
 bool ReplicatedCoordinator::is_of_own_job(std::uint64_t job) {
   if (own_job_ == 0 || job == 0 || job == own_job_) return true;
-  if (own_job_ == options_.copied_job)
+  if (own_job_ == options_.copied_job && !steps_at_start_)  // this process has never read its own job's
     fail_with(ErrorCode::mismatch,
               fmt::format("the store's decisions are of job {0:016x}, and those in --log-directory of job {1:016x}: "
                           "start with another --log-directory, or with the --job that is meant. {2}",
@@ -301,6 +301,7 @@ void ReplicatedCoordinator::try_claim(TimePoint now, bool has_read_now) {
   claim.set_address(options_.address);
   claim.set_instance(options_.instance);
   claim.set_since_ms(options_.started_ms + static_cast<std::uint64_t>(milliseconds(now - started_)));
+  claim.set_silence_ms(static_cast<std::uint64_t>(milliseconds(options_.job.silence)));
   role_ = Role::claiming;
   // Where the store does not answer, the same is tried again and again.
   if (claim_reported_ != claim.term()) note(false, "claims the lead, in term {}: {}", claim.term(), *why);

@@ -47,9 +47,10 @@ struct Transfer : testing::Test {
     EXPECT_TRUE(log && log->append(records));
     return directory + "/" + name + "/decisions.log";
   }
-  Result<Transferred> import(const std::string& log, bool replace = false) {
+  Result<Transferred> import(const std::string& log, bool replace = false,
+                             Duration watch = std::chrono::milliseconds(20)) {
     MemoryStore store(io, data);
-    return import_log(io, store, log, replace, "job x in memory", "/rejoin/x/", std::chrono::milliseconds(20));
+    return import_log(io, store, log, replace, "job x in memory", "/rejoin/x/", watch);
   }
   proto::Leader leader() const {
     proto::Leader in_store;
@@ -144,35 +145,43 @@ TEST_F(Transfer, AnotherJobsLogIsNotPutInPlaceOfAJobs) {
   expect_refused("job x in memory has 1 decisions of job 0000000000000007, and ");
 }
 
+// Each import that is refused ends with the leader's next sign, long before the time for it is over.
 TEST_F(Transfer, NothingIsImportedUnderALeaderThatShowsThatItLives) {
+  constexpr auto kLong = std::chrono::seconds(20), kShort = std::chrono::milliseconds(1);
   proto::LogEntry begins;
   *begins.add_records() = job_record(7);
   data.log[0] = begins.SerializeAsString();
   proto::Leader leads;
   leads.set_term(1), leads.set_name("c1"), leads.set_address("host:7000"), leads.set_instance(5);
-  data.leader = leads.SerializeAsString();
-  data.leader_revision = data.revision = 1;
   const auto log = write("a", {job_record(7), incarnated(1)});
-  asio::steady_timer timer(io);
-  bool lives = true;
-  const std::function<void()> renew = [&] {
-    timer.expires_after(std::chrono::milliseconds(1));
-    timer.async_wait([&](asio::error_code) {
-      data.alive_revision = ++data.revision;
-      if (lives) renew();
-    });
+  const auto import_under = [&](Duration silence, Duration watch, bool lives) {
+    leads.set_silence_ms(static_cast<std::uint64_t>(milliseconds(silence)));
+    data.leader = leads.SerializeAsString();
+    data.leader_revision = data.alive_revision = ++data.revision;
+    asio::steady_timer sign(io);
+    const std::function<void()> renew = [&] {
+      sign.expires_after(std::chrono::milliseconds(20));
+      sign.async_wait([&](asio::error_code) {
+        data.alive_revision = ++data.revision;
+        if (lives) renew();
+      });
+    };
+    if (lives) renew();
+    auto done = import(log, true, watch);
+    lives = false;
+    io.restart();
+    io.run();
+    return done;
   };
-  renew();
-  const auto refused = import(log, true);
-  ASSERT_FALSE(refused);
-  EXPECT_NE(refused.error().message.find("c1 at host:7000 leads in job x in memory, and lives: nothing is changed"),
-            std::string::npos)
-      << refused.error().message;
-  EXPECT_EQ(leader().term(), 1u);
-  lives = false;
-  io.restart();
-  io.run();
-  const auto done = import(log, true);
+  for (const auto& [silence, watch] : {std::pair<Duration, Duration>{{}, kLong}, {4 * kLong, kShort}}) {
+    const auto refused = import_under(silence, watch, true);
+    ASSERT_FALSE(refused);
+    EXPECT_NE(refused.error().message.find("c1 at host:7000 leads in job x in memory, and lives: nothing is changed"),
+              std::string::npos)
+        << refused.error().message;
+    EXPECT_EQ(leader().term(), 1u);
+  }
+  const auto done = import_under({}, kShort, false);
   EXPECT_TRUE(done) << "it has ended: " << done.error().message;
 }
 

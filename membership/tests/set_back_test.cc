@@ -215,26 +215,34 @@ void import(Alone& into, std::uint64_t id, std::uint32_t replicas) {
   into.leader = nobody.SerializeAsString();
 }
 
+void expect_to_end_as_another_jobs(bool leads, std::uint32_t replicas, bool has_copy) {
+  Alone one;
+  if (!leads) one.let_other_lead();
+  for (const bool again : {false, true}) {
+    if (again && !has_copy) break;
+    if (again) one.options.copied = one.one->position(), one.options.copied_job = 5;
+    one.start();
+    one.node(0, false);
+    one.pass(kQuiet / 4);
+    ASSERT_EQ(one.leads(), leads);
+  }
+  const auto copies = one.copies;
+  ASSERT_GT(copies, 0u);
+  import(one, 6, replicas);
+  one.pass(kQuiet);
+  ASSERT_TRUE(one.failed);
+  EXPECT_EQ(one.failed->code, ErrorCode::mismatch) << "that is exit code 4";
+  for (const char* part : {"are of job 0000000000000006 now, and this coordinator is of job 0000000000000005",
+                           "etcdctl del --prefix", "'rejoin log import'"})
+    EXPECT_NE(one.failed->message.find(part), std::string::npos) << one.failed->message;
+  EXPECT_EQ(one.failed->message.find("another --log-directory"), std::string::npos) << "it would join that other job";
+  EXPECT_EQ(one.copies, copies) << "the copy stays its job's";
+}
+
 TEST_F(SetBackUnderALeader, AStoreThatBecomesAnotherJobsIsNotTakenForItsOwn) {
   for (const bool leads : {true, false})
-    for (const std::uint32_t replicas : {2, 3}) {
-      Alone one;
-      if (!leads) one.let_other_lead();
-      one.start();
-      one.node(0, false);
-      one.pass(kQuiet / 4);
-      ASSERT_EQ(one.leads(), leads);
-      const auto copies = one.copies;
-      ASSERT_GT(copies, 0u);
-      import(one, 6, replicas);
-      one.pass(kQuiet);
-      ASSERT_TRUE(one.failed);
-      EXPECT_EQ(one.failed->code, ErrorCode::mismatch) << "that is exit code 4";
-      for (const char* part : {"are of job 0000000000000006 now, and this coordinator is of job 0000000000000005",
-                               "etcdctl del --prefix", "'rejoin log import'"})
-        EXPECT_NE(one.failed->message.find(part), std::string::npos) << one.failed->message;
-      EXPECT_EQ(one.copies, copies) << "the copy stays its job's";
-    }
+    for (const std::uint32_t replicas : {2, 3})
+      for (const bool has_copy : {false, true}) expect_to_end_as_another_jobs(leads, replicas, has_copy);
 }
 
 TEST_F(SetBackUnderALeader, DecisionsOfTheSameJobThatAreImportedAreItsOwn) {
