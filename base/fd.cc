@@ -207,7 +207,10 @@ Result<Fd> make_sealed_memfd(const std::string& name, std::size_t size) {
     return fail(ErrorCode::exhausted,
                 "memfd '{}' of {}: a file of this process may have {}; raise it with 'ulimit -f unlimited'", name,
                 human_bytes(size), human_bytes(largest_file()));
-  Fd fd(::memfd_create(name.c_str(), MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  // Where the sysctl vm.memfd_noexec is 2, kernels refuse those that do not ask for that; older ones don't know it.
+  constexpr unsigned kNoExecSeal = 8, kFlags = MFD_CLOEXEC | MFD_ALLOW_SEALING;
+  Fd fd(::memfd_create(name.c_str(), kFlags | kNoExecSeal));
+  if (!fd && errno == EINVAL) fd = Fd(::memfd_create(name.c_str(), kFlags));
   const bool forbidden = !fd && (errno == ENOSYS || errno == EPERM || errno == EACCES);
   if (!fd) return fail_errno(forbidden ? "memfd_create (a filter of system calls has to allow it)" : "memfd_create");
   if (::ftruncate(fd.get(), static_cast<off_t>(size)) != 0)

@@ -37,8 +37,8 @@ std::string named(pid_t process) {
 tl::unexpected<Error> unreadable(pid_t process) {
   if (errno == EFAULT || errno == EIO)  // the latter of its file
     return fail_errno(
-        fmt::format("reading the memory of {} (it is not mapped there, or not any more: memory has to stay "
-                    "mapped until it is deregistered)",
+        fmt::format("reading the memory of {} (it is not mapped there, or what it is read into is not mapped here, or "
+                    "not any more, or a device's own: memory has to stay mapped until it is deregistered)",
                     named(process)));
   return fail_errno(
       fmt::format("reading the memory of {} (both must run as one user in one PID namespace, with process_vm_readv "

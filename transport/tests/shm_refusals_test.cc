@@ -35,19 +35,23 @@ std::string end_of(Engine& caller) {
 }
 
 TEST(ShmRefusals, ACallerThatTheListenerMayNotReadHearsItsReasonAndTheRemedy) {
-  std::atomic<bool> filtered = true, done = false;
+  enum class Filter { unknown, here, none };
+  std::atomic<Filter> filter = Filter::unknown;
+  std::atomic<bool> done = false;
   auto listener = make_engine().value(), caller = make_engine().value();
   auto memory = Mapping::anonymous(4 * KiB).value();  // no file's, so that it would have to be read
   ASSERT_TRUE(caller->register_region(memory.span(), MemoryKind::host, kAnyAccess));
   ASSERT_TRUE(caller->connect(listener->listen({}).value(), {}));
   std::thread other([&] {
-    filtered = forbid_process_vm_readv();
+    filter = forbid_process_vm_readv() ? Filter::here : Filter::none;
+    filter.notify_all();
     while (!done) (void)listener->poll();
   });
-  const std::string end = end_of(*caller);
+  filter.wait(Filter::unknown);
+  const std::string end = filter == Filter::here ? end_of(*caller) : std::string();
   done = true;
   other.join();
-  if (!filtered) GTEST_SKIP() << "no seccomp here";
+  if (filter == Filter::none) GTEST_SKIP() << "no seccomp here";
   EXPECT_THAT(end, HasSubstr("it has refused this connection"));
   EXPECT_THAT(end, HasSubstr(fmt::format("the memory of process {} (both must run as one user in one PID namespace",
                                          ::getpid())));
