@@ -4,6 +4,7 @@
 
 #include <string>
 
+#include "base/clock.h"
 #include "base/ids.h"
 #include "base/result.h"
 #include "membership/store.h"

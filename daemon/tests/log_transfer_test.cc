@@ -147,7 +147,7 @@ TEST_F(Transfer, AnotherJobsLogIsNotPutInPlaceOfAJobs) {
 
 // Each import that is refused ends with the leader's next sign, long before the time for it is over.
 TEST_F(Transfer, NothingIsImportedUnderALeaderThatShowsThatItLives) {
-  constexpr auto kLong = std::chrono::seconds(20), kShort = std::chrono::milliseconds(1);
+  constexpr Duration kLong = std::chrono::seconds(20), kShort = std::chrono::milliseconds(1);
   proto::LogEntry begins;
   *begins.add_records() = job_record(7);
   data.log[0] = begins.SerializeAsString();

@@ -38,6 +38,7 @@ TEST(ReplicatedCoordinator, AfterAnImportNobodyLeadsAndWhoComesDoesAtOnce) {
   job.pass(kQuiet / 2);
   EXPECT_TRUE(job.leads()) << "no node has come";
   EXPECT_EQ(job.one->leader().term(), 1008u);
+  EXPECT_EQ(job.one->leader().silence_ms(), static_cast<std::uint64_t>(milliseconds(kQuiet))) << "an import asks";
   EXPECT_NE(std::ranges::find(job.told, "claims the lead, in term 1008: nobody leads since decisions were imported"),
             job.told.end());
   for (const auto& line : job.told) EXPECT_EQ(line.find(" at  "), std::string::npos) << line;
