@@ -31,12 +31,7 @@ void Checker::on_record(const proto::LogRecord& record) {
     if (record.epoch().epoch() <= epoch_)
       violate("one-decision", fmt::format("epoch {} was begun after epoch {}", record.epoch().epoch(), epoch_));
     epoch_ = record.epoch().epoch();
-    // Where nobody is left who was told, the step begins anew.
-    const auto told = leads_.find(record.epoch().step());
-    const auto was_told = [&](const auto& one) { return told->second.contains(one.incarnation()); };
-    if (told != leads_.end() && std::ranges::none_of(record.epoch().members(), was_told) &&
-        std::ranges::none_of(record.epoch().suspended(), was_told))
-      leads_.erase(told);
+    begin_step_anew(record.epoch());
   }
   if (record.has_committed()) {
     const std::uint64_t step = record.committed().step();
@@ -61,6 +56,7 @@ void Checker::on_record(const proto::LogRecord& record) {
     }
     decided_.erase(decided_.upper_bound(version), decided_.end());
     leads_.erase(leads_.upper_bound(version), leads_.end());
+    of_step_.erase(of_step_.upper_bound(version), of_step_.end());
     std::erase_if(reduced_, [&](const auto& entry) { return entry.first.second > version; });
     std::erase_if(states_, [&](const auto& entry) { return entry.first.second > version; });
   }
@@ -75,19 +71,40 @@ void Checker::go_on_from(const Checker& before, const std::vector<proto::LogReco
   for (const auto& record : log) on_record(record);
 }
 
+// Where nobody is left who was told, another one may lead the step. Who is out, and was not told yet, may still be.
+void Checker::begin_step_anew(const proto::LogRecord::EpochBegun& epoch) {
+  std::set<std::uint64_t> in;
+  for (const auto& one : epoch.members()) in.insert(one.incarnation());
+  for (const auto& one : epoch.suspended()) in.insert(one.incarnation());
+  const auto is_in = [&](const auto& told) { return in.contains(told.first); };
+  auto& [leader, those] = of_step_[epoch.step()];
+  const auto told = leads_.find(epoch.step());
+  if (told == leads_.end() || std::ranges::none_of(told->second, is_in)) {
+    if (told != leads_.end()) leads_.erase(told);
+    if (!epoch.has_leader() || leader != epoch.leader()) those.clear();
+  }
+  leader = epoch.has_leader() ? std::optional(epoch.leader()) : std::nullopt;
+  those.merge(in);
+}
+
 void Checker::check_lost() {
   if (replay_ && replay_->lost()) violate("bounded-error", *replay_->lost());
 }
 
 void Checker::on_told_who_leads(std::uint32_t replica, std::uint32_t rank, Incarnation incarnation, std::uint64_t step,
                                 bool leads) {
+  if (const auto its = of_step_.find(step); its != of_step_.end() && !its->second.those.contains(incarnation.value))
+    return;
   auto& told = leads_[step];
   const auto [known, first] = told.emplace(incarnation.value, leads);
   if (!first && known->second != leads)
     violate("one-leader", fmt::format("replica {} rank {} {} step {}, and another rank of it was told otherwise",
                                       replica, rank, leads ? "leads" : "does not lead", step));
-  if (leads && std::ranges::count(told, true, &std::pair<const std::uint64_t, bool>::second) > 1)
-    violate("one-leader", fmt::format("replica {} leads step {}, and so does another one", replica, step));
+  if (!leads) return;
+  for (const auto& [other, its] : told)
+    if (its && other != incarnation.value)
+      violate("one-leader", fmt::format("replica {} (incarnation {}) leads step {}, and so does incarnation {}",
+                                        replica, incarnation, step, other));
 }
 
 void Checker::on_reduced(std::uint32_t replica, std::uint32_t rank, std::uint64_t step,

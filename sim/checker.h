@@ -4,6 +4,7 @@
 
 #include <map>
 #include <optional>
+#include <set>
 #include <string>
 
 #include "control.pb.h"
@@ -72,6 +73,11 @@ class Checker {
   std::map<std::uint64_t, std::map<std::uint32_t, membership::Batch>> earlier_;  // … in logs that this one was part of
   std::map<RankAt, std::uint64_t> reduced_, states_;
   std::map<std::uint64_t, std::map<std::uint64_t, bool>> leads_;  // step → incarnation → what its ranks were told
+  struct OfStep {
+    std::optional<std::uint32_t> leader;  // a replica
+    std::set<std::uint64_t> those;        // incarnations that are in the job since that one leads
+  };
+  std::map<std::uint64_t, OfStep> of_step_;       // those that an epoch began with
   std::map<std::uint64_t, std::uint64_t> wrong_;  // instances; the last version at which they may still contribute
   struct Suspect {
     std::uint32_t replica = 0;
@@ -81,6 +87,7 @@ class Checker {
   std::map<RankAt, Suspect> suspects_;  // wrong for too long, if a peer's digest is another one
   std::optional<Replay> replay_;
   void begin_again(const proto::LogRecord& record);
+  void begin_step_anew(const proto::LogRecord::EpochBegun& epoch);
   void check_lost();
   std::uint64_t epoch_ = 0;
   bool log_lost_ = false;  // and the next one says nothing yet
