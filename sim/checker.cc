@@ -104,7 +104,7 @@ void Checker::on_told_who_leads(std::uint32_t replica, std::uint32_t rank, Incar
   for (const auto& [other, its] : told)
     if (its && other != incarnation.value)
       violate("one-leader", fmt::format("replica {} (incarnation {}) leads step {}, and so does incarnation {}",
-                                        replica, incarnation, step, other));
+                                        replica, incarnation.value, step, other));
 }
 
 void Checker::on_reduced(std::uint32_t replica, std::uint32_t rank, std::uint64_t step,
