@@ -19,4 +19,4 @@ set(ENV{PKG_CONFIG_SYSROOT_DIR} ${CMAKE_SYSROOT})
 # (TCP_INFO), limits of locked memory, populating pages; and where a program starts itself again, which is another
 # machine's.
 string(JOIN : REJOIN_EMULATED_TESTS *-*shm* Shm* *DeviceGroupsOver*/1 *AChildIsToldThatItIsItsParents* *RoundTripIsTold*
-  Pages.ThatAProcessMayNotLock* Pages.ThatWouldBeABusError* *AMisspeltVariableIsNamedOnce *AnyOtherThreadsCallOfTheDriver*)
+  Pages.ThatAProcessMayNotLock* Pages.ThatWouldBeABusError* *AMisspeltVariableIsNamedOnce *AnyOtherThreadsCallOfTheDriver* EtcdThreads.*)
