@@ -10,6 +10,7 @@
 namespace rejoin::deadlines {
 
 constexpr std::chrono::milliseconds kSilence = std::chrono::seconds(2);  // where nobody has said another one
+constexpr std::chrono::milliseconds kLongestSilence = std::chrono::hours(1);
 
 struct Deadline {
   std::int64_t times = 1, parts = 1;

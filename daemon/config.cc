@@ -71,7 +71,7 @@ void bind(CommandLine& line, Config& c) {
       .one_of({"auto", "off"});
   line.setting("--silence-ms", c.silence_ms, "REJOIN_SILENCE_MS",
                "how long a peer may be silent; all other deadlines follow from it")
-      .range(100, 3600000);
+      .range(100, deadlines::kLongestSilence.count());
   line.setting("--other-job-key-file", c.other_key_file, "REJOIN_OTHER_JOB_KEY_FILE",
                "file with a second key that others may prove: while the job's key is changed")
       .check(file_name());

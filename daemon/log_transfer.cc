@@ -25,7 +25,6 @@ using Outcome = StoreAnswer::Outcome;
 namespace {
 
 constexpr std::uint64_t kTermsAhead = 1000;  // of those in the log: there may have been some that it does not have
-constexpr std::uint64_t kLongestSilence = 3'600'000;  // ms, as of --silence-ms
 
 // A log is longer than memory: its records are taken one by one.
 struct WholeLog {
@@ -192,7 +191,8 @@ Result<Present> look(asio::io_context& io, membership::Store& store, const std::
 Result<bool> leader_lives(asio::io_context& io, membership::Store& store, const Present& present, Duration watch,
                           const std::string& where) {
   if (present.leader.instance() == 0) return false;
-  const auto silence = std::chrono::milliseconds(std::min(present.leader.silence_ms(), kLongestSilence));
+  constexpr std::uint64_t longest = deadlines::kLongestSilence.count();
+  const auto silence = std::chrono::milliseconds(std::min(present.leader.silence_ms(), longest));
   const Duration in_all = watch + 2 * deadlines::kLeaderSign.of(silence);
   for (const TimePoint until = SteadyClock().now() + in_all; SteadyClock().now() < until;) {
     const auto answer = ask(io, store, {.kind = Kind::read, .position = present.end, .value = {}}, where);

@@ -269,15 +269,9 @@ void Upstream::tick(TimePoint now) {
 }
 
 void Upstream::look_elsewhere() {
-  const auto parts = transport::SocketAddress::split(address_);
-  if (!up_ || finished_ || attempt_ || next_ || !parts) return;
-  asio::error_code is_name;
-  asio::ip::make_address(parts->host, is_name);
-  if (!is_name) return;
-  attempt_ = std::make_shared<Attempt>(io_);
+  if (!up_ || finished_ || attempt_ || next_) return;
   elsewhere_ = true;
-  limit_time();
-  resolve(parts->host, parts->port);
+  connect();
 }
 
 void Upstream::stay() {

@@ -56,7 +56,6 @@ void Checker::on_record(const proto::LogRecord& record) {
     }
     decided_.erase(decided_.upper_bound(version), decided_.end());
     leads_.erase(leads_.upper_bound(version), leads_.end());
-    of_step_.erase(of_step_.upper_bound(version), of_step_.end());
     std::erase_if(reduced_, [&](const auto& entry) { return entry.first.second > version; });
     std::erase_if(states_, [&](const auto& entry) { return entry.first.second > version; });
   }
@@ -77,14 +76,14 @@ void Checker::begin_step_anew(const proto::LogRecord::EpochBegun& epoch) {
   for (const auto& one : epoch.members()) in.insert(one.incarnation());
   for (const auto& one : epoch.suspended()) in.insert(one.incarnation());
   const auto is_in = [&](const auto& told) { return in.contains(told.first); };
-  auto& [leader, those] = of_step_[epoch.step()];
-  const auto told = leads_.find(epoch.step());
-  if (told == leads_.end() || std::ranges::none_of(told->second, is_in)) {
-    if (told != leads_.end()) leads_.erase(told);
-    if (!epoch.has_leader() || leader != epoch.leader()) those.clear();
+  auto& [told, leader, those] = leads_[epoch.step()];
+  if (std::ranges::none_of(told, is_in)) {
+    told.clear();
+    if (!epoch.has_leader() || leader != epoch.leader()) those.reset();
   }
   leader = epoch.has_leader() ? std::optional(epoch.leader()) : std::nullopt;
-  those.merge(in);
+  if (those) those->merge(in);
+  else those = std::move(in);
 }
 
 void Checker::check_lost() {
@@ -93,9 +92,8 @@ void Checker::check_lost() {
 
 void Checker::on_told_who_leads(std::uint32_t replica, std::uint32_t rank, Incarnation incarnation, std::uint64_t step,
                                 bool leads) {
-  if (const auto its = of_step_.find(step); its != of_step_.end() && !its->second.those.contains(incarnation.value))
-    return;
-  auto& told = leads_[step];
+  auto& [told, leader, those] = leads_[step];
+  if (those && !those->contains(incarnation.value)) return;
   const auto [known, first] = told.emplace(incarnation.value, leads);
   if (!first && known->second != leads)
     violate("one-leader", fmt::format("replica {} rank {} {} step {}, and another rank of it was told otherwise",

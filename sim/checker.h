@@ -72,12 +72,12 @@ class Checker {
   std::map<std::uint64_t, std::map<std::uint32_t, membership::Batch>> decided_;  // step → replica → samples
   std::map<std::uint64_t, std::map<std::uint32_t, membership::Batch>> earlier_;  // … in logs that this one was part of
   std::map<RankAt, std::uint64_t> reduced_, states_;
-  std::map<std::uint64_t, std::map<std::uint64_t, bool>> leads_;  // step → incarnation → what its ranks were told
-  struct OfStep {
-    std::optional<std::uint32_t> leader;  // a replica
-    std::set<std::uint64_t> those;        // incarnations that are in the job since that one leads
+  struct Lead {
+    std::map<std::uint64_t, bool> told;            // by incarnation: what its ranks were told
+    std::optional<std::uint32_t> leader;           // a replica
+    std::optional<std::set<std::uint64_t>> those;  // who is in the job since that one leads; none: no epoch began then
   };
-  std::map<std::uint64_t, OfStep> of_step_;       // those that an epoch began with
+  std::map<std::uint64_t, Lead> leads_;           // by step
   std::map<std::uint64_t, std::uint64_t> wrong_;  // instances; the last version at which they may still contribute
   struct Suspect {
     std::uint32_t replica = 0;

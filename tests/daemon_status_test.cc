@@ -217,21 +217,29 @@ TEST(Top, ShowsDaemonsAgainAndAgain) {
   EXPECT_NE(top.output.find("no daemon answers at 127.0.0.1:1"), std::string::npos) << top.output;
 }
 
+// What calls it is connected, and gets no answer.
+struct SilentListener {
+  Fd socket{::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)};
+  std::string address;
+  SilentListener() {
+    sockaddr_in at{.sin_family = AF_INET, .sin_port = 0, .sin_addr = {htonl(INADDR_LOOPBACK)}, .sin_zero = {}};
+    socklen_t size = sizeof at;
+    EXPECT_EQ(::bind(socket.get(), reinterpret_cast<sockaddr*>(&at), size), 0);
+    EXPECT_EQ(::listen(socket.get(), 8), 0);
+    EXPECT_EQ(::getsockname(socket.get(), reinterpret_cast<sockaddr*>(&at), &size), 0);
+    address = fmt::format("127.0.0.1:{}", ntohs(at.sin_port));
+  }
+};
+
 TEST(Top, SaysHowFastTheJobIsThoughAnotherDaemonDoesNotAnswer) {
   Job job;
   job.start(1, 0);
   Process trainer({kMinimal}, job.scratch.path + "/a", job.environment(0));
   const auto committed = [&] { return job.status().at("committed").get<double>(); };
   ASSERT_TRUE(eventually([&] { return committed() > 0; }));
-  const Fd silent(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
-  sockaddr_in address{.sin_family = AF_INET, .sin_port = 0, .sin_addr = {htonl(INADDR_LOOPBACK)}, .sin_zero = {}};
-  socklen_t size = sizeof address;
-  ASSERT_EQ(::bind(silent.get(), reinterpret_cast<sockaddr*>(&address), size), 0);
-  ASSERT_EQ(::listen(silent.get(), 8), 0);
-  ASSERT_EQ(::getsockname(silent.get(), reinterpret_cast<sockaddr*>(&address), &size), 0);
+  const SilentListener silent;
   const double before = committed();
-  const Ended top = run({kCli, "top", job.coordinator_status, fmt::format("127.0.0.1:{}", ntohs(address.sin_port)),
-                         "--count", "2", "--interval-ms", "50"});
+  const Ended top = run({kCli, "top", job.coordinator_status, silent.address, "--count", "2", "--interval-ms", "50"});
   const double after = committed();
   std::smatch rate;
   ASSERT_TRUE(std::regex_search(top.output, rate, std::regex("([0-9.]+) steps a second"))) << top.output;
@@ -240,23 +248,12 @@ TEST(Top, SaysHowFastTheJobIsThoughAnotherDaemonDoesNotAnswer) {
 }
 
 TEST(Top, AsksAllAtTheSameTime) {
-  const auto listener = [](sockaddr_in& at) {
-    Fd silent(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
-    at = {.sin_family = AF_INET, .sin_port = 0, .sin_addr = {htonl(INADDR_LOOPBACK)}, .sin_zero = {}};
-    socklen_t size = sizeof at;
-    EXPECT_EQ(::bind(silent.get(), reinterpret_cast<sockaddr*>(&at), size), 0);
-    EXPECT_EQ(::listen(silent.get(), 8), 0);
-    EXPECT_EQ(::getsockname(silent.get(), reinterpret_cast<sockaddr*>(&at), &size), 0);
-    return silent;
-  };
   Scratch scratch;
-  sockaddr_in at[2];
-  const Fd silent[2] = {listener(at[0]), listener(at[1])};
-  Process top({kCli, "top", fmt::format("127.0.0.1:{}", ntohs(at[0].sin_port)),
-               fmt::format("http://127.0.0.1:{}/", ntohs(at[1].sin_port)), "--count", "1"},
-              scratch.path + "/top.out");
+  const SilentListener one, other;
+  Process top({kCli, "top", one.address, "http://" + other.address + "/", "--count", "1"}, scratch.path + "/top.out");
   {
-    const Fd first(::accept(silent[0].get(), nullptr, nullptr)), second(::accept(silent[1].get(), nullptr, nullptr));
+    const Fd first(::accept(one.socket.get(), nullptr, nullptr)),
+        second(::accept(other.socket.get(), nullptr, nullptr));
     char request[256];
     EXPECT_GT(::recv(first.get(), request, sizeof request, 0), 0);
     EXPECT_EQ(::recv(first.get(), request, sizeof request, MSG_DONTWAIT), -1) << "it is asked no longer";
