@@ -45,6 +45,7 @@ Result<> StagedEngine::start() {
 }
 
 StagedEngine::~StagedEngine() {
+  to_offer_.clear(), to_pull_.clear();  // nothing is begun any more
   while (!endpoints_.empty()) close(EndpointId(endpoints_.begin()->first));
 }
 
@@ -144,6 +145,7 @@ void StagedEngine::deregister(RegionId id) {
     below_->deregister(reachable.mapped().below);
   }
   wait_for_copies([&](const Copy& copy) { return copy.region == id; });
+  pump();  // its owner may sleep now: what it took from others comes back here
 }
 
 RemoteRegion StagedEngine::remote(RegionId id) const { return regions_.remote(id); }
@@ -196,6 +198,7 @@ void StagedEngine::close(EndpointId id) {
   endpoint->stage = Stage::failed;
   end(*endpoint, {ErrorCode::cancelled, "the endpoint was closed"});
   endpoints_.erase(id.value);
+  pump();  // as in deregister()
 }
 
 void StagedEngine::fail_endpoint(Endpoint& endpoint, const Error& error) {

@@ -49,9 +49,10 @@ struct Staged : testing::Test {
   std::unique_ptr<device::Stream> stream = *device->make_stream();
   Side a, b;
   EndpointId at_a, at_b;
+  std::size_t slots = 4;
 
   std::unique_ptr<Engine> engine() {
-    return *staged::make_engine(*tcp::make_engine({}), device, {.slot_bytes = 64 * KiB, .slots = 4});
+    return *staged::make_engine(*tcp::make_engine({}), device, {.slot_bytes = 64 * KiB, .slots = slots});
   }
   [[nodiscard]] bool until(const std::function<bool()>& done) {
     const auto deadline = std::chrono::steady_clock::now() + 20s;
@@ -61,6 +62,18 @@ struct Staged : testing::Test {
       if (b.engine) b.poll();
     }
     return true;
+  }
+  // As their owners do: each side is polled when it says that there is something, or is woken.
+  void sleep_until(const std::function<bool()>& done) {
+    while (!done()) {
+      pollfd ready[] = {{.fd = a.engine->event_fd(), .events = POLLIN, .revents = 0},
+                        {.fd = b.engine->event_fd(), .events = POLLIN, .revents = 0}};
+      const bool armed[] = {a.engine->arm(), b.engine->arm()};
+      const bool both = armed[0] && armed[1];
+      ASSERT_TRUE(::poll(ready, 2, both ? 10000 : 0) > 0 || !both) << "it sleeps through what happens";
+      for (int i = 0; i < 2; ++i)
+        if (!armed[i] || ready[i].revents != 0) (i == 0 ? a : b).poll();
+    }
   }
   void connect() {
     a.engine = engine();
@@ -149,16 +162,7 @@ TEST_F(Staged, BothSidesMaySleepUntilSomethingHappens) {
                     .length = 8 * MiB,
                     .notify = 1};
   ASSERT_TRUE(a.engine->write(at_a, {&write, 1}));
-  while (!a.completed.contains(1) || !b.written.contains(1)) {
-    a.poll();
-    b.poll();
-    if (a.completed.contains(1) && b.written.contains(1)) break;
-    const bool both = a.engine->arm() && b.engine->arm();
-    if (!both) continue;
-    pollfd ready[] = {{.fd = a.engine->event_fd(), .events = POLLIN, .revents = 0},
-                      {.fd = b.engine->event_fd(), .events = POLLIN, .revents = 0}};
-    ASSERT_GT(::poll(ready, 2, 10000), 0) << "it sleeps through what happens";
-  }
+  ASSERT_NO_FATAL_FAILURE(sleep_until([&] { return a.completed.contains(1) && b.written.contains(1); }));
   EXPECT_EQ(contents(target), contents(source));
 }
 
@@ -239,6 +243,49 @@ TEST_F(Staged, APeerThatTakesNothingDoesNotStopTheOthers) {
   ASSERT_TRUE(until([&] { return a.completed.contains(1); }));
   write(at_a, b.engine->remote(at_target), 3);
   ASSERT_TRUE(until([&] { return a.completed.contains(3) && b.written.contains(3); }));
+}
+
+// Two peers that have asked for bytes and take none of them have all slots, and writes to a third wait for one.
+TEST_F(Staged, WhatWaitsGoesOnWithoutAPollWhenARegionOrAnEndpointGoes) {
+  slots = 2;
+  connect();
+  const auto where = *a.engine->listen({"127.0.0.1:0"});
+  const auto memory = make(MemoryKind::cuda, 1 * MiB);
+  const RegionId asked = *a.engine->register_region(memory.bytes, MemoryKind::cuda, kAnyAccess);
+  const RegionId withdrawn = *a.engine->register_region(memory.bytes, MemoryKind::cuda, kAnyAccess);
+  const RegionId target = *b.engine->register_region(memory.bytes, MemoryKind::cuda, kAnyAccess);
+  Side still[2];
+  for (Side& side : still) {
+    side.engine = engine();
+    const EndpointId there = *side.engine->connect(where, {});
+    ASSERT_TRUE(until([&] {
+      side.poll();
+      return side.connected && a.accepted.size() == static_cast<std::size_t>(&side - still) + 1;
+    }));
+    const RegionId to = *side.engine->register_region(memory.bytes, MemoryKind::cuda, kAnyAccess);
+    const Read read{.local = {to, 0}, .remote = {a.engine->remote(asked), 0}, .length = 1 * MiB};
+    ASSERT_TRUE(side.engine->read(there, {&read, 1}));
+    side.poll();  // the last time
+    ASSERT_TRUE(side.engine->arm());
+    pollfd offered{.fd = side.engine->event_fd(), .events = POLLIN, .revents = 0};
+    ASSERT_TRUE(until([&] { return ::poll(&offered, 1, 0) > 0; }));
+  }
+  std::uint64_t number = 0;
+  for (const RegionId source : {asked, withdrawn}) {
+    const Write write{.context = ++number,
+                      .local = {source, 0},
+                      .remote = {b.engine->remote(target), 0},
+                      .length = 1 * MiB,
+                      .notify = number};
+    ASSERT_TRUE(a.engine->write(at_a, {&write, 1}));
+  }
+  a.engine->deregister(withdrawn);
+  EXPECT_FALSE(a.engine->arm()) << "there is a completion";
+  a.poll();
+  ASSERT_TRUE(a.completed.contains(2));
+  EXPECT_FALSE(a.completed.contains(1));
+  for (const EndpointId endpoint : a.accepted) a.engine->close(endpoint);
+  ASSERT_NO_FATAL_FAILURE(sleep_until([&] { return a.completed.contains(1) && b.written.contains(1); }));
 }
 
 TEST_F(Staged, APeerThatDoesNotStageIsRefused) {
