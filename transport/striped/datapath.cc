@@ -39,7 +39,7 @@ void StripedEngine::on_rail_event(std::uint32_t rail, const Event& event) {
 
 void StripedEngine::on_piece_landed(Endpoint& endpoint, Link& link, std::uint64_t tag) {
   link.landed.push_back(tag);
-  if (link.landed.size() > wire::kMaxUnderWay) link.landed.pop_front();
+  if (link.landed.size() > wire::kMaxTags) link.landed.pop_front();
   count_in(endpoint, tag);
 }
 
@@ -154,6 +154,11 @@ std::uint64_t StripedEngine::length_of(const Operation& operation, std::uint32_t
   return std::min(operation.piece_bytes, operation.length - piece * operation.piece_bytes);
 }
 
+// Its peer would forget that the oldest has landed, if it has, before we know.
+bool StripedEngine::is_far_ahead(const Link& link) {
+  return !link.in_flight.empty() && link.posted - link.in_flight.begin()->second.nth >= wire::kMaxAhead;
+}
+
 void StripedEngine::touch(Endpoint& endpoint) {
   if (!std::exchange(endpoint.dirty, true)) dirty_.push_back(endpoint.id);
 }
@@ -177,7 +182,7 @@ StripedEngine::Choice StripedEngine::choose_link(Endpoint& endpoint, const Opera
     if (choice.reachable && operation.length < options_.least_bulk && is_for_bulk(link->rail)) continue;
     choice.reachable = true;
     if (link->bytes > 0 && link->bytes + length > options_.bytes_in_flight) continue;
-    if (link->in_flight.size() >= wire::kMaxUnderWay) continue;
+    if (is_far_ahead(*link)) continue;
     if (choice.link != nullptr && link->bytes >= choice.link->bytes) continue;
     choice.link = link;
     choice.local = *local->second[link->rail];
@@ -210,6 +215,7 @@ void StripedEngine::pump(Endpoint& endpoint) {
     }
     Link& link = *choice.link;
     piece.posted = now_;
+    piece.nth = link.posted++;
     const std::uint64_t offset = operation.on_each_rail ? 0 : piece.index * operation.piece_bytes;
     const std::uint64_t number = endpoint.next_piece++;
     link.in_flight[number] = piece;

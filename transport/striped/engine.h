@@ -7,7 +7,8 @@
 //    the rail, which it does after closing (fencing) its end: the old copy can't land behind the new one. A piece of a
 //    read needs no such message, since our own close is the fence.
 //  - With `rail_down` the peer says which pieces had landed over it. Those are done, though no completion has arrived:
-//    the write may have been notified, and its memory given to another.
+//    the write may have been notified, and its memory given to another. It remembers the last ones, which are enough
+//    since no link runs far ahead of its oldest piece that is not complete, as it may where its NIC has several queues.
 //  - The other way round, a NIC may have acknowledged a piece whose notification lies unread when the receiver closes
 //    its end. So the sender keeps the tags of completed pieces until the peer has reported their write as in, and sends
 //    them as `landed` when their rail ends.
@@ -86,6 +87,7 @@ class StripedEngine final : public Engine {
   struct Piece {
     std::uint64_t operation = 0;
     std::uint32_t index = 0;
+    std::uint64_t nth = 0;  // of its link
     TimePoint posted{};
   };
   struct Link {
@@ -94,6 +96,7 @@ class StripedEngine final : public Engine {
     bool open = false, ended = false;  // neither: connecting
     bool peer_fenced = false;          // the peer's end of an ended link is closed
     std::uint64_t bytes = 0;           // in flight
+    std::uint64_t posted = 0;          // pieces, ever
     std::map<std::uint64_t, Piece> in_flight;
     std::vector<Piece> orphans;            // of an ended link, until peer_fenced
     std::deque<std::uint64_t> landed;      // tags of the last pieces that came over it
@@ -245,6 +248,7 @@ class StripedEngine final : public Engine {
   };
   Choice choose_link(Endpoint& endpoint, const Operation& operation, std::uint32_t piece, std::uint64_t length);
   bool is_for_bulk(std::uint32_t rail) const { return rail >= options_.first_bulk_rail; }
+  static bool is_far_ahead(const Link& link);
   void touch(Endpoint& endpoint);
   static std::uint64_t length_of(const Operation& operation, std::uint32_t piece);
 

@@ -143,7 +143,7 @@ void StripedEngine::report_landed(Endpoint& endpoint, const Link& link, const st
   for (const auto tag : completed) {
     if (wire::number_of(tag) < endpoint.all_in_there_below) continue;
     tags.push_back(tag);
-    if (tags.size() == wire::kMaxUnderWay) report();
+    if (tags.size() == wire::kMaxTags) report();
   }
   report();
 }

@@ -66,8 +66,12 @@ struct RailKey {
 
 // A piece's notification: which write it belongs to, and which piece it is.
 constexpr std::uint64_t kMaxPieces = 1 << 16;
-// Pieces under way over one rail: so many tags go into a `rail_down`.
-constexpr std::size_t kMaxUnderWay = 4096;
+// Tags in one message. A `rail_down` has those of the last so many pieces that have landed over the rail.
+constexpr std::size_t kMaxTags = 4096;
+// A rail carries pieces that were posted less than so many behind its oldest that is not complete. So what lands behind
+// a piece that is not complete was posted less than so many before it or behind it, and the piece is among the tags of
+// a `rail_down`. The other half of them is for notifications that are read late.
+constexpr std::uint64_t kMaxAhead = kMaxTags / 4;
 constexpr std::uint64_t piece_tag(std::uint64_t number, std::uint64_t piece) { return number << 16 | piece; }
 constexpr std::uint64_t number_of(std::uint64_t tag) { return tag >> 16; }
 

@@ -5,8 +5,10 @@
 
 #include <functional>
 #include <map>
+#include <optional>
 #include <random>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "transport/sim/fabric.h"
@@ -54,10 +56,17 @@ struct Side {
 };
 
 // A rail whose owner looks at its events when it is let: until then they lie there, as those of a NIC or of a thread.
+// And one piece's completion may come long after those of others, as where one of a NIC's queue pairs waits for an
+// acknowledgement: a write's of `late_length`, until it is let or its endpoint ends.
 class Unread final : public Engine {
  public:
   explicit Unread(std::unique_ptr<Engine> rail) : rail_(std::move(rail)) {}
   bool is_read = true;
+  std::uint64_t late_length = 0;
+  std::optional<Event> late;
+  std::uint64_t writes = 0;
+
+  void let_late_complete() { due_.push_back(*std::exchange(late, {})); }
 
   Result<Address> listen(const Address& where) override { return rail_->listen(where); }
   Result<EndpointId> connect(const Address& peer, BytesView hello) override { return rail_->connect(peer, hello); }
@@ -68,15 +77,44 @@ class Unread final : public Engine {
   RemoteRegion remote(RegionId region) const override { return rail_->remote(region); }
   std::uint64_t refused() const override { return rail_->refused(); }
   Result<> send(EndpointId endpoint, BytesView message) override { return rail_->send(endpoint, message); }
-  Result<> write(EndpointId endpoint, std::span<const Write> writes) override { return rail_->write(endpoint, writes); }
+  Result<> write(EndpointId endpoint, std::span<const Write> posted) override {
+    writes += posted.size();
+    for (const auto& one : posted)
+      if (one.length == late_length) of_late_ = one.context;
+    return rail_->write(endpoint, posted);
+  }
   Result<> read(EndpointId endpoint, std::span<const Read> reads) override { return rail_->read(endpoint, reads); }
-  std::span<const Event> poll() override { return is_read ? rail_->poll() : std::span<const Event>(); }
+  std::span<const Event> poll() override {
+    if (!is_read) return {};
+    events_ = std::exchange(due_, {});
+    for (const auto& event : rail_->poll()) {
+      if (event.kind == EventKind::completed && event.value == of_late_ && !event.error) {
+        late = event;
+        continue;
+      }
+      if (event.kind == EventKind::closed) end_late(event.endpoint, events_);
+      events_.push_back(event);
+    }
+    return events_;
+  }
   bool arm() override { return rail_->arm(); }
   int event_fd() const override { return rail_->event_fd(); }
-  void close(EndpointId endpoint) override { rail_->close(endpoint); }
+  void close(EndpointId endpoint) override {
+    end_late(endpoint, due_);
+    rail_->close(endpoint);
+  }
 
  private:
+  // Its owner never learns that it has landed.
+  void end_late(EndpointId endpoint, std::vector<Event>& events) {
+    if (!late || late->endpoint != endpoint) return;
+    late->error = Error{ErrorCode::unavailable, "the peer is gone"};
+    events.push_back(*std::exchange(late, {}));
+  }
+
   std::unique_ptr<Engine> rail_;
+  std::vector<Event> events_, due_;
+  std::optional<std::uint64_t> of_late_;
 };
 
 struct Cluster {
@@ -87,7 +125,7 @@ struct Cluster {
   // lies there unread while rails end.
   std::uint64_t laziness = 1;
   std::mt19937_64 random{1};
-  Unread* second_of_b = nullptr;  // its second rail
+  Unread *second_of_a = nullptr, *second_of_b = nullptr;  // their second rails
 
   // The first rail is slow to come up by `slow`.
   explicit Cluster(std::uint64_t seed, int rails = 2, Duration slow = {}, const Options& options = kOptions)
@@ -97,9 +135,9 @@ struct Cluster {
       for (int i = 0; i < rails; ++i) {
         engines.push_back(fabric.make_engine());
         side->rails.push_back(engines.back().get());
-        if (side != &b || i != 1) continue;
+        if (i != 1) continue;
         auto unread = std::make_unique<Unread>(std::move(engines.back()));
-        second_of_b = unread.get();
+        (side == &a ? second_of_a : second_of_b) = unread.get();
         engines.back() = std::move(unread);
       }
       side->engine = *make_engine(std::move(engines), options, clock);
