@@ -76,6 +76,7 @@ Result<> StripedEngine::write(EndpointId id, std::span<const Write> writes) {
   auto found = find_for_posting(endpoints_, regions_, id, writes);
   if (!found) return tl::unexpected(found.error());
   Endpoint& endpoint = **found;
+  now_ = clock_.now();  // see connect()
   for (const auto& write : writes) {
     Operation operation{.context = write.context, .local = write.local, .remote = write.remote, .length = write.length};
     if (write.notify) operation.number = endpoint.next_write++;
@@ -95,6 +96,7 @@ Result<> StripedEngine::write(EndpointId id, std::span<const Write> writes) {
 Result<> StripedEngine::read(EndpointId id, std::span<const Read> reads) {
   auto found = find_for_posting(endpoints_, regions_, id, reads);
   if (!found) return tl::unexpected(found.error());
+  now_ = clock_.now();  // see connect()
   for (const auto& read : reads)
     post(**found, {.context = read.context,
                    .is_read = true,

@@ -47,6 +47,7 @@ Result<> StripedEngine::send(EndpointId id, BytesView message) {
   auto endpoint = open_endpoint(id);
   if (!endpoint) return tl::unexpected(endpoint.error());
   if (auto checked = check_message(message); !checked) return checked;
+  now_ = clock_.now();  // see connect()
   const std::uint64_t complete = (*endpoint)->over.all_below;
   for (; message.size() > kRoom; message = message.subspan(kRoom))
     send_control(**endpoint, {.kind = wire::Kind::message, .more = 1, .a = complete}, message.first(kRoom));

@@ -140,6 +140,34 @@ TEST(Striped, APauseOfThePeerTakesNoRailOut) {
   EXPECT_TRUE(same_bytes(from, to));
 }
 
+// Nor does one of its own, in which it had nothing under way: what it posts before it polls is not that old.
+TEST(Striped, WhatIsPostedAfterAPauseIsNoOlderThanThat) {
+  Cluster c(3);
+  ASSERT_TRUE(c.until([&] { return c.a.up && c.b.up; }));
+  for (int i = 0; i < 1000; ++i) c.turn();
+  std::vector<std::byte> from(8 * KiB, std::byte{9}), to(8 * KiB);
+  const RegionId source = *c.a.engine->register_region(from, MemoryKind::host, kAnyAccess);
+  const RegionId target = *c.b.engine->register_region(to, MemoryKind::host, kAnyAccess);
+  testing::internal::CaptureStdout();
+  for (std::uint64_t i = 0; i < 2; ++i) {  // at the first, a asks for b's keys
+    const Write write{.context = i,
+                      .local = {source, 0},
+                      .remote = {c.b.engine->remote(target), 0},
+                      .length = from.size(),
+                      .notify = i};
+    ASSERT_TRUE(c.a.engine->write(c.a.endpoint, {&write, 1}));
+    EXPECT_TRUE(c.until([&] {
+      while (c.fabric.next_event() <= c.clock.now()) c.fabric.step();
+      return c.a.completed.contains(i) && c.b.written.size() > i;
+    }));
+    for (int turn = 0; turn < 1000; ++turn) c.turn();
+    c.clock.advance(100 * kOptions.stall);
+    c.b.poll();
+    c.fabric.slow(*c.a.rails[1], kOptions.stall * 3 / 5, {}, c.clock.now() + std::chrono::seconds(1));
+  }
+  EXPECT_EQ(testing::internal::GetCapturedStdout().find("is down"), std::string::npos);
+}
+
 TEST(Striped, ARailThatHangsIsTakenOutAndItsPiecesGoOverTheOthers) {
   Cluster c(5);
   ASSERT_TRUE(c.until([&] { return c.a.up && c.b.up; }));
