@@ -64,7 +64,7 @@ bool PeerProcess::shows_file(int number) const {
 Fd PeerProcess::open_file(int number) const {
   Fd file;
   find_at_threads(id_, fmt::format("fd/{}", number), [&](const std::string& path) {
-    file = Fd(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
+    file = Fd(::open(path.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC));  // it may be anything by now
     return static_cast<bool>(file);
   });
   return file;

@@ -1,8 +1,10 @@
 // Who is refused over shared memory is told why, as long as both ends are of a release that does so.
+#include <fcntl.h>
 #include <fmt/format.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -115,6 +117,18 @@ TEST(ShmRefusals, AProcessWithoutANumberHereIsOfAnotherPidNamespace) {
   const auto read = PeerProcess(0).read(4096, word);
   ASSERT_FALSE(read);
   EXPECT_THAT(read.error().message, HasSubstr("the memory of a process of another PID namespace (both must run"));
+}
+
+// To open it would wait for a writer.
+TEST(ShmRefusals, AFileWhoseNumberIsANamedPipeByNowHoldsUpNobody) {
+  const std::string path = testing::TempDir() + fmt::format("rejoin-pipe-{}", ::getpid());
+  ASSERT_EQ(::mkfifo(path.c_str(), 0600), 0);
+  const Fd pipe(::open(path.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC));
+  ::unlink(path.c_str());
+  ASSERT_TRUE(pipe);
+  struct stat status {};
+  ASSERT_EQ(::fstat(PeerProcess(::getpid()).open_file(pipe.get()).get(), &status), 0);
+  EXPECT_TRUE(S_ISFIFO(status.st_mode));
 }
 
 }  // namespace
