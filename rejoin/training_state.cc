@@ -142,20 +142,23 @@ Result<> TrainingState::allocate() {
   access_ = std::move(*access);
   auto owner = local::Owner::make(std::move(*manifest), device_, own_state_);
   if (!owner) return tl::unexpected(owner.error());
-  std::uint64_t total = 0;
+  std::uint64_t inputs = 0, outputs = 0;  // bytes
   gradient_offset_.resize(tensors_.size());
-  std::vector<std::pair<std::uint64_t, std::uint64_t>> ranges;  // of the buckets
-  for (const auto& bucket : buckets_) {
-    const std::uint64_t begin = total;
-    for (auto t : bucket) {
-      gradient_offset_[t.index] = total;
-      total += gradient_bytes(t.index);
+  struct Range {
+    std::uint64_t input = 0, output = 0, size = 0;
+  };
+  std::vector<Range> ranges;  // of the buckets
+  for (std::size_t b = 0; b < buckets_.size(); ++b) {
+    const std::uint64_t begin = outputs;
+    for (auto t : buckets_[b]) {
+      gradient_offset_[t.index] = outputs;
+      outputs += gradient_bytes(t.index);
     }
-    ranges.emplace_back(begin, total - begin);
-    total = round_up(total, 4096);
+    ranges.push_back({inputs, begin, outputs - begin});
+    outputs = round_up(outputs, 4096);
+    if (own_[b].empty()) inputs += outputs - begin;
   }
-  auto input = allocate_gradients(std::max<std::uint64_t>(total, 4096)),
-       output = allocate_gradients(std::max<std::uint64_t>(total, 4096));
+  auto input = allocate_gradients(inputs), output = allocate_gradients(outputs);
   if (!input) return tl::unexpected(input.error());
   if (!output) return tl::unexpected(output.error());
   input_ = std::move(*input);
@@ -163,8 +166,8 @@ Result<> TrainingState::allocate() {
   owner_ = std::make_unique<local::Owner>(std::move(*owner));
   gradient_.resize(tensors_.size());
   for (std::size_t b = 0; b < buckets_.size(); ++b) {
-    const auto& [begin, size] = ranges[b];
-    const auto input_of = own_[b].empty() ? input_.bytes.subspan(begin, size) : own_[b];
+    const auto& [from, begin, size] = ranges[b];
+    const auto input_of = own_[b].empty() ? input_.bytes.subspan(from, size) : own_[b];
     for (auto t : buckets_[b])
       gradient_[t.index] = input_of.subspan(gradient_offset_[t.index] - begin, gradient_bytes(t.index));
     const DataType type = tensors_[buckets_[b][0].index].type_of_gradient();
@@ -174,6 +177,7 @@ Result<> TrainingState::allocate() {
 }
 
 Result<device::Memory> TrainingState::allocate_gradients(std::size_t size) const {
+  if (size == 0) return device::Memory{};
   auto memory = device_->allocate(size);
   if (!memory) return memory;
   if (auto zeroed = device::zero_fresh(*device_, memory->bytes); !zeroed) return tl::unexpected(zeroed.error());

@@ -73,7 +73,7 @@ class TrainingState {
   std::vector<std::vector<TensorId>> buckets_;
   std::vector<bool> exact_;                     // by bucket: it never travels coded
   std::vector<std::span<std::byte>> own_;       // by bucket: gradients in the trainer's memory
-  std::vector<std::uint64_t> gradient_offset_;  // in output_, and in input_ where they are there
+  std::vector<std::uint64_t> gradient_offset_;  // in output_
   std::vector<std::span<std::byte>> gradient_;
   std::vector<ftar::BucketSpec> specs_;
   device::Memory input_, output_;

@@ -91,5 +91,32 @@ TEST(TrainingState, ABucketTooManyIsRefusedWhereItIsMade) {
             "bucket 3500 would be one more than the 3500 that there may be: put several tensors into each");
 }
 
+// Where gradients lie, by bucket; others begin with a page of their own.
+TEST(TrainingState, GradientsInTheTrainersMemoryAreAllocatedNowhereElse) {
+  constexpr std::size_t page = 4096, large = 16 * page;
+  std::vector<std::byte> own(large);
+  const auto made = [&](const std::vector<std::uint64_t>& bytes) {
+    auto state = std::make_unique<TrainingState>(1 << 20);
+    for (std::size_t i = 0; i < bytes.size(); ++i) {
+      const auto tensor = *state->add({.name = std::to_string(i), .count = bytes[i] / sizeof(float)});
+      EXPECT_TRUE(state->bucket({tensor}, bytes[i] == large ? std::span(own) : std::span<std::byte>()));
+    }
+    EXPECT_TRUE(state->allocate());
+    return state;
+  };
+  const auto some = made({100, large, page, 4});
+  EXPECT_EQ(some->gradients().size(), 3 * page);
+  for (const auto& [tensor, offset] : {std::pair(0, 0ul), {2, page}, {3, 2 * page}}) {
+    const auto gradient = some->gradient(TensorId{static_cast<std::uint32_t>(tensor)});
+    EXPECT_EQ(gradient.data(), some->gradients().data() + offset) << tensor;
+    EXPECT_EQ(gradient.data(), some->buckets()[tensor].input.data()) << tensor;
+  }
+  EXPECT_EQ(some->gradient(TensorId{1}).data(), own.data());
+  const auto none = made({large});
+  EXPECT_TRUE(none->gradients().empty());
+  EXPECT_EQ(none->buckets()[0].input.data(), own.data());
+  EXPECT_EQ(none->reduced(TensorId{0}).size(), large);
+}
+
 }  // namespace
 }  // namespace rejoin
