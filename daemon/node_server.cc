@@ -161,6 +161,7 @@ void NodeServer::tick() {
     if (error) return;
     keep_listening();
     coordinators_.tick(now());
+    look_for_ends();
     carry_out(machine_.on_tick(now()));
     drop_who_reads_nothing();
     answer_leavers();

@@ -121,6 +121,7 @@ class NodeServer {
   Taken clear_place(const Trainer& newcomer, const catchup::RankKey& key, const proto::RankUp& up);
   static bool has_ended(const Trainer& trainer);
   void look_after(const proto::Inquiry& inquiry);
+  void look_for_ends();
   void refuse(membership::RankConnection id, const Refusal& refusal);
   // Thread: any. `of` is the trainer whose GPU the stream is for; none: it is for the host's memory.
   Result<std::unique_ptr<DeviceStream>> open_stream(std::optional<membership::RankConnection> of,

@@ -6,10 +6,12 @@
 #include <algorithm>
 #include <array>
 
+#include "base/deadlines.h"
 #include "base/events.h"
 #include "base/fail.h"
 #include "base/log.h"
 #include "base/refusals.h"
+#include "daemon/exiting.h"
 #include "daemon/listen.h"
 #include "daemon/node_server.h"
 #include "local/offer.h"
@@ -282,9 +284,10 @@ std::map<membership::RankConnection, NodeServer::Trainer>::iterator NodeServer::
   return std::find_if(trainers_.begin(), trainers_.end(), [&](const auto& one) { return one.second.key == key; });
 }
 
-// Its end may be known to the system and not yet to us.
+// Its end may be known to the system and not yet to us. See "A process that ends" in docs/design-notes.md.
 bool NodeServer::has_ended(const Trainer& trainer) {
-  if (trainer.exited) return readable_now(trainer.exited->native_handle());
+  if (trainer.exited)
+    return readable_now(trainer.exited->native_handle()) || is_exiting(trainer.exited->native_handle());
   if (trainer.credentials.pid == 0) return hung_up(trainer.socket);  // 0 would mean this process's own group
   return ::kill(trainer.credentials.pid, 0) != 0 && errno == ESRCH;
 }
@@ -296,12 +299,29 @@ void NodeServer::look_after(const proto::Inquiry& inquiry) {
   drop(found->first, fmt::format("its process {} ended", found->second.credentials.pid), Gone::ended);
 }
 
+// Of those whose next sign of life is late: the system tells of an end by itself when it has cleaned up behind it.
+void NodeServer::look_for_ends() {
+  constexpr std::chrono::milliseconds longest(500);
+  const Duration late = std::min<Duration>(deadlines::kHeartbeatOfTrainer.of(options_.silence), longest);
+  std::vector<std::pair<membership::RankConnection, pid_t>> ended;
+  for (const auto& [id, rank] : machine_.ranks()) {
+    if (now() - rank.heard <= late) continue;
+    const auto found = trainers_.find(id);
+    if (found == trainers_.end() || !found->second.exited) continue;
+    if (has_ended(found->second)) ended.emplace_back(id, found->second.credentials.pid);
+  }
+  for (const auto& [id, silent] : silent_)
+    if (is_exiting(silent.exited->native_handle())) ended.emplace_back(id, silent.pid);
+  for (const auto& [id, pid] : ended) drop(id, fmt::format("its process {} ended", pid), Gone::ended);
+}
+
 // A socket may end although its process lives; its pidfd tells of the process itself. Until then, or until
 // it has been silent for too long, it may connect anew.
 void NodeServer::on_hang_up(membership::RankConnection id, const Error& why) {
   Trainer& trainer = trainers_.at(id);
   if (why.code != ErrorCode::unavailable) return drop(id, "what it sent can't be read: " + why.message, Gone::silent);
   if (!trainer.exited || !trainer.key) return drop(id, why.message, Gone::ended);
+  if (has_ended(trainer)) return drop(id, fmt::format("its process {} ended", trainer.credentials.pid), Gone::ended);
   spdlog::debug("trainer {}: {}", trainer.credentials.pid, why.message);
 }
 

@@ -9,6 +9,7 @@
 #include <sys/ioctl.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -18,6 +19,7 @@
 #include "base/log.h"
 #include "base/refusals.h"
 #include "daemon/node_listener.h"
+#include "daemon/tests/held_end.h"
 #include "daemon/tests/meeting.h"
 #include "local/owner.h"
 #include "membership/rank.h"
@@ -36,6 +38,7 @@ proto::FromTrainer heartbeat() {
 // A trainer without an engine: what it is sent lies in its socket until it is asked for.
 struct RawTrainer {
   explicit RawTrainer(const std::string& name) : socket(std::move(*connect_unix(name))) {}
+  explicit RawTrainer(Fd connected) : socket(std::move(connected)) {}
 
   void say(const proto::FromTrainer& message, const std::vector<int>& fds = {}) const {
     EXPECT_TRUE(send_with_fds(socket, as_bytes(message.SerializeAsString()), fds));
@@ -243,6 +246,33 @@ TEST_F(OneNode, TellsOfAllThatHaveLeftBeforeItEnds) {
   EXPECT_TRUE(comes_true([&] { return ends; }));
   EXPECT_EQ(std::ranges::count_if(reports, [](const auto& one) { return one.has_rank_down(); }), 2);
 }
+
+// The system still cleans up behind it.
+struct AProcessThatEnds : OneNode {
+  void is_heard_of(milliseconds silence, bool hangs_up) {
+    start(silence);
+    int ends[2];
+    ASSERT_EQ(::socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, ends), 0);
+    const Fd here(ends[0]), there(ends[1]);
+    const test::HeldEnd process(test::HeldEnd::First::stays, [&] {
+      const Fd its = std::move(*connect_unix(socket));
+      (void)send_with_fds(there, as_bytes("its socket"), {its.get()});
+    });
+    if (!process.traced()) GTEST_SKIP() << "ptrace is forbidden here";
+    RawTrainer trainer(std::move(receive_with_fds(here, 64).value()->fds.at(0)));
+    register_as(0, trainer);
+    process.kill();
+    if (hangs_up) trainer.socket.reset();
+    const auto down = [this] { return std::ranges::find_if(reports, &proto::FromNode::has_rank_down); };
+    ASSERT_TRUE(comes_true([&] { return down() != reports.end(); }));
+    EXPECT_TRUE(down()->rank_down().ended());
+    EXPECT_EQ(down()->rank_down().reason(), fmt::format("its process {} ended", process.pid()));
+  }
+};
+
+TEST_F(AProcessThatEnds, IsHeardOfWhenItsSignOfLifeIsLate) { is_heard_of(std::chrono::seconds(2), false); }
+
+TEST_F(AProcessThatEnds, IsHeardOfWhenItsSocketIsClosed) { is_heard_of(std::chrono::minutes(10), true); }
 
 // Stands still in a line of the log of another thread's, until it may go on.
 struct StandsStill : spdlog::sinks::sink {
