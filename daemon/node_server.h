@@ -20,6 +20,7 @@
 #include "daemon/streams.h"
 #include "device/remote.h"
 #include "local.pb.h"
+#include "local/view.h"
 #include "membership/node.h"
 #include "transport/advertise.h"
 
@@ -68,7 +69,7 @@ class NodeServer {
     bool awaits_room = false;
     int ticks_unread = 0;  // for how many it has read nothing of them
     std::optional<Offering> offering;
-    bool opening = false;  // a stream for its GPU is being opened, or was
+    bool opening = false;  // its state, and a stream for its GPU, are being opened, or were
     std::optional<catchup::RankKey> key;
     std::string listens;               // its engine's own address
     std::string card, card_listening;  // as it has told them
@@ -117,7 +118,7 @@ class NodeServer {
   void carry_out(const membership::Node::Actions& actions);
   void follow_plan(bool other_peers);
   void warn_of(const StrangeStream& stream);
-  Taken admit(Trainer& trainer, Offering offering, DeviceStream& stream);
+  Taken admit(Trainer& trainer, const proto::LocalHello& hello, local::View view, DeviceStream& stream);
   Taken clear_place(const Trainer& newcomer, const catchup::RankKey& key, const proto::RankUp& up);
   static bool has_ended(const Trainer& trainer);
   void look_after(const proto::Inquiry& inquiry);
@@ -128,7 +129,13 @@ class NodeServer {
                                                     std::shared_ptr<device::Device> device, const std::string& listen);
   // Thread: any.
   Result<std::unique_ptr<DeviceStream>> open_remote(membership::RankConnection of, Offering& offering);
-  void on_opened(membership::RankConnection from, Offering offering, Result<std::unique_ptr<DeviceStream>> opened);
+  struct Opened {
+    std::unique_ptr<DeviceStream> stream;  // null: its state is in the host's memory
+    std::optional<local::View> view;
+  };
+  // Thread: any. It takes the descriptors.
+  Result<Opened> open(membership::RankConnection of, Offering& offering);
+  void on_opened(membership::RankConnection from, const proto::LocalHello& hello, Result<Opened> opened);
   DeviceStream* stream_of(std::optional<membership::RankConnection> of);  // null: it has gone
   void on_report(std::optional<membership::RankConnection> of, StreamThread::Report report);
   // node_addresses.cc. Where peers find a trainer's engine, and its stream; before a coordinator has been connected
@@ -201,7 +208,8 @@ class NodeServer {
   std::uint64_t refetched_ = 0;          // slices, by joiners that are or were here
   TimePoint reported_at_{};              // when the coordinator was last sent Reports
   std::string coordinator_page_;         // the address of its status page
-  // Opens and closes RDMA devices, which may take long: the daemon is not silent meanwhile. It is there once started.
+  // Opens what trainers offer, and opens and closes RDMA devices, which may take long: the daemon is not silent
+  // meanwhile. It is there once started.
   std::optional<asio::thread_pool> opener_;
 };
 

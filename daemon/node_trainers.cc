@@ -171,15 +171,14 @@ NodeServer::Taken NodeServer::on_descriptors(Trainer& trainer, std::vector<Fd> f
     return {};
   }
   Offering offering = *std::exchange(trainer.offering, std::nullopt);
-  if (offering.hello.device() == "host") return admit(trainer, std::move(offering), *host_);
-  if (offering.fds.size() < 3)
+  if (offering.hello.device() != "host" && offering.fds.size() < 3)
     return fail(ErrorCode::corrupt, "it sent {} descriptors for the state on {}", offering.fds.size(),
                 offering.hello.device());
   trainer.opening = true;
   asio::post(*opener_, [this, from = trainer.id, offering = std::move(offering)]() mutable {
-    auto opened = open_remote(from, offering);
-    asio::post(io_, [this, from, offering = std::move(offering), opened = std::move(opened)]() mutable {
-      on_opened(from, std::move(offering), std::move(opened));
+    auto opened = open(from, offering);
+    asio::post(io_, [this, from, hello = std::move(offering.hello), opened = std::move(opened)]() mutable {
+      on_opened(from, hello, std::move(opened));
     });
   });
   return {};
@@ -198,11 +197,9 @@ tl::unexpected<NodeServer::Refusal> NodeServer::refused_as(Why why, std::string 
   return tl::unexpected(Refusal{{ErrorCode::refused, std::move(message)}, why});
 }
 
-NodeServer::Taken NodeServer::admit(Trainer& trainer, Offering offering, DeviceStream& stream) {
+NodeServer::Taken NodeServer::admit(Trainer& trainer, const proto::LocalHello& hello, local::View view,
+                                    DeviceStream& stream) {
   REJOIN_CHECK(!trainer.key, "on_hello() takes one registration of a connection");
-  const proto::LocalHello& hello = offering.hello;
-  auto view = local::View::make(std::move(offering.fds), stream.device);
-  if (!view) return tl::unexpected(view.error());
   const catchup::RankKey key{ReplicaId(hello.up().replica()), RankId(hello.up().rank())};
   trainer.listens = hello.up().address();
   trainer.card = hello.up().card();
@@ -220,8 +217,8 @@ NodeServer::Taken NodeServer::admit(Trainer& trainer, Offering offering, DeviceS
                                          .a = static_cast<std::uint64_t>(trainer.credentials.pid),
                                          .b = hello.up().incarnation()});
   trainer.stream = stream.thread.get();
-  const bool complete = view->complete();
-  auto shared = std::make_shared<local::View>(std::move(*view));
+  const bool complete = view.complete();
+  auto shared = std::make_shared<local::View>(std::move(view));
   trainer.stream->post([key, instance = hello.up().instance(), shared](catchup::Service& service, TimePoint) {
     if (auto added = service.add_rank(key, instance, std::move(*shared)); !added)
       spdlog::error("state of replica {} rank {}: {}; it is tried again", key.replica, key.rank, added.error().message);

@@ -247,6 +247,28 @@ TEST_F(OneNode, TellsOfAllThatHaveLeftBeforeItEnds) {
   EXPECT_EQ(std::ranges::count_if(reports, [](const auto& one) { return one.has_rank_down(); }), 2);
 }
 
+// With some such trainers at once it would be silent for its coordinator.
+TEST_F(OneNode, LeavesItsThreadToOthersWhileAStateOfManyTensorsIsRead) {
+  const auto cpu_time = [](clockid_t of) {
+    timespec time;
+    EXPECT_EQ(::clock_gettime(of, &time), 0);
+    return std::chrono::seconds(time.tv_sec) + std::chrono::nanoseconds(time.tv_nsec);
+  };
+  std::vector<local::Tensor> tensors;
+  for (int i = 0; i < 16384; ++i) tensors.push_back({.name = std::string(150, 'n') + std::to_string(i), .count = 1});
+  start(std::chrono::seconds(60), "tcp");
+  RawTrainer trainer(socket);
+  trainer.owner = *local::Owner::make(*local::Manifest::make(tensors));
+  trainer.register_as(0);
+  const auto process = cpu_time(CLOCK_PROCESS_CPUTIME_ID), thread = cpu_time(CLOCK_THREAD_CPUTIME_ID);
+  ASSERT_TRUE(comes_true([&] {
+    const auto heard = trainer.hear();
+    return heard && heard->has_welcome();
+  }));
+  const auto of_process = cpu_time(CLOCK_PROCESS_CPUTIME_ID) - process;
+  EXPECT_LT(2 * (cpu_time(CLOCK_THREAD_CPUTIME_ID) - thread), of_process);
+}
+
 // The system still cleans up behind it.
 struct AProcessThatEnds : OneNode {
   void is_heard_of(milliseconds silence, bool hangs_up) {
