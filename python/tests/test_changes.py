@@ -315,6 +315,20 @@ def test_a_buffer_that_is_assigned_anew_is_refused(tmp_path, monkeypatch):
     model.register_buffer("narrow", torch.zeros(1).expand(3))
     with pytest.raises(rejoin.InvalidArgument, match="buffer 'narrow' is expanded"):
         session(tmp_path).attach(model, torch.optim.AdamW(model.parameters()))
+    parts = [torch.ones(2), torch.ones(3)]
+    for kind, buffer in (
+        ("sparse_coo", torch.eye(3).to_sparse()),
+        ("sparse_csr", torch.eye(3).to_sparse_csr()),
+        ("nested", torch.nested.nested_tensor(parts)),
+        ("nested", torch.nested.nested_tensor(parts, layout=torch.jagged)),
+    ):
+        plain = torch.nn.Linear(2, 2)
+        plain.register_buffer("odd", buffer)
+        with pytest.raises(rejoin.InvalidArgument, match=f"buffer 'odd' is a {kind} tensor.*persistent=False"):
+            session(tmp_path).attach(plain, torch.optim.AdamW(plain.parameters()))
+        plain = torch.nn.Linear(2, 2)
+        plain.register_buffer("odd", buffer, persistent=False)
+        session(tmp_path).attach(plain, torch.optim.AdamW(plain.parameters()))
 
 
 @pytest.mark.parametrize("unscaled", [False, True])

@@ -96,3 +96,51 @@ def test_weights_that_are_written_between_updates_are_refused(tmp_path, monkeypa
             with one.averaged():
                 model(torch.tensor([1]))
     assert one.finished
+
+
+@pytest.mark.parametrize("masters", [False, True])
+def test_a_block_of_averages_within_another_one_changes_nothing_and_one_that_is_left_open_is_refused(
+    tmp_path, monkeypatch, masters
+):
+    model = torch.nn.Linear(2, 2, dtype=torch.bfloat16)
+    one = session(tmp_path)
+    one.attach(model, torch.optim.AdamW(model.parameters()), ema=0.9, masters=masters)
+    for of in (one, one._buckets, one._updates):
+        monkeypatch.setattr(of, "_native", Job(1))
+    one._tensors[0].columns[-1].fill_(5.0)
+    weight = model.weight.detach().clone()
+    with one.averaged():
+        for _ in range(2):
+            assert bool((model.weight == 5.0).all())
+            with pytest.raises(rejoin.InvalidArgument, match="within averaged"):
+                one.state_dict()
+            with one.averaged():
+                assert bool((model.weight == 5.0).all())
+    assert torch.equal(model.weight, weight)
+    with monkeypatch.context() as within, pytest.raises(KeyboardInterrupt):
+        within.setattr(one._tensors[-1], "lay", interrupted_once(one._tensors[-1].lay))
+        with one.averaged():
+            pass
+    assert torch.equal(model.weight, weight), "as it was, also where the block's beginning was interrupted"
+    held = one.averaged()
+    held.__enter__()
+    with pytest.raises(rejoin.InvalidArgument, match="averaged.. has not ended.*behind optimizer.step"):
+        one.join()
+    one._joined = True
+    with pytest.raises(rejoin.InvalidArgument, match="averaged.. has not ended"):
+        next(one.steps())
+    held.__exit__(None, None, None)
+    assert torch.equal(model.weight, weight)
+
+
+def interrupted_once(function):
+    """Give the function, whose first call is interrupted."""
+    calls = []
+
+    def interrupted(*arguments):
+        calls.append(1)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        function(*arguments)
+
+    return interrupted

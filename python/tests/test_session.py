@@ -51,8 +51,11 @@ def test_attaching_what_can_not_be_kept_equal_is_refused(tmp_path):
     with pytest.raises(rejoin.InvalidArgument, match="1 parameters of the optimizer are not the model's"):
         session(tmp_path).attach(model, torch.optim.AdamW([*model.parameters(), other]))
     bad = torch.nn.Linear(2, 2, dtype=torch.complex64)
-    with pytest.raises(rejoin.InvalidArgument, match="complex64"):
+    with pytest.raises(rejoin.InvalidArgument, match="parameter 'weight' has type torch.complex64.*view_as_real.. of"):
         session(tmp_path).attach(bad, torch.optim.SGD(bad.parameters(), lr=0.1))
+    sparse = torch.nn.ParameterDict({"eye": torch.nn.Parameter(torch.eye(3).to_sparse())})
+    with pytest.raises(rejoin.InvalidArgument, match="parameter 'eye' is a sparse or nested tensor"):
+        session(tmp_path).attach(sparse, torch.optim.SGD(sparse.parameters(), lr=0.1))
     model.empty = torch.nn.Parameter(torch.zeros(0))
     with pytest.raises(rejoin.InvalidArgument, match="'empty' has no elements: freeze it, and leave it out"):
         session(tmp_path).attach(model, torch.optim.AdamW(model.parameters()))

@@ -5,6 +5,7 @@ import json
 import logging
 import math
 import re
+from types import SimpleNamespace
 
 import pytest
 
@@ -272,3 +273,20 @@ def test_a_setting_is_told_alike_in_all_processes(tmp_path):
     assert of(also=[Shape(), warm]) == told
     assert of(shape=functools.partial(warm, 3)) != told
     assert "also={'a', 'b', 'c'}" in of(also={"b", "a", "c"})
+
+
+class Borrowing(torch.optim.Optimizer):
+    """Has the groups of another one, as wrappers do."""
+
+    def __init__(self, parameters):
+        self.hidden = SimpleNamespace(of=torch.optim.AdamW(parameters))
+
+    @property
+    def param_groups(self):
+        return self.hidden.of.param_groups
+
+
+def test_an_optimizer_without_groups_of_its_own_is_refused(tmp_path):
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(rejoin.InvalidArgument, match="Borrowing has no 'param_groups' of its own.*attach that one"):
+        session(tmp_path).attach(model, Borrowing(model.parameters()))

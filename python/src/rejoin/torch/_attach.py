@@ -20,7 +20,7 @@ from rejoin.torch._modes import one_thread
 from rejoin.torch._places import Places
 from rejoin.torch._ranks import Ranks
 from rejoin.torch._sharding import gather_again, local, states_of
-from rejoin.torch._tensors import Tensor, buckets_of, parameters_of
+from rejoin.torch._tensors import Tensor, buckets_of, is_dense, parameters_of
 from rejoin.torch._update import Update
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def refuse_overlaps(model: torch.nn.Module, tensors: list[Tensor]) -> None:
     spans: list[tuple[int, int, str, bool]] = []
     for name, value in (*model.named_parameters(), *model.named_buffers()):
         own = local(value.detach())
-        if type(own) is not torch.Tensor or own.layout is not torch.strided or own.is_meta or own.numel() == 0:
+        if type(own) is not torch.Tensor or not is_dense(own) or own.is_meta or own.numel() == 0:
             continue
         length = 1 + sum((size - 1) * stride for size, stride in zip(own.shape, own.stride(), strict=True))
         begin = own.data_ptr()
@@ -101,6 +101,7 @@ def refuse_new_buffers(model: torch.nn.Module, tensors: list[Tensor]) -> None:
 def take_what_was_done_since(session: Session) -> None:
     """Take what was written to the tensors between attach() and join(), and refuse what can't be trained so."""
     assert session._model is not None and session._optimizer is not None and session._places is not None
+    refuse_averaged(session)
     if session._rules.lr is None:
         _refusals.refuse_schedule(session._optimizer)
     session._places.check()
@@ -257,6 +258,15 @@ def lay(session: Session, column: int) -> None:
             if tensor.averaged:
                 tensor.lay(tensor.columns[column])
     gather_again(session._sharded)
+
+
+def refuse_averaged(session: Session) -> None:
+    """Raise `InvalidArgument` where the parameters are averages still, as none can be trained."""
+    if session._averaging:
+        raise InvalidArgument(
+            "session.averaged() has not ended, and a step would train the averages: let its block end in the loop's "
+            "body, behind optimizer.step(). One that a contextlib.ExitStack holds ends with that"
+        )
 
 
 def uncompiled(function: Function) -> Function:

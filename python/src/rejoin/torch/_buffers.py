@@ -8,7 +8,7 @@ import torch
 
 from rejoin._memory import TYPES
 from rejoin.errors import InvalidArgument
-from rejoin.torch._tensors import Tensor, check_placed
+from rejoin.torch._tensors import Tensor, check_placed, is_dense
 
 # Types of buffers that a sum over all samples may not fit in, or be exact in, and those in which they are added up:
 # what is equal on all replicas comes out of these as it was. There is none for int64 and float64: see contribution().
@@ -35,6 +35,12 @@ def buffers_of(model: torch.nn.Module, device: torch.device) -> Iterator[Tensor]
     """Give the persistent buffers that become their mean over the replicas, as tensors of a session."""
     for name, buffer in reduced_buffers(model):
         check_placed(name, buffer, device)
+        if not is_dense(buffer):
+            kind = "nested" if buffer.is_nested else str(buffer.layout).removeprefix("torch.")
+            raise InvalidArgument(
+                f"buffer '{name}' is a {kind} tensor, and a mean is made of dense ones: register it with "
+                "persistent=False where each replica makes it for itself, or keep its values as dense tensors"
+            )
         if buffer.dtype not in TYPES and buffer.dtype not in _SMALL:
             raise InvalidArgument(
                 f"buffer '{name}' has type {buffer.dtype}, of which Rejoin makes no mean: register it with "

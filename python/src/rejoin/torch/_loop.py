@@ -68,6 +68,7 @@ def begin_step(session: Session) -> Step | None:
                 session._metrics.keep()
                 session._ranks.leave_together()
             return None
+        _attach.refuse_averaged(session)  # not before: behind the last step it does no harm
         number, contributes, leads, contributors, batch, weight, epoch, settled = begun
         if contributes:
             if not session._contributed:  # what came after the last update has changed the session's memory alone
@@ -204,13 +205,16 @@ def averaged(session: Session) -> Iterator[None]:
         raise InvalidArgument("averaged() without averages: attach(…, ema=0.999)")
     if session._in_step and not session._updated:
         raise InvalidArgument("averaged() comes after optimizer.step()")
-    _attach.lay(session, -1)
+    if session._averaging:  # a block within another one: they are averages up to the end of that
+        yield
+        return
     session._averaging = True
     try:
+        _attach.lay(session, -1)
         yield
     finally:
-        session._averaging = False
         _attach.lay(session, 0)
+        session._averaging = False
 
 
 def commit(session: Session, closure: Callable[[], float] | None) -> None:

@@ -21,6 +21,13 @@ def refuse_wrappers(optimizer: torch.optim.Optimizer) -> None:
                     f"{type(optimizer).__name__} wraps another optimizer (its '{name}' is of class "
                     f"{type(inner).__name__}), whose state would be no part of the session: attach that one"
                 )
+    for name in ("param_groups", "state"):
+        own = getattr(type(optimizer), name, None)
+        if isinstance(own, property) and own.fset is None:
+            raise InvalidArgument(
+                f"{type(optimizer).__name__} has no '{name}' of its own, as one that wraps another optimizer: attach "
+                "that one"
+            )
 
 
 def refuse_hooks(optimizer: torch.optim.Optimizer) -> None:

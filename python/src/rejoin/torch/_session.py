@@ -344,7 +344,8 @@ class Session:
     def averaged(self) -> AbstractContextManager[None]:
         """Let the model's parameters be their moving averages (`ema`) within this block, to evaluate or save them.
 
-        Between steps: after `optimizer.step()`, in the loop's body.
+        Between steps: after `optimizer.step()`, in the loop's body, where the block also ends. A block within another
+        one changes nothing.
         """
         return _loop.averaged(self)
 

@@ -271,6 +271,13 @@ def parameters_of(
             continue
         check_placed(name, parameter, device)
         shard = shards.get(id(parameter))
+        if not is_dense(parameter):
+            raise InvalidArgument(f"parameter '{name}' is a sparse or nested tensor: let it be dense, or freeze it")
+        if parameter.is_complex():
+            raise InvalidArgument(
+                f"parameter '{name}' has type {parameter.dtype}, and real ones can be attached: let "
+                "torch.view_as_real() of it be the parameter, and forward() take torch.view_as_complex() of that"
+            )
         if shard is None and type(parameter.data) is not torch.Tensor:
             raise InvalidArgument(
                 f"parameter '{name}' is a {type(parameter.data).__name__}: plain tensors can be attached, and those "
@@ -343,6 +350,11 @@ def parameters_of(
     if not tensors:
         raise InvalidArgument("the model has no parameter that wants a gradient")
     return tensors
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether all of its elements lie in memory, at strides."""
+    return tensor.layout is torch.strided and not tensor.is_nested
 
 
 def check_placed(name: str, tensor: torch.Tensor, device: torch.device) -> None:
