@@ -14,13 +14,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Sampler
 
-from rejoin.errors import InvalidArgument, Unavailable
+from rejoin.errors import InvalidArgument, RejoinError, Unavailable
+from rejoin.torch._watch import Watch, state_of
 
 Ranges = tuple[tuple[int, int], ...]
 
@@ -169,11 +169,7 @@ def _has_ended(pid: int) -> bool:
         os.kill(pid, 0)
     except OSError:  # none, or by now somebody else's
         return True
-    try:
-        state = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0]
-    except OSError:  # without /proc
-        return False
-    return state in (b"Z", b"X")  # nobody has waited for it
+    return state_of(pid) in ("Z", "X")  # nobody has waited for it
 
 
 class EndsWithTrainer:
@@ -215,8 +211,9 @@ class Fetcher:
         self,
         loader: DataLoader[Any],
         busy: Callable[..., AbstractContextManager[None]] = lambda *_, **__: nullcontext(),
+        look: Callable[[], None] = lambda: None,
     ) -> None:
-        """`busy` is entered where a step waits for its data: `Busy.with_ours()`."""
+        """`busy` is entered where a step waits for its data: `Busy.with_ours()`. `look`: that of a `Watch`."""
         if not hasattr(loader, "batch_sampler"):
             raise InvalidArgument(
                 f"session.steps() takes a DataLoader with batch_sampler=session.batches(len(data)), or nothing, and "
@@ -242,6 +239,7 @@ class Fetcher:
         if loader.num_workers > 0 and not isinstance(loader.worker_init_fn, EndsWithTrainer):
             loader.worker_init_fn = EndsWithTrainer(loader.worker_init_fn)
         self._loader, self._batches, self._busy = loader, batches, busy
+        self._watch = Watch(look)
         self._iterator: Iterator[Any] | None = None
         self._sent: deque[Ranges] = deque()  # to this iterator's workers, and not back yet
         self._depth = min(loader.num_workers * (loader.prefetch_factor or 0) + 1, _MOST_AHEAD)  # batches ahead
@@ -275,6 +273,8 @@ class Fetcher:
                 data = self._next()
                 self.hits += 1
                 return data
+        except RejoinError:  # of the watch
+            raise
         except Exception as error:  # a dead worker shows as what was read last; what the data raises comes again
             self._give_up(error)
         self.misses += 1
@@ -307,13 +307,15 @@ class Fetcher:
 
     def _next(self) -> Any:
         assert self._iterator is not None
-        data = next(self._iterator)
+        iterator = self._iterator
+        data = self._watch.wait(getattr(iterator, "_workers", ()), lambda: next(iterator))
         self._sent.popleft()
         self._failures = 0
         return data
 
     def stop(self) -> None:
         """Let the workers go."""
+        self._watch.stop()
         self._iterator = None
         self._loader._iterator = None  # the loader keeps persistent workers, also where one of them has died
         self._sent.clear()

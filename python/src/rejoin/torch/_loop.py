@@ -32,13 +32,30 @@ def fetcher_of(session: Session, loader: DataLoader[Any]) -> Fetcher:
     """Give this loader's fetcher. Where a new one comes in each data epoch, say, workers of those before are let go."""
     fetcher = session._fetchers.get(id(loader))
     if fetcher is None:
-        fetcher = Fetcher(loader, session._busy.with_ours)
+        fetcher = Fetcher(loader, session._busy.with_ours, _look_of(session))
         while len(session._fetchers) >= _MOST_LOADERS:
             with session._busy.with_ours("the end of a DataLoader's workers", LONGEST_WAIT):
                 session._fetchers.pop(next(iter(session._fetchers))).stop()
     others = {key: one for key, one in session._fetchers.items() if one is not fetcher}
     session._fetchers = {**others, id(loader): fetcher}  # behind those that were used before
     return fetcher
+
+
+# What ends a wait for workers: that the replica is out of the job, or SIGTERM.
+def _look_of(session: Session) -> Callable[[], None]:
+    check, leaving = session._native.check, session._leaving
+
+    def look() -> None:
+        check()
+        leaving.look()
+
+    return look
+
+
+def fetch(session: Session, fetcher: Fetcher, step: Step) -> Any:
+    """Give the data of a step's samples."""
+    with session._leaving.waiting(at_once=False):
+        return fetcher.fetch(step.samples, session._native.upcoming)
 
 
 def begin_step(session: Session) -> Step | None:

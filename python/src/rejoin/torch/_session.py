@@ -251,7 +251,7 @@ class Session:
             if not self._joined:
                 self.join()
             while (step := begin_step(self)) is not None:
-                data = fetcher.fetch(step.samples, self._native.upcoming) if fetcher else step.samples
+                data = _loop.fetch(self, fetcher, step) if fetcher else step.samples
                 with _loop.computes(self, step):
                     yield step, data
                 if not self._updated:

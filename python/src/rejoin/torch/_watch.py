@@ -1,0 +1,104 @@
+"""Ends a step's wait for its DataLoader's workers where it would be in vain."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+Data = TypeVar("Data")
+
+_LOOKS_EVERY_SECONDS = 2.0
+_TOLD_AFTER_SECONDS = 30.0  # of a worker that is stopped
+
+log = logging.getLogger("rejoin")
+
+
+def state_of(pid: int) -> str:
+    """Give a process's state, one letter as proc(5) has it; none without /proc, or where it has gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0].decode()
+    except (OSError, IndexError):
+        return ""
+
+
+class Watch:
+    """Looks, while a step waits for workers, whether this replica still has something to wait for.
+
+    torch waits for ever for a worker that stands still (one that is stopped, or reads from a file system that hangs),
+    and hears meanwhile of nothing: neither of SIGTERM, nor that the job has gone on without this replica. So a thread
+    looks, and kills the workers, at which torch's wait ends.
+    """
+
+    def __init__(self, look: Callable[[], None]) -> None:
+        """`look` raises what is to end the wait. It is called by that thread, while the session's waits."""
+        self._look = look
+        self._lock = threading.Lock()  # no look goes on beside what comes after the wait
+        self._over: threading.Event | None = None  # of the thread
+        self._workers: Sequence[Any] = ()
+        self._since: float | None = None  # when the wait began
+        self._told = False
+        self._why: BaseException | None = None
+
+    def wait(self, workers: Sequence[Any], take: Callable[[], Data]) -> Data:
+        """Give what `take` does, which waits for these workers, or raise what has ended that."""
+        if self._over is None:
+            self._over = threading.Event()
+            threading.Thread(
+                target=_watch, args=(weakref.ref(self), self._over), name="rejoin-workers", daemon=True
+            ).start()
+        with self._lock:
+            self._workers, self._since, self._told = workers, time.monotonic(), False
+        try:
+            return take()
+        finally:
+            with self._lock:
+                self._workers, self._since = (), None
+            if self._why is not None:
+                raise self._why
+
+    def stop(self) -> None:
+        """End the thread."""
+        if self._over is not None:
+            self._over.set()
+            self._over = None
+
+    def look(self) -> None:
+        """Look once."""
+        with self._lock:
+            if self._since is None or self._why is not None:
+                return
+            waited = time.monotonic() - self._since
+            if waited >= _TOLD_AFTER_SECONDS and not self._told:
+                self._tell(waited)
+            try:
+                self._look()
+            except BaseException as why:
+                self._why = why
+                log.warning("a step has waited for its data for %.0f s: the DataLoader's workers are killed", waited)
+                for worker in self._workers:
+                    worker.kill()
+
+    def _tell(self, waited: float) -> None:
+        for worker in self._workers:
+            if state_of(worker.pid) == "T":
+                self._told = True
+                log.warning(
+                    "a step has waited for its data for %.0f s, and the DataLoader's worker of process %d is stopped "
+                    "(SIGSTOP): let it go on (kill -CONT %d), or kill it, and the workers are started again",
+                    waited, worker.pid, worker.pid,
+                )  # fmt: skip
+
+
+# Without a reference to the watch, and by that to the session, but while it looks.
+def _watch(of: weakref.ref[Watch], over: threading.Event) -> None:
+    while not over.wait(_LOOKS_EVERY_SECONDS):
+        watch = of()
+        if watch is None:
+            return
+        watch.look()
+        del watch
