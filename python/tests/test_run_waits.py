@@ -13,7 +13,8 @@ class Waiting:
     def __init__(self, monkeypatch):
         self.status, self.said, self.begun, self.now = {"committed": 0, "stopped": "", "waiting_for": []}, [], [], 1e6
         monkeypatch.setattr(_run_waits, "time", SimpleNamespace(monotonic=lambda: self.now))
-        self.waits = Waits(lambda: self.status, self.said.append, lambda: self.begun.append(1))
+        self.script = None
+        self.waits = Waits(lambda: self.status, self.said.append, lambda: self.begun.append(1), lambda _: self.script)
         self.waits.begin(self.status)
 
     def goes_on(self, seconds, step=math.inf, waiting_for=("replica 1",)):
@@ -64,3 +65,26 @@ def test_a_job_that_has_stopped_says_so_and_one_that_is_started_again_not_of_the
     assert "is right. Its processes wait" in said and "Ctrl-C" in said and "--drop-replica" not in said
     job.waits.stop()
     assert job.waits.look_at == math.inf and job.waits.has_begun
+
+
+def test_a_script_that_hangs_when_its_replica_is_out_is_told_of_once(monkeypatch):
+    job = Waiting(monkeypatch)
+    job.goes_on(100, step=5)
+    next_of_it = "its trainers have to be started again"
+    out = {"replica": 1, "reason": "it hangs: replica 0 waits", "next": next_of_it, "for_ms": 90_000}
+    job.status["out"], began = [out], job.now - 200
+
+    def said(script, **changes):
+        job.script = script
+        out.update({"next": next_of_it, "for_ms": 90_000, **changes})
+        return job.goes_on(20, step=5)
+
+    assert said(None) == [], "it has ended, and is started again"
+    assert said((7, job.now - 50)) == said((7, job.now - 85)) == [], "it has begun since, or just before, and compiles"
+    assert said((7, began), next="it may be taken back until step 9 is committed") == []
+    assert said((7, began), for_ms=30_000) == []
+    (line,) = said((7, began), next=f"its daemon has to reach this coordinator (…), and then {next_of_it}")
+    assert "replica 1 is out of the job for 90 s, and its script, process 7, does not end" in line
+    assert "kill -9 7" in line and line.endswith("it hangs: replica 0 waits")
+    assert said((7, began)) == []
+    assert len(said((8, began))) == 1

@@ -7,6 +7,7 @@ import ctypes
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -98,6 +99,7 @@ class Kept:
     output: Path | None  # none: this program's own
     starts: int = 0
     process: subprocess.Popen[bytes] | None = None
+    since: float = 0.0  # when that was started
     ended: bool = False  # for good
     again_at: float = 0.0
     died: list[float] = field(default_factory=list)
@@ -107,7 +109,7 @@ class Kept:
 
     def start(self) -> None:
         """Start it. Raises what `subprocess.Popen` does."""
-        self.starts += 1
+        self.starts, self.since = self.starts + 1, time.monotonic()
         self._asked.clear()
         target = self.output.open("ab") if self.output else None
         self._from = target.tell() if target else 0

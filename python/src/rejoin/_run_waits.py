@@ -14,10 +14,13 @@ LOOKS_EVERY_SECONDS = 10.0
 STANDS_SECONDS = 30.0  # without a step, once the job has begun; a job of long steps stands still for so many of them:
 _STANDS_STEPS = 3.0
 _STEPS_REMEMBERED = 9  # of which the middle one counts, so that an outage makes no long steps
+_HANGS_SECONDS = 60.0  # a script that has not ended so long after its replica was put out
+_BEGUN_SECONDS = 20.0  # before that; one that has begun since compiles, say. It may be known late who is lost
 _GOES_ON_AFTER = 3  # steps since a line, and what the job waits for is told again when it stands still again
 
 _ROLL_BACK = " (with rejoin-run REJOIN_ROLL_BACK_TO=STEP@STEPS in its environment)"
 _REMEDY = re.compile(r"(\. Start|, end one replica, and start) the coordinator, or all of several, again.*", re.DOTALL)
+_ITS_SCRIPT = "its trainers have to be started again"  # of what comes next
 _STOPPED = (
     ". Its processes wait, with their states, for who wants to look at them, and none of them can go on under this "
     "rejoin-run: end it with Ctrl-C, and start it again with the same --directory and scripts that load a checkpoint "
@@ -32,10 +35,16 @@ class Waits:
     """
 
     def __init__(
-        self, status: Callable[[], dict[str, Any]], say: Callable[[str], None], on_begun: Callable[[], None]
+        self,
+        status: Callable[[], dict[str, Any]],
+        say: Callable[[str], None],
+        on_begun: Callable[[], None],
+        lives: Callable[[int], tuple[int, float] | None] = lambda _: None,
     ) -> None:
-        """`status`: the coordinator's, or nothing where it can't be had. `on_begun`: the first step is committed."""
-        self._status, self._say, self._on_begun = status, say, on_begun
+        """`status`: the coordinator's, or nothing where it can't be had. `on_begun`: the first step is committed.
+        `lives`: the process of a replica's script, and since when, while it runs."""
+        self._status, self._say, self._on_begun, self._lives = status, say, on_begun, lives
+        self._hang: set[int] = set()  # processes that were told of
         self.look_at = math.inf
         self.first: int | None = None  # the last committed step when one was first seen
         self.has_begun = True
@@ -64,6 +73,7 @@ class Waits:
         status = self._status()
         if not status:
             return
+        self._look_at_those_out(status, now)
         committed = int(status["committed"])
         if self.first is None:
             self.first = self._committed = committed
@@ -78,6 +88,22 @@ class Waits:
         elif not self.has_begun or now - self._since >= self._stands_seconds():
             for line in status.get("waiting_for", []):
                 self._tell(f"the job waits for {line}{_ROLL_BACK if '--roll-back-to' in line else ''}")
+
+    # Its script can't come back, and ends when it hears so; one that hangs, or is stopped, hears nothing.
+    def _look_at_those_out(self, status: dict[str, Any], now: float) -> None:
+        for out in status.get("out", []):
+            lives, seconds = self._lives(int(out["replica"])), out.get("for_ms", 0) / 1000
+            if lives is None or seconds < _HANGS_SECONDS or not out["next"].endswith(_ITS_SCRIPT):
+                continue
+            process, since = lives
+            if process in self._hang or now - since < seconds + _BEGUN_SECONDS:
+                continue
+            self._hang.add(process)
+            self._say(
+                f"replica {out['replica']} is out of the job for {seconds:.0f} s, and its script, process {process}, "
+                f"does not end: it hangs, or is stopped. See where (py-spy dump --pid {process}), and end it (kill -9 "
+                f"{process}): it is started again. The job goes on without it: {out['reason']}"
+            )
 
     def _goes_on(self, committed: int, now: float) -> None:
         if self.has_begun:

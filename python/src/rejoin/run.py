@@ -61,7 +61,7 @@ class Job:
         self._ending = False
         self._asked_at = 0.0
         self._kill_at = math.inf  # the replicas that have not left
-        self._waits = Waits(self._status, self._say, self._on_begun)
+        self._waits = Waits(self._status, self._say, self._on_begun, self._lives)
         self._was_finished = False  # before anything was trained
         self._died_at_the_end: set[str] = set()  # replicas, after the last commit
         self._full_said_at = -math.inf
@@ -175,6 +175,14 @@ class Job:
         for name in ("REJOIN_ROLL_BACK_TO", "REJOIN_DROP_REPLICA"):  # an operator's word is for one loss
             if self._coordinator is not None:
                 self._coordinator.environment.pop(name, None)
+
+    def _lives(self, replica: int) -> tuple[int, float] | None:
+        if replica >= len(self._replicas):
+            return None
+        its = self._replicas[replica]
+        if its.process is None or its.again_at or its.status() is not None:
+            return None
+        return its.process.pid, its.since
 
     # The exit status: 1 where all that had the last state have died before their scripts had ended.
     def _look_at_the_end(self) -> int:
