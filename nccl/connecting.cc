@@ -28,8 +28,8 @@ std::array<std::uint64_t, 2> fresh_id() {
 }  // namespace
 
 Result<std::shared_ptr<Device>> Device::make(std::unique_ptr<transport::Engine> engine, const std::string& address,
-                                             const Clock& clock) {
-  std::shared_ptr<Device> device(new Device(clock));
+                                             const Clock& clock, const Family& family) {
+  std::shared_ptr<Device> device(new Device(clock, family));
   device->engine_ = std::move(engine);
   auto where = device->engine_->listen({address + ":0"});
   if (!where) return tl::unexpected(where.error());
@@ -64,7 +64,7 @@ Result<std::unique_ptr<Listener>> Device::listen(Handle& handle) {
   auto listener = std::make_unique<Listener>();
   listener->device = shared_from_this();
   listener->id = fresh_id();
-  handle = {.magic = kMagic, .listener = {listener->id[0], listener->id[1]}};
+  handle = {.magic = kMagic, .listener = {listener->id[0], listener->id[1]}, .family = family_};
   const std::string text = control_address_.text.empty() ? "=" + address_.text : "@" + control_address_.text;
   std::memcpy(handle.address, text.c_str(), text.size() + 1);
   listeners_[listener->id] = listener.get();
@@ -91,6 +91,12 @@ Result<Device::Connecting*> Device::find_connecting(Handle& handle) {
   if (handle.magic != kMagic || ::memchr(handle.address, 0, sizeof handle.address) == nullptr ||
       (handle.address[0] != '=' && handle.address[0] != '@'))
     return fail(ErrorCode::mismatch, "the peer's handle is not of this plugin's version; both must load the same");
+  if (handle.family.told() && family_.told() && handle.family != family_)
+    return fail(
+        ErrorCode::mismatch,
+        "the peer's device is of {}, and this one of {}: set REJOIN_NCCL_DEVICES alike on all nodes. Where it is "
+        "not set, each node takes its active RDMA ports, and tcp where it has none",
+        handle.family.text(), family_.text());
   auto begun = std::make_unique<Connecting>();
   begun->connection = std::make_unique<Connection>();
   begun->connection->device = shared_from_this();

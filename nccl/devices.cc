@@ -13,6 +13,8 @@
 
 #include "base/digest.h"
 #include "base/fail.h"
+#include "base/log.h"
+#include "transport/factory.h"
 #include "transport/ibverbs/factory.h"
 
 namespace rejoin::nccl {
@@ -58,26 +60,44 @@ void describe_interface(const std::string& address, DeviceInfo& device) {
   }
 }
 
+// What a transport's text says: "KIND:LIST;SETTINGS". Of RDMA each rail in the list has settings of its own.
+struct Parts {
+  std::string kind, list, settings;
+  bool is_tcp() const { return kind == "tcp" || kind == "tcp+aes"; }
+};
+Parts parts_of(const std::string& transport) {
+  Parts parts{.kind = transport.substr(0, transport.find_first_of(":;")), .list = {}, .settings = {}};
+  const std::string rest = transport.substr(parts.kind.size());
+  const auto settings = parts.is_tcp() ? std::min(rest.find(';'), rest.size()) : rest.size();
+  parts.list = rest.substr(0, settings).substr(rest.starts_with(':') ? 1 : 0);
+  parts.settings = rest.substr(settings);
+  return parts;
+}
+
+// An engine is made and dropped: what is wrong shows before NCCL takes this network.
+Result<> can_be_made(const std::string& transport) {
+  auto engine = transport::make_engine(transport);
+  return engine ? (*engine)->usable() : tl::unexpected(engine.error());
+}
+
 Result<DeviceInfo> describe(const std::string& transport, const std::string& address, const std::string& modules) {
   DeviceInfo device{.transport = transport, .name = transport};
-  const auto colon = transport.find(':');
-  const std::string kind = transport.substr(0, colon);
-  const std::string list = colon == std::string::npos ? "" : transport.substr(colon + 1);
-  if (kind != "ibverbs" && kind != "tcp" && kind != "shm" && kind != "ucx")
-    return fail(ErrorCode::invalid_argument, "REJOIN_NCCL_DEVICES: no transport '{}': use ibverbs:, tcp, ucx: or shm",
-                transport);
+  const Parts parts = parts_of(transport);
+  const auto& [kind, list, settings] = parts;
+  if (kind != "ibverbs" && !parts.is_tcp() && kind != "shm" && kind != "ucx")
+    return fail(ErrorCode::invalid_argument, "no transport '{}': use ibverbs:, tcp, tcp+aes, ucx: or shm", transport);
   if (kind != "ibverbs") {
-    describe_interface(kind == "tcp" && !list.empty() ? list.substr(0, list.find(',')) : address, device);
+    if (auto can = can_be_made(transport); !can) return tl::unexpected(can.error());
+    describe_interface(parts.is_tcp() && !list.empty() ? list.substr(0, list.find(',')) : address, device);
     return device;
   }
-  if (list.empty())
-    return fail(ErrorCode::invalid_argument, "REJOIN_NCCL_DEVICES: '{}' names no RDMA device", transport);
+  if (list.empty()) return fail(ErrorCode::invalid_argument, "'{}' names no RDMA device", transport);
   std::error_code none;
   device.cuda = std::filesystem::exists(std::filesystem::path(modules) / "nvidia_peermem", none);
   device.dma_buf = true;
   for (const auto& rail : split(list, ',')) {
     auto port = transport::ibverbs::describe_port(rail);
-    if (!port) return fail(port.error().code, "REJOIN_NCCL_DEVICES: {}", port.error().message);
+    if (!port) return tl::unexpected(port.error());
     if (device.speed_mbps == 0) {
       device.pci_path = port->pci_path;
       device.guid = port->guid;
@@ -89,7 +109,40 @@ Result<DeviceInfo> describe(const std::string& transport, const std::string& add
   return device;
 }
 
+// Where nobody has said which.
+std::vector<std::string> found_by_themselves() {
+  const auto ports = transport::ibverbs::find_ports();
+  std::vector<std::string> names;
+  for (const auto& port : ports.names) names.push_back("ibverbs:" + port + kDepth);
+  if (!names.empty()) return names;
+  if (!ports.left_out.empty())
+    logger().warn(
+        "no RDMA port is active here, but there is {}: the device is tcp. A node whose ports are active can't connect "
+        "with this one: mend the port, or set REJOIN_NCCL_DEVICES alike on all nodes",
+        fmt::join(ports.left_out, "; "));
+  return {"tcp"};
+}
+
 }  // namespace
+
+Family family_of(const std::string& transport) {
+  const Parts parts = parts_of(transport);
+  Family family;
+  std::copy_n(parts.kind.begin(), std::min(parts.kind.size(), family.kind.size()), family.kind.begin());
+  const bool has_rails = parts.is_tcp() || parts.kind == "ibverbs";
+  family.rails = static_cast<std::uint8_t>(has_rails ? transport::rails_of(transport) : 1);
+  return family;
+}
+
+std::string Family::text() const {
+  const std::string_view name(kind.data(), kind.size());
+  const std::string shown = printable(name.substr(0, name.find('\0')), kind.size());
+  return rails > 1 ? fmt::format("{} over {} rails", shown, rails) : shown;
+}
+
+Error of_device(int number, const std::string& name, const Error& error) {
+  return {error.code, fmt::format("REJOIN_NCCL_DEVICES: device {} ({}): {}", number, name, error.message)};
+}
 
 Settings settings_from_environment() {
   const auto variable = [](const char* name) {
@@ -119,13 +172,11 @@ Result<std::vector<DeviceInfo>> find_devices(const Settings& settings) {
   std::vector<std::string> names;
   for (const auto& name : split(settings.devices, ' '))
     if (!name.empty()) names.push_back(name);
-  if (names.empty())
-    for (const auto& port : transport::ibverbs::active_ports()) names.push_back("ibverbs:" + port + kDepth);
-  if (names.empty()) names.push_back("tcp");
+  if (names.empty()) names = found_by_themselves();
   std::vector<DeviceInfo> devices;
   for (const auto& name : names) {
     auto device = describe(name, *address, settings.modules);
-    if (!device) return tl::unexpected(device.error());
+    if (!device) return tl::unexpected(of_device(static_cast<int>(devices.size()), name, device.error()));
     device->parts = {static_cast<int>(devices.size())};
     devices.push_back(std::move(*device));
   }
@@ -142,13 +193,12 @@ Result<DeviceInfo> join_devices(const std::vector<DeviceInfo>& all, const std::v
       joined = one;
       continue;
     }
-    const auto colon = one.transport.find(':');
-    const std::string kind = one.transport.substr(0, colon);
-    if ((kind != "ibverbs" && kind != "tcp") || colon == std::string::npos ||
-        !joined->transport.starts_with(kind + ":"))
+    const Parts before = parts_of(joined->transport), added = parts_of(one.transport);
+    if ((added.kind != "ibverbs" && !added.is_tcp()) || before.list.empty() || added.list.empty() ||
+        before.kind != added.kind || before.settings != added.settings)
       return fail(ErrorCode::invalid_argument, "{} and {} can't be rails of one device", joined->transport,
                   one.transport);
-    joined->transport.append(",").append(one.transport, colon + 1);
+    joined->transport = fmt::format("{}:{},{}{}", added.kind, before.list, added.list, added.settings);
     joined->name = joined->transport;
     joined->speed_mbps += one.speed_mbps;
     joined->cuda &= one.cuda;

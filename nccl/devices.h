@@ -1,6 +1,7 @@
 // Which devices NCCL is offered, and what each is.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -30,9 +31,21 @@ struct DeviceInfo {
   std::vector<int> parts;              // of a virtual device: the others' numbers
 };
 
+// What two devices must have alike to reach each other, as a handle has it. Zeros, as of an earlier release: not told.
+struct Family {
+  std::array<char, 7> kind{};
+  std::uint8_t rails = 0;
+  friend bool operator==(const Family&, const Family&) = default;
+  bool told() const { return *this != Family{}; }
+  std::string text() const;  // "tcp over 2 rails"
+};
+Family family_of(const std::string& transport);
+
+// Errors name REJOIN_NCCL_DEVICES and the device: there is no such one, or what is said of it makes no transport here.
 Result<std::vector<DeviceInfo>> find_devices(const Settings& settings);
 // One device with the rails of all. Errors: `invalid_argument` where they are of several kinds, or can't be rails.
 Result<DeviceInfo> join_devices(const std::vector<DeviceInfo>& all, const std::vector<int>& parts);
 Result<std::string> local_address(const Settings& settings);
+Error of_device(int number, const std::string& name, const Error& error);  // the same, with what it is of
 
 }  // namespace rejoin::nccl

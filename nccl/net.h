@@ -39,8 +39,9 @@ struct Handle {
   std::uint64_t listener[2]{};   // unguessable
   std::uint64_t connecting = 0;  // of who connects, from its first call to its last: the number of its Connecting
   char address[88]{};
+  Family family;  // of the listener's device
 };
-static_assert(sizeof(Handle) <= abi::kHandleBytes);
+static_assert(sizeof(Handle) == abi::kHandleBytes);
 
 // The hello of a connection.
 constexpr std::uint64_t kMagic = 0x316c63636e6a5272;  // "rRjnccl1": another layout gets another number
@@ -108,9 +109,10 @@ struct Listener {
 // An engine, and everything of this process that goes over it. The last that uses it destroys it.
 class Device : public std::enable_shared_from_this<Device> {
  public:
-  // Makes one that listens at the address, which is this machine's. The clock must outlive it.
+  // Makes one that listens at the address, which is this machine's. The clock must outlive it. Of a family that is
+  // told, connections to a handle of another one are refused.
   static Result<std::shared_ptr<Device>> make(std::unique_ptr<transport::Engine> engine, const std::string& address,
-                                              const Clock& clock);
+                                              const Clock& clock, const Family& family = {});
   ~Device();
 
   Result<std::unique_ptr<Listener>> listen(Handle& handle);
@@ -149,7 +151,7 @@ class Device : public std::enable_shared_from_this<Device> {
     TimePoint asked{};   // when NCCL last called
   };
 
-  explicit Device(const Clock& clock) : clock_(clock) {}
+  Device(const Clock& clock, const Family& family) : clock_(clock), family_(family) {}
   Result<> open_control();
   void progress();
   void progress_control();
@@ -167,6 +169,7 @@ class Device : public std::enable_shared_from_this<Device> {
   Request* take_request(Connection& connection, Request::Kind kind);
 
   const Clock& clock_;
+  const Family family_;
   std::mutex mutex_;
   std::unique_ptr<transport::Engine> engine_;
   std::unique_ptr<transport::Engine> control_;  // where an address is too long for a handle, here or at a peer

@@ -119,10 +119,10 @@ class Plugin {
     }
     auto address = local_address(settings_);
     if (!address) return tl::unexpected(address.error());
-    auto made = transport::make_engine(transport);
-    if (!made) return tl::unexpected(made.error());
-    auto opened = Device::make(std::move(*made), *address, clock_);
-    if (opened) known = *opened;
+    auto opened = transport::make_engine(transport).and_then(
+        [&](auto&& made) { return Device::make(std::move(made), *address, clock_, family_of(transport)); });
+    if (!opened) return tl::unexpected(of_device(device, info->name, opened.error()));
+    known = *opened;
     return opened;
   }
 

@@ -1,5 +1,5 @@
 // The plugin's net over RDMA devices made of software (transport/tests/fake_verbs.h), where the test sees what a NIC
-// does: flushes of GPU memory, and what NCCL is offered.
+// does: flushes of GPU memory.
 #include "nccl/net.h"
 
 #include <gtest/gtest.h>
@@ -7,7 +7,6 @@
 #include <unistd.h>
 
 #include <chrono>
-#include <filesystem>
 #include <functional>
 #include <set>
 
@@ -173,22 +172,6 @@ TEST_F(Net, AFlushGoesOnOverTheRailThatIsLeft) {
   EXPECT_EQ(read_a_byte(), std::multiset<std::string>{"fake0"});
 }
 
-TEST(NcclDevices, GpuMemoryIsOfferedByItsAddressOnlyWithPeerMemory) {
-  const auto found = [](const std::string& modules, const std::string& devices) {
-    return (*find_devices({.devices = devices, .address = "127.0.0.1", .modules = modules})).at(0);
-  };
-  const std::filesystem::path modules = std::filesystem::temp_directory_path() / fmt::format("nccl-{}", ::getpid());
-  std::filesystem::create_directories(modules / "nvidia_peermem");
-  for (const char* devices : {"ibverbs:fake0", "ibverbs:fake0,fake1"}) {
-    EXPECT_FALSE(found(modules / "none", devices).cuda);
-    EXPECT_TRUE(found(modules / "none", devices).dma_buf);
-    EXPECT_TRUE(found(modules, devices).cuda);
-  }
-  EXPECT_FALSE(found(modules, "tcp").cuda) << "sockets reach no GPU, whatever is loaded";
-  EXPECT_FALSE(found(modules, "tcp").dma_buf);
-  std::filesystem::remove_all(modules);
-}
-
 // A listener of TCP, and one who calls it.
 struct Setup : testing::Test {
   VirtualClock clock;
@@ -197,7 +180,9 @@ struct Setup : testing::Test {
   std::unique_ptr<Listener> listener = *receiver->listen(handle);
 
   Setup() { spdlog::set_level(spdlog::level::err); }
-  std::shared_ptr<Device> make() const { return *Device::make(*transport::make_engine("tcp"), "127.0.0.1", clock); }
+  std::shared_ptr<Device> make(const Family& family = {}) const {
+    return *Device::make(*transport::make_engine("tcp"), "127.0.0.1", clock, family);
+  }
 };
 
 TEST_F(Setup, ACallerThatABusyListenerTurnsAwayComesAgain) {
@@ -233,6 +218,22 @@ TEST_F(Setup, AListenerThatHasGoneIsAnErrorAfterAFewTries) {
     ASSERT_EQ(*called, nullptr);
     ASSERT_LT(std::chrono::steady_clock::now(), deadline) << "it calls for ever";
   }
+}
+
+TEST_F(Setup, DevicesOfOtherFamiliesHearWhichBothHaveAndWhatToSet) {
+  const auto told = make(family_of("tcp+aes:10.0.0.1,10.0.0.2")), other = make(family_of("ibverbs:mlx5_0"));
+  Handle its, calls_itself, calls_old = handle;  // the last one's listener is of a release that tells no family
+  auto listening = *told->listen(its);
+  calls_itself = its;
+  const auto refused = other->connect(its);
+  ASSERT_FALSE(refused);
+  EXPECT_EQ(refused.error().code, ErrorCode::mismatch);
+  for (const char* words : {"tcp+aes over 2 rails", "ibverbs", "set REJOIN_NCCL_DEVICES alike on all nodes"})
+    EXPECT_NE(refused.error().message.find(words), std::string::npos) << refused.error().message;
+  EXPECT_TRUE(told->connect(calls_itself));
+  EXPECT_TRUE(other->connect(calls_old));
+  told->close(*listening);
+  receiver->close(*listener);
 }
 
 TEST_F(Setup, WhatNcclAsksForNoMoreIsGivenUpAndHoldsNoDevice) {
