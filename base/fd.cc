@@ -13,6 +13,7 @@
 #include <mutex>
 #include <new>
 
+#include "base/children.h"
 #include "base/fail.h"
 #include "base/no_cancel.h"
 #include "base/no_signals.h"
@@ -39,6 +40,7 @@ Fd& Fd::operator=(Fd&& other) noexcept {
 void Fd::reset() {
   if (fd_ < 0) return;
   const NoCancel no_cancel;
+  children::forget(fd_);
   ::close(fd_);
   fd_ = -1;
 }

@@ -13,6 +13,7 @@
 #include <cerrno>
 #include <cstring>
 
+#include "base/children.h"
 #include "base/fail.h"
 #include "base/log.h"
 #include "base/refusals.h"
@@ -68,6 +69,7 @@ Result<Address> ShmEngine::listen(const Address&) {
   if (!socket) return tl::unexpected(socket.error());
   hang_up(epoll_, listener_, process_);
   listener_ = std::move(*socket);
+  children::keep_from(listener_);
   epoll_event event{.events = EPOLLIN, .data = {.u64 = kListener}};
   if (::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, listener_.get(), &event) != 0) return fail_errno("epoll_ctl");
   return Address{"shm:" + name_};
@@ -79,6 +81,7 @@ ShmEngine::Endpoint& ShmEngine::adopt(Fd socket, Stage stage) {
   while (endpoint->id.value <= kRoom);
   endpoint->stage = stage;
   endpoint->socket = std::move(socket);
+  children::keep_from(endpoint->socket);
   epoll_event event{.events = EPOLLIN | EPOLLRDHUP, .data = {.u64 = endpoint->id.value}};
   REJOIN_CHECK(::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, endpoint->socket.get(), &event) == 0, "epoll_ctl: {}",
                std::strerror(errno));

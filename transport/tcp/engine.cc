@@ -10,6 +10,7 @@
 #include <cstring>
 #include <mutex>
 
+#include "base/children.h"
 #include "base/deadlines.h"
 #include "base/fail.h"
 #include "base/log.h"
@@ -96,6 +97,7 @@ Result<Address> TcpEngine::listen(const Address& where) {
   if (::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, socket.get(), &event) != 0) return fail_errno("epoll_ctl");
   hang_up(epoll_, listener_, process_);
   listener_ = std::move(socket);
+  children::keep_from(listener_);
   return Address{SocketAddress::format(bound)};
 }
 
@@ -130,6 +132,7 @@ TcpEngine::Endpoint& TcpEngine::adopt(Fd socket, Stage stage) {
 
 void TcpEngine::take_up(Endpoint& endpoint, Fd socket) {
   endpoint.socket = std::move(socket);
+  children::keep_from(endpoint.socket);
   set_option(endpoint.socket, IPPROTO_TCP, TCP_NODELAY, 1);
   limit_unacknowledged(endpoint);
   probe_when_idle(endpoint.socket);

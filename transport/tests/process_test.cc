@@ -1,10 +1,13 @@
 // What only real processes can show: a peer killed at many points of a transfer, and one stopped and continued.
+#include <fcntl.h>
 #include <gtest/gtest.h>
 #include <poll.h>
 #include <signal.h>
+#include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <array>
 #include <chrono>
 #include <optional>
 #include <vector>
@@ -227,6 +230,84 @@ TEST(ForkedChild, ThatCleansUpEndsNoConnectionOfItsParents) {
   ASSERT_EQ(::waitpid(child, nullptr, 0), child);
   ASSERT_TRUE(a->send(there, as_bytes("still here")));
   EXPECT_TRUE(within(std::chrono::seconds(20), [&] { return look(), heard; }));
+}
+
+// A peer that is killed while a child of its lives, as a worker of a data loader does for a while.
+TEST(ForkedChild, KeepsNoConnectionOfAKilledParentUp) {
+  for (const std::string transports : {"shm", "tcp", "tcp:127.0.0.1,127.0.0.2"}) {
+    SCOPED_TRACE(transports);
+    std::array<int, 2> ends{}, told{};
+    ASSERT_EQ(::pipe2(ends.data(), O_CLOEXEC), 0);
+    ASSERT_EQ(::pipe2(told.data(), O_CLOEXEC), 0);
+    const Writer parent{::fork()};
+    if (parent.pid == 0) {
+      std::array<char, 4096> text{};
+      if (::read(ends[0], text.data(), text.size() - 1) <= 0) ::_exit(1);
+      const auto engine = make_engine(transports).value();
+      (void)engine->connect({text.data()}, {}).value();
+      for (bool answered = false; !answered;)
+        for (const auto& event : engine->poll()) answered |= event.kind == EventKind::message;
+      const pid_t child = ::fork();
+      if (child != 0) (void)!::write(told[1], &child, sizeof child);
+      for (;;) ::pause();
+    }
+    const auto engine = make_engine(transports).value();
+    const std::string address = engine->listen({"127.0.0.1:0"})->text;
+    ASSERT_EQ(::write(ends[1], address.data(), address.size()), static_cast<ssize_t>(address.size()));
+    bool closed = false;
+    const auto look = [&] {
+      for (const auto& event : engine->poll()) {
+        if (event.kind == EventKind::accepted) (void)engine->send(event.endpoint, as_bytes("come in"));
+        closed |= event.kind == EventKind::closed;
+      }
+      pollfd waiting{told[0], POLLIN, 0};
+      return ::poll(&waiting, 1, 0) == 1;
+    };
+    ASSERT_TRUE(within(std::chrono::seconds(20), look));
+    Writer child;
+    ASSERT_EQ(::read(told[0], &child.pid, sizeof child.pid), static_cast<ssize_t>(sizeof child.pid));
+    ASSERT_FALSE(closed);
+    ::kill(parent.pid, SIGKILL);
+    EXPECT_TRUE(within(std::chrono::seconds(5), [&] { return (void)look(), closed; })) << "it is not missed";
+    for (const int end : {ends[0], ends[1], told[0], told[1]}) ::close(end);
+  }
+}
+
+// What its parent's engine closes there is a number of its own, and never what has been opened meanwhile.
+TEST(ForkedChild, ClosesNothingOfItsOwnWithItsParentsConnections) {
+  auto a = make_engine("tcp").value(), b = make_engine("tcp").value();
+  (void)a->connect(b->listen({"127.0.0.1:0"}).value(), {}).value();
+  bool connected = false;
+  const auto look = [&] {
+    for (const auto& event : a->poll()) connected |= event.kind == EventKind::connected;
+    (void)b->poll();
+  };
+  ASSERT_TRUE(within(std::chrono::seconds(20), [&] { return look(), connected; }));
+  for (const bool none_left : {false, true}) {
+    const pid_t child = [&] {
+      rlimit before{};
+      ::getrlimit(RLIMIT_NOFILE, &before);
+      std::vector<Fd> others;
+      for (int i = 0; i < 64; ++i) others.emplace_back(::open("/dev/null", O_RDONLY | O_CLOEXEC));
+      const rlimit full{static_cast<rlim_t>(others.back().get()) + 1, before.rlim_max};  // all below it are taken
+      if (none_left) ::setrlimit(RLIMIT_NOFILE, &full);
+      const pid_t made = ::fork();
+      ::setrlimit(RLIMIT_NOFILE, &before);
+      return made;
+    }();
+    if (child == 0) {
+      std::vector<Fd> own;
+      for (int i = 0; i < 64; ++i) own.emplace_back(::open("/dev/null", O_RDONLY | O_CLOEXEC));
+      a.reset();
+      b.reset();
+      for (const Fd& one : own)
+        if (::fcntl(one.get(), F_GETFD) < 0) ::_exit(1);
+      ::_exit(0);
+    }
+    int status = -1;
+    ASSERT_EQ(::waitpid(child, &status, 0), child);
+    EXPECT_EQ(status, 0) << none_left;
+  }
 }
 
 INSTANTIATE_TEST_SUITE_P(Transports, Processes,
