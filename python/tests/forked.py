@@ -214,15 +214,15 @@ class _Subprocess:
 
     @staticmethod
     def Popen(
-        command: list[str], env: dict[str, str], stdin: int, stdout: IO[bytes], stderr: int, preexec_fn
+        command: list[str], env: dict[str, str], stdin: int, stdout: IO[bytes] | int, stderr: int, preexec_fn
     ) -> object:
         if os.path.normpath(command[0]) != os.path.normpath(sys.executable):
             return subprocess.Popen(command, env=env, stdin=stdin, stdout=stdout, stderr=stderr, preexec_fn=preexec_fn)
-        assert (stdin, stderr) == (subprocess.DEVNULL, subprocess.STDOUT)
+        assert (stdin, stderr) == (subprocess.DEVNULL, subprocess.STDOUT) and isinstance(stdout, int)
         pid = os.fork()
         if pid:
             return _Process(pid)
-        os.dup2(stdout.fileno(), 1)
+        os.dup2(stdout, 1)
         os.dup2(1, 2)
         preexec_fn()
         Path("/proc/self/comm").write_text(f"replica{env['REJOIN_REPLICA']}")  # by which a test finds it

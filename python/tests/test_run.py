@@ -30,8 +30,10 @@ class Job(run.Job):
     log = None
 
     def start(self):
+        self._logs = run.Logs([self.log]) if self.log else None
         for number, program in enumerate(sys.argv[2:]):
-            self._replicas.append(self._start(run.Kept(f"replica {number}", ["bash", "-c", program], None, self.log)))
+            kept = run.Kept(f"replica {number}", ["bash", "-c", program], None, self.log, self._logs)
+            self._replicas.append(self._start(kept))
             self.started(number)
 
     def started(self, number):

@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rejoin._run_logs import Logs
+
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _LAST_LINES, _LAST_BYTES = 20, 16000  # of what a process has said: a traceback
@@ -97,6 +99,7 @@ class Kept:
     command: list[str]
     environment: dict[str, str]
     output: Path | None  # none: this program's own
+    logs: Logs | None = None  # who writes that; none: the process itself
     starts: int = 0
     process: subprocess.Popen[bytes] | None = None
     since: float = 0.0  # when that was started
@@ -111,6 +114,8 @@ class Kept:
         """Start it. Raises what `subprocess.Popen` does."""
         self.starts, self.since = self.starts + 1, time.monotonic()
         self._asked.clear()
+        if self.logs:
+            self.logs.wait()  # what the one before has said is not this one's
         target = self.output.open("ab") if self.output else None
         self._from = target.tell() if target else 0
         try:
@@ -118,7 +123,7 @@ class Kept:
                 self.command,
                 env=self.environment,
                 stdin=subprocess.DEVNULL,  # who reads a terminal in the background is stopped by it
-                stdout=target,
+                stdout=self.logs.end_for(self.output) if self.logs and self.output else target,
                 stderr=subprocess.STDOUT if target else None,
                 preexec_fn=_before_program,
             )
@@ -198,6 +203,8 @@ class Kept:
         """Give the end of what it has said since its start, with its log's name; nothing where that can't be had."""
         if self.output is None:
             return ""
+        if self.logs:
+            self.logs.wait()
         try:
             with self.output.open("rb") as log:
                 size = os.fstat(log.fileno()).st_size

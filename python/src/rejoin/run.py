@@ -34,6 +34,7 @@ from rejoin._job_variables import of_daemons, of_scripts
 from rejoin._kept import WAITED_FOR, Kept, adopt, bury, how
 from rejoin._programs import path
 from rejoin._run_commands import by_torchrun, run_parser, show_names_as_they_are
+from rejoin._run_logs import Logs
 from rejoin._run_waits import Waits
 
 _WRONG_SETTINGS, _CAN_NOT_WRITE = 2, 4  # of a daemon's exit statuses
@@ -58,13 +59,14 @@ class Job:
         self._all: list[Kept] = []
         self._replicas: list[Kept] = []
         self._coordinator: Kept | None = None
+        self._logs: Logs | None = None  # of replicas
         self._ending = False
         self._asked_at = 0.0
         self._kill_at = math.inf  # the replicas that have not left
         self._waits = Waits(self._status, self._say, self._on_begun, self._lives)
         self._was_finished = False  # before anything was trained
         self._died_at_the_end: set[str] = set()  # replicas, after the last commit
-        self._full_said_at = -math.inf
+        self._full_said_at = self._left_out_said_at = -math.inf
         self._page, self._page_at, self._page_until = "", math.inf, 0.0  # where it is; when that is to be looked up
         self._addresses = directory / "coordinator.json"
         self._key = directory / "job.key"
@@ -130,6 +132,8 @@ class Job:
         coordinator.command[coordinator.command.index("--listen") + 1] = address
         self._say(f"the page is at http://{self._page}/; logs are in {self._directory}")
         self._look_at_the_start()
+        outputs = [] if given.show else [self._directory / f"replica{replica}.log" for replica in range(given.replicas)]
+        self._logs = Logs(outputs) if outputs else None
         for replica in range(given.replicas):
             socket = self._socket_of(replica)
             self._daemon(f"node{replica}", "--socket", str(socket), "--connect", address)
@@ -141,8 +145,8 @@ class Job:
                 "REJOIN_REPLICA": str(replica),
             }
             command = by_torchrun(given.ranks, given.command) if given.ranks > 1 else list(given.command)
-            output = None if given.show else self._directory / f"replica{replica}.log"
-            self._replicas.append(self._start(Kept(f"replica {replica}", command, environment, output)))
+            output = outputs[replica] if outputs else None
+            self._replicas.append(self._start(Kept(f"replica {replica}", command, environment, output, self._logs)))
 
     def _address(self, coordinator: Kept, kind: str) -> str:
         deadline = time.monotonic() + 30
@@ -201,6 +205,14 @@ class Job:
                   "was to do at the end, such as a final save, may not be done")  # fmt: skip
         return 1
 
+    def _look_at_the_logs(self) -> None:
+        why = self._logs.wait() if self._logs else ""
+        now = time.monotonic()
+        if why and now - self._left_out_said_at >= _FULL_SAID_EVERY_SECONDS:
+            self._left_out_said_at = now
+            self._say(f"the scripts' logs in {self._directory} do not take what they say ({why}), which is left out: "
+                      "see to it; the scripts go on")  # fmt: skip
+
     # A coordinator that was started again may have found its port taken.
     def _look_for_page(self) -> None:
         now = time.monotonic()
@@ -221,6 +233,7 @@ class Job:
             while not all(replica.ended for replica in self._replicas):
                 now = time.monotonic()
                 waits = [process.again_at for process in self._all if process.again_at]
+                waits += [self._logs.again_at] if self._logs else []
                 heard = signal.sigtimedwait(
                     WAITED_FOR,
                     max(0.0, min([*waits, self._kill_at, self._waits.look_at, self._page_at, now + 3600]) - now),
@@ -231,9 +244,12 @@ class Job:
                     self._kill()
                 if time.monotonic() >= self._waits.look_at:
                     self._waits.look()
+                    self._look_at_the_logs()
                 if time.monotonic() >= self._page_at:
                     self._look_for_page()
                 bury(self._all)
+                if self._logs and self._logs.keep():
+                    self._say("who writes the logs of the scripts has died, and is started again")
                 for process in self._all:
                     if not self._look_after(process):
                         return 1
@@ -309,8 +325,9 @@ class Job:
         if now - self._full_said_at >= _FULL_SAID_EVERY_SECONDS:
             self._full_said_at = now
             why = "is full: free space" if self._disk_is_full() else f"has trouble: {process.last_words()}\nsee to it"
+            then = f". {process.last_words()}" if process in self._replicas else "; the job waits"
             self._say(f"{process.name} ended with {status}, and is tried again every {_FULL_TRIED_EVERY_SECONDS:g} s: "
-                      f"the disk of {self._directory} {why}; the job waits")  # fmt: skip
+                      f"the disk of {self._directory} {why}{then}")  # fmt: skip
         return True
 
     def _again(self, process: Kept, what: str) -> bool:
@@ -342,6 +359,8 @@ class Job:
         for one in self._all:
             if one.process is not None:
                 one.end()
+        if self._logs:
+            self._logs.close()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
