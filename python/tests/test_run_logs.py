@@ -140,3 +140,20 @@ def test_a_job_whose_logs_take_no_more_goes_on_and_says_so(tmp_path, log):
         f"rejoin-run: the scripts' logs in {tmp_path} do not take what they say (File too large), which is left out: "
         "see to it; the scripts go on\n"
     )
+
+
+def test_a_script_that_ends_while_the_disk_is_full_is_told_with_its_last_words(tmp_path, log):
+    more = f"""
+        run._FULL_TRIED_EVERY_SECONDS = 0.1
+
+    log = Path({str(log)!r})
+
+    def _disk_is_full(self):
+        return True
+"""
+    once = f"[[ -e {tmp_path}/once ]] && exit 0; touch {tmp_path}/once; echo OSError; exit 1"
+    _, told = job_of(tmp_path, once, more=more).communicate(timeout=60)
+    assert told == (
+        "rejoin-run: replica 0 ended with status 1, and is tried again every 0.1 s: the disk of "
+        f"{tmp_path} is full: free space. {log} ends so:\nOSError\n"
+    )

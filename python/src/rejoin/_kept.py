@@ -114,7 +114,7 @@ class Kept:
         """Start it. Raises what `subprocess.Popen` does."""
         self.starts, self.since = self.starts + 1, time.monotonic()
         self._asked.clear()
-        if self.logs:
+        if self.logs and self.starts > 1:
             self.logs.wait()  # what the one before has said is not this one's
         target = self.output.open("ab") if self.output else None
         self._from = target.tell() if target else 0
