@@ -1,16 +1,19 @@
-#include "base/events.h"
-
 #include <fcntl.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <atomic>
+#include <cerrno>
+#include <cstring>
 #include <filesystem>
 #include <mutex>
 
 #include "base/clock.h"
+#include "base/event_file.h"
 #include "base/fail.h"
 #include "base/fd.h"
 #include "base/flight.h"
+#include "base/log.h"
 #include "base/no_signals.h"
 
 namespace rejoin::events {
@@ -18,9 +21,9 @@ namespace rejoin::events {
 namespace {
 
 std::atomic<bool> written = false;  // events are, to `file`
-std::mutex mutex;                   // guards the next two
+std::mutex mutex;                   // guards the next three
 Fd file;
-std::string speaker;
+std::string path, speaker;
 
 std::string json_text(std::string_view text) {
   std::string out = "\"";
@@ -40,6 +43,25 @@ std::string shown(const Value& value) {
   return fmt::format("{}", std::get<std::uint64_t>(value));
 }
 
+// All of it, or nothing: what a full disk has taken of a line is cut off again. Gives errno, or 0.
+int put(std::string_view line) {
+  const NoSignalsOfWriting none;
+  std::size_t wrote = 0;
+  while (wrote < line.size()) {
+    const ssize_t more = ::write(file.get(), line.data() + wrote, line.size() - wrote);
+    if (more < 0 && errno == EINTR) continue;
+    if (more <= 0) {
+      const int error = more < 0 ? errno : ENOSPC;
+      struct stat now {};
+      if (wrote > 0 && ::fstat(file.get(), &now) == 0)
+        (void)!::ftruncate(file.get(), now.st_size - static_cast<off_t>(wrote));
+      return error;
+    }
+    wrote += static_cast<std::size_t>(more);
+  }
+  return 0;
+}
+
 }  // namespace
 
 Result<> open(const std::string& directory, const std::string& who) {
@@ -47,19 +69,26 @@ Result<> open(const std::string& directory, const std::string& who) {
   std::error_code error;
   std::filesystem::create_directories(directory, error);
   if (error) return fail(ErrorCode::io, "event directory {}: {}", directory, error.message());
-  const std::string path = fmt::format("{}/{}.{}.jsonl", directory, who, ::getpid());
-  Fd opened(::open(path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0600));
-  if (!opened) return fail_errno(fmt::format("event file {}", path));
+  std::string name = fmt::format("{}/{}.{}.jsonl", directory, flight::in_file_name(who), ::getpid());
+  Fd opened(::open(name.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0600));
+  if (!opened) return fail_errno(fmt::format("event file {}", name));
   const std::lock_guard lock(mutex);
   file = std::move(opened);
+  path = std::move(name);
   speaker = who;
   written = true;
   return {};
 }
 
+void open_file(const std::string& directory, const std::string& who) {
+  if (auto opened = open(directory, who); !opened)
+    logger().warn("no events of this process are written (--events): {}", opened.error().message);
+}
+
 void emit(std::string_view kind, const Fields& fields) {
   if (!written) return;
-  const std::lock_guard lock(mutex);
+  std::unique_lock lock(mutex);
+  if (!written) return;
   std::string line = fmt::format("{{\"t\":{},\"who\":{},\"kind\":{}", SteadyClock().now().time_since_epoch().count(),
                                  json_text(speaker), json_text(kind));
   for (const auto& [name, value] : fields) line += fmt::format(",{}:{}", json_text(name), shown(value));
@@ -67,8 +96,12 @@ void emit(std::string_view kind, const Fields& fields) {
   // One write of one line, in this thread: it has to be there before others act on what it tells, whoever is killed.
   // See "Log files on disks that stand still". A full disk, or a file that may not grow, costs the events, not the
   // process.
-  const NoSignalsOfWriting none;
-  if (::write(file.get(), line.data(), line.size()) < 0) written = false;
+  const int error = put(line);
+  if (error == 0) return;
+  written = false;
+  const std::string its = path;
+  lock.unlock();
+  logger().warn("event file {}: {}: no more events of this process are written", its, std::strerror(error));
 }
 
 void record(Kind kind, const Numbers& numbers, std::string_view text) {

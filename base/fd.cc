@@ -9,6 +9,7 @@
 
 #include <cerrno>
 #include <cstdint>
+#include <cstring>
 #include <map>
 #include <mutex>
 #include <new>
@@ -170,6 +171,11 @@ namespace {
 
 tl::unexpected<Error> unmapped(std::size_t size) {
   const std::string what = fmt::format("mapping {}", human_bytes(size));
+  if (errno == ENOMEM)
+    return fail(ErrorCode::exhausted,
+                "{}: {}: raise the limit of this process's memory ('ulimit -v'), or that of its mappings "
+                "(vm.max_map_count)",
+                what, std::strerror(ENOMEM));
   if (errno != EAGAIN) return fail_errno(what);
   return fail(ErrorCode::exhausted,
               "{}: this process locks all of its memory (mlockall), and may lock no more: raise the limit with 'ulimit "

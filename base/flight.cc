@@ -11,6 +11,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cctype>
 #include <cstddef>
 #include <cstring>
 #include <memory>
@@ -159,13 +160,6 @@ void clean(const Fd& folder) {
   }
 }
 
-// In a file's name.
-std::string plain(std::string text) {
-  for (char& c : text)
-    if (!std::isalnum(static_cast<unsigned char>(c)) && c != '-' && c != '_' && c != '.') c = '_';
-  return text.substr(0, 40);
-}
-
 void put_text(std::span<char> field, std::string_view text) {
   text = text.substr(0, field.size() - 1);
   std::copy(text.begin(), text.end(), field.begin());
@@ -183,6 +177,14 @@ Header describe(const std::string& who) {
 }
 
 }  // namespace
+
+std::string in_file_name(std::string who) {
+  constexpr std::size_t longest = 200;  // behind it are numbers and a suffix, and a name of a file has 255 bytes
+  for (char& c : who)
+    if (!std::isalnum(static_cast<unsigned char>(c)) && c != '-' && c != '_' && c != '.') c = '_';
+  if (who.starts_with('.')) who[0] = '_';  // lists of files leave such names out
+  return who.substr(0, longest);
+}
 
 std::string default_directory() {
   const char* parent = ::access("/dev/shm", W_OK) == 0 ? "/dev/shm" : "/tmp";
@@ -217,7 +219,7 @@ Result<> try_open(const std::string& directory, const std::string& who, const st
   if (!folder) return tl::unexpected(folder.error());
   if (auto keeps = must_keep_blocks(*folder); !keeps) return keeps;
   clean(*folder);
-  const std::string name = fmt::format("{}.{}.{:08x}{}", plain(who), ::getpid(), random_number() >> 32, kSuffix);
+  const std::string name = fmt::format("{}.{}.{:08x}{}", in_file_name(who), ::getpid(), random_number() >> 32, kSuffix);
   Fd file(::openat(folder->get(), name.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0600));
   if (!file) return fail_errno(name);
   (void)::flock(file.get(), LOCK_EX | LOCK_NB);

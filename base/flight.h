@@ -43,6 +43,10 @@ void set_job(std::uint64_t job);
 // One event of this process. Any thread; not in a child of fork(), which has no recording.
 void record(events::Kind kind, const events::Numbers& numbers, std::string_view text);
 
+// `who` as names of recordings and event files have it: what is no letter, digit, '-', '_' or '.' is a '_', as is a '.'
+// at its beginning, and a name that a file system would not take is cut.
+std::string in_file_name(std::string who);
+
 // Whose CLOCK_MONOTONIC this process has: a number that follows from the system's boot and the time namespace.
 std::uint64_t clock_id();
 

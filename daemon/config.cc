@@ -92,7 +92,8 @@ void bind(CommandLine& line, Config& c) {
   line.setting("--flight-dir", c.flight, "REJOIN_FLIGHT_DIR",
                "directory for the flight recording (see rejoin explain); none: /dev/shm/rejoin-UID; off")
       .check(flight_directory());
-  line.setting("--name", c.node.name, "REJOIN_NODE", "this node's name in logs").check(node_name());
+  line.setting("--name", c.node.name, "REJOIN_NODE", "this node's name in logs, of 255 bytes at most")
+      .check(node_name());
   line.setting(
           "--location", c.node.location, "REJOIN_LOCATION",
           "node: where it stands, from the widest to the narrowest: DC/ROOM/RACK/HOST, say; the rings cross what is "

@@ -28,7 +28,11 @@ Result<> check_text(const std::string& text) {
 
 // A log's line, a page and a metric name it, each as one line.
 Result<> check_name(const std::string& text) {
+  constexpr std::size_t longest = 255;  // bytes; messages have no more of it
   if (auto right = check_text(text); !right) return right;
+  if (text.size() > longest)
+    return fail(ErrorCode::invalid_argument, "'{}…' has {} bytes, and {} are the most", printable(text, 40),
+                text.size(), longest);
   if (const std::string shown = printable(text, text.size()); shown != text)
     return fail(ErrorCode::invalid_argument,
                 "'{}' has a character that does not print, such as the end of a line: give a name that is one line "

@@ -23,7 +23,7 @@ ValueCheck store_name();       // file, or etcd:HOST:PORT,HOST:PORT…
 ValueCheck job_name();         // letters, digits, . _ -
 ValueCheck file_name();        // not empty: of a flag that was to have a value
 ValueCheck advertised_host();  // HOST, or HOST,HOST… with one for each rail
-ValueCheck node_name();        // UTF-8 that prints: no message takes anything else, and a log has it in a line
+ValueCheck node_name();        // UTF-8 that prints, a line of 255 bytes at most: for messages and logs
 ValueCheck socket_name();
 ValueCheck flight_directory();  // or off
 ValueCheck audit_period();      // auto, off, or steps

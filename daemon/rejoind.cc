@@ -14,7 +14,7 @@
 
 #include "base/bytes.h"
 #include "base/command_line.h"
-#include "base/events.h"
+#include "base/event_file.h"
 #include "base/fail.h"
 #include "base/fd.h"
 #include "base/flight.h"
@@ -149,8 +149,7 @@ Result<> run(Config& c, const JobKeys& keys) {
   const bool node = !c.node.socket.empty();
   if (auto right = check_address_file(c.address_file); !right) return right;
   if (!c.other_key_file.empty()) spdlog::info("who proves the key in {} is taken in, too", c.other_key_file);
-  if (auto opened = events::open(c.events, c.coordinator && !node ? "coordinator" : c.node.name); !opened)
-    return opened;
+  events::open_file(c.events, c.coordinator && !node ? "coordinator" : c.node.name);
   flight::open(c.flight, name_of(c),
                fmt::format("rejoind{}{}{}", c.coordinator ? ", coordinator" : "", c.relay.empty() ? "" : ", relay",
                            node ? ", node" : ""));

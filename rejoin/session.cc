@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "base/events.h"
+#include "base/event_file.h"
 #include "base/fail.h"
 #include "base/flight.h"
 #include "base/unix_socket.h"
@@ -392,7 +392,7 @@ Result<std::unique_ptr<Session>> Session::open(const SessionConfig& config) {
   auto interrupted = make_eventfd();
   if (!interrupted) return tl::unexpected(interrupted.error());
   const std::string who = fmt::format("r{}.{}", config.replica, config.rank);
-  if (auto opened = events::open(config.events, who); !opened) return tl::unexpected(opened.error());
+  events::open_file(config.events, who);
   flight::open(config.flight, who, "trainer");
   return std::unique_ptr<Session>(std::make_unique<SessionImpl>(config, std::move(*device), std::move(*interrupted)));
 }

@@ -107,6 +107,12 @@ TEST(Settings, ANameWithACharacterThatDoesNotPrintIsRefused) {
               "line without any");
 }
 
+TEST(Settings, ANameThatIsTooLongIsRefused) {
+  EXPECT_EQ(refusal({"--name", std::string(256, 'x')}),
+            "--name: '" + std::string(40, 'x') + "…' has 256 bytes, and 255 are the most");
+  EXPECT_EQ(refusal({"--coordinator", "--name", std::string(255, 'x')}), "");
+}
+
 TEST(Settings, WhatIsRightIsTaken) {
   EXPECT_EQ(refusal({"--coordinator", "--listen", "[::1]:0", "--status", "localhost:65535", "--steps", "0",
                      "--start-patience-ms", "0", "--roll-back-to", "0", "--round-trips", "off", "--log-level", "off"}),

@@ -326,22 +326,6 @@ TEST(Flight, WhereNoneCanBeWrittenTheProcessGoesOn) {
   flight::record(events::Kind::note, {}, "nobody hears it");
 }
 
-TEST(EventFile, ThatMayNotGrowEndsAndTheProcessGoesOn) {
-  const test::Scratch scratch;
-  ASSERT_TRUE(events::open(scratch.path, "r0.0"));
-  rlimit before{};
-  ASSERT_EQ(::getrlimit(RLIMIT_FSIZE, &before), 0);
-  rlimit small = before;
-  small.rlim_cur = 1000;
-  ASSERT_EQ(::setrlimit(RLIMIT_FSIZE, &small), 0);
-  for (int i = 0; i < 100; ++i) events::emit("note", {{"text", std::string(100, 'x')}});
-  ASSERT_EQ(::setrlimit(RLIMIT_FSIZE, &before), 0);
-  sigset_t pending;
-  ::sigpending(&pending);
-  EXPECT_FALSE(::sigismember(&pending, SIGXFSZ));
-  for (const auto& file : std::filesystem::directory_iterator(scratch.path)) EXPECT_LE(file.file_size(), 1000u);
-}
-
 // A signal would end the process.
 TEST(SealedMemory, ThatIsLargerThanAFileMayBeIsAnErrorThatSaysSo) {
   rlimit before{};
