@@ -18,5 +18,5 @@ set(ENV{PKG_CONFIG_SYSROOT_DIR} ${CMAKE_SYSROOT})
 # What QEMU does not emulate: reading other processes' memory (shared memory), what the kernel knows of a connection
 # (TCP_INFO), limits of locked memory, populating pages; and where a program starts itself again, which is another
 # machine's.
-string(JOIN : REJOIN_EMULATED_TESTS *-*shm* Shm* *DeviceGroupsOver*/1 *AChildIsToldThatItIsItsParents* *RoundTripIsTold*
+string(JOIN : REJOIN_EMULATED_TESTS *-*shm* Shm* *DeviceGroupsOver*/1 *AChildIsToldThatItIsItsParents* *RoundTripIsTold* TcpTraffic.*
   Pages.ThatAProcessMayNotLock* Pages.ThatWouldBeABusError* *AMisspeltVariableIsNamedOnce *AnyOtherThreadsCallOfTheDriver* EtcdThreads.*)

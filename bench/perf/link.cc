@@ -188,7 +188,7 @@ std::string Link::memory_name() const {
 void Link::wait_for_event() {
   if (ended_ || !events_ || !engine_->arm()) return;
   pollfd ready{.fd = engine_->event_fd(), .events = POLLIN, .revents = 0};
-  (void)::poll(&ready, 1, -1);  // a signal ends it too, and then it looks again
+  (void)::poll(&ready, 1, 1000);  // what an engine does after a while it does when it is polled
 }
 
 Result<> Link::meet() {

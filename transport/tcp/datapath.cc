@@ -46,6 +46,7 @@ std::span<const Event> TcpEngine::poll() {
       receive(*endpoint);
   }
   look_after_greetings();
+  look_for_answers();
   if (polled_on_ && !events_.empty()) return events_.take();  // what is left goes out in the next poll()
   flush_posted();
   return events_.take();

@@ -20,13 +20,6 @@
 
 namespace rejoin::transport::tcp {
 
-namespace {
-
-// Seconds. Clouds forget what is idle after 240 at the least.
-constexpr std::int64_t kLongestProbe = 60;
-
-}  // namespace
-
 void use_no_pacing_inside_a_machine(const Fd& socket) {
   sockaddr_storage here{}, there{};
   socklen_t here_length = sizeof here, there_length = sizeof there;
@@ -39,6 +32,13 @@ void use_no_pacing_inside_a_machine(const Fd& socket) {
   constexpr std::string_view reno = "reno";  // every kernel has it
   if (known && host(here) == host(there))
     (void)::setsockopt(socket.get(), IPPROTO_TCP, TCP_CONGESTION, reno.data(), reno.size());
+}
+
+std::string peer_of(const Fd& socket) {
+  sockaddr_storage there{};
+  socklen_t length = sizeof there;
+  const bool known = ::getpeername(socket.get(), reinterpret_cast<sockaddr*>(&there), &length) == 0;
+  return known ? SocketAddress::format(there) : std::string();
 }
 
 void set_option(const Fd& socket, int level, int name, int value) {
@@ -143,7 +143,7 @@ void TcpEngine::take_up(Endpoint& endpoint, Fd socket) {
                std::strerror(errno));
 }
 
-// Addresses that have to be tried one after the other share the time that there is for all of them.
+// Until it is open. Addresses that have to be tried one after the other share the time that there is for all of them.
 void TcpEngine::limit_unacknowledged(const Endpoint& endpoint) const {
   const std::int64_t parts = endpoint.stage == Stage::connecting ? endpoint.addresses : 1;
   set_option(endpoint.socket, IPPROTO_TCP, TCP_USER_TIMEOUT,
@@ -153,9 +153,13 @@ void TcpEngine::limit_unacknowledged(const Endpoint& endpoint) const {
 // What lies between keeps a connection in mind for as long as it sees something of it. One that was forgotten all the
 // same, or whose peer's machine is gone, ends as one does on which something was sent.
 void TcpEngine::probe_when_idle(const Fd& socket) const {
-  const auto after = std::max<std::int64_t>(1, deadlines::kProbeOfIdle.of(silence_) / std::chrono::seconds(1));
-  set_option(socket, IPPROTO_TCP, TCP_KEEPIDLE, static_cast<int>(std::min<std::int64_t>(after, kLongestProbe)));
-  set_option(socket, IPPROTO_TCP, TCP_KEEPINTVL, static_cast<int>(std::min<std::int64_t>(after, kLongestProbe)));
+  constexpr std::int64_t most = 127;  // that Linux takes
+  const std::int64_t after = probe_after(silence_).count();
+  const std::int64_t rest = deadlines::kUnacknowledged.of(silence_) / std::chrono::seconds(1) - after;
+  const std::int64_t probes = std::clamp<std::int64_t>(rest / after, 1, most);
+  set_option(socket, IPPROTO_TCP, TCP_KEEPIDLE, static_cast<int>(after));
+  set_option(socket, IPPROTO_TCP, TCP_KEEPINTVL, static_cast<int>(std::max(after, rest / probes)));
+  set_option(socket, IPPROTO_TCP, TCP_KEEPCNT, static_cast<int>(probes));
   set_option(socket, SOL_SOCKET, SO_KEEPALIVE, 1);
 }
 
@@ -258,6 +262,20 @@ void TcpEngine::look_after_calls(TimePoint now) {
     if (now - call->called_at > deadlines::kAllAddresses.of(silence_) / call->addresses) (void)try_further(*call);
     return call->further.empty();
   });
+}
+
+// Of open ones: what is said before has a time of its own.
+void TcpEngine::look_for_answers() {
+  const auto passed = looks_.due(clock_.now(), silence_);
+  if (!passed) return;
+  for (auto& [id, endpoint] : endpoints_) {
+    const auto traffic = endpoint->stage == Stage::open ? traffic_of(endpoint->socket) : std::nullopt;
+    if (!traffic) continue;
+    if (const auto silent = endpoint->unanswered.too_long(*traffic, *passed, silence_))
+      fail_endpoint(*endpoint, ErrorCode::unavailable,
+                    fmt::format("its machine has answered nothing at {} for {:.1f} s", peer_of(endpoint->socket),
+                                seconds(*silent)));
+  }
 }
 
 void TcpEngine::watch(Endpoint& endpoint, bool wants_write) {

@@ -25,11 +25,13 @@
 #include "transport/strangers.h"
 #include "transport/tcp/factory.h"
 #include "transport/tcp/records.h"
+#include "transport/tcp/unanswered.h"
 #include "transport/tcp/wire.h"
 #include "transport/unsent.h"
 
 namespace rejoin::transport::tcp {
 
+std::string peer_of(const Fd& socket);  // its address; empty: the kernel does not know it any more
 // A refused tuning option costs speed, never correctness.
 void set_option(const Fd& socket, int level, int name, int value);
 // Between two processes of one machine no network is to be shared: a congestion control that paces what it sends (BBR)
@@ -137,6 +139,7 @@ class TcpEngine final : public Engine {
       return much ? room : std::min(room, kAheadOfLarge);
     }
 
+    Unanswered unanswered;
     bool unread = false;               // in unread_
     bool by_kernel = false;            // its records; of a caller, that the kernel could make them
     std::unique_ptr<Records> records;  // of an encrypted one, once both sides have proven themselves
@@ -159,6 +162,7 @@ class TcpEngine final : public Engine {
   void finish_connecting(Endpoint& endpoint);
   bool try_further(Endpoint& endpoint);
   void look_after_calls(TimePoint now);
+  void look_for_answers();
   void watch(Endpoint& endpoint, bool wants_write);
   void fail_endpoint(Endpoint& endpoint, ErrorCode code, std::string why);
   void fail_damaged(Endpoint& endpoint);
@@ -211,8 +215,9 @@ class TcpEngine final : public Engine {
   Duration silence_ = deadlines::kSilence;
   Acceptor acceptor_{kListener};
   Strangers strangers_;
-  Greetings calls_;                 // of ours, from connect() on
-  Names names_;                     // of peers
+  Greetings calls_;  // of ours, from connect() on
+  Names names_;      // of peers
+  Looks looks_;
   std::vector<EndpointId> trying_;  // of those, to peers whose names have further addresses
   Seldom damaged_{kSameLineAgain};  // a line in the log
   Unguessable unguessable_;

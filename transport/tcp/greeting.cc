@@ -1,9 +1,10 @@
 // How two engines greet: strangers that come in, the handshake, and what a listener spends on them meanwhile.
+#include <netinet/in.h>
+#include <netinet/tcp.h>
 #include <sys/epoll.h>
 #include <sys/socket.h>
 
 #include "base/log.h"
-#include "transport/socket_address.h"
 #include "transport/tcp/engine.h"
 
 namespace rejoin::transport::tcp {
@@ -35,10 +36,7 @@ void TcpEngine::look_after_greetings() {
 }
 
 void TcpEngine::refuse(const Endpoint& stranger, ErrorCode code) {
-  sockaddr_storage there{};
-  socklen_t length = sizeof there;
-  const bool known = ::getpeername(stranger.socket.get(), reinterpret_cast<sockaddr*>(&there), &length) == 0;
-  strangers_.refuse(stranger.id, code, known ? SocketAddress::format(there) : std::string(), stranger.failure);
+  strangers_.refuse(stranger.id, code, peer_of(stranger.socket), stranger.failure);
 }
 
 // A greeting that is due from this peer now.
@@ -144,6 +142,8 @@ bool TcpEngine::begin_records(Endpoint& endpoint, kernel_tls::Direction directio
 bool TcpEngine::open(Endpoint& endpoint) {
   if (endpoint.records && !begin_records(endpoint, kernel_tls::Direction::out)) return false;
   endpoint.stage = Stage::open;
+  // From here on look_for_answers() does that, where the kernel tells it enough.
+  if (traffic_of(endpoint.socket)) set_option(endpoint.socket, IPPROTO_TCP, TCP_USER_TIMEOUT, 0);
   calls_.remove(endpoint.id);
   endpoint.buffer.resize(kQuietBuffer);
   return true;

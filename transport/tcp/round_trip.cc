@@ -32,4 +32,14 @@ std::optional<std::uint64_t> acknowledged_of_more(const Fd& socket) {
   return info->tcpi_bytes_acked;
 }
 
+std::optional<Traffic> traffic_of(const Fd& socket) {
+  const auto info = info_of(socket, offsetof(tcp_info, tcpi_snd_wnd) + sizeof tcp_info::tcpi_snd_wnd);  // Linux 5.4
+  if (!info) return std::nullopt;
+  // A kernel that is short of memory takes back the room for what is on its way, and acknowledges nothing of that.
+  return Traffic{.under_way = info->tcpi_unacked > 0 || info->tcpi_notsent_bytes > 0,
+                 .held_back = info->tcpi_unacked == 0 || info->tcpi_snd_wnd == 0,
+                 .acknowledged = info->tcpi_bytes_acked,
+                 .segments = info->tcpi_segs_in};
+}
+
 }  // namespace rejoin::transport::tcp
