@@ -1,8 +1,10 @@
 // How a device's connections come and go.
 #include <algorithm>
+#include <array>
 #include <cstring>
 
 #include "base/fail.h"
+#include "base/fd.h"
 #include "nccl/net.h"
 #include "transport/regions.h"
 #include "transport/tcp/factory.h"
@@ -16,7 +18,10 @@ namespace {
 
 constexpr int kTries = 5;                                    // of a connection
 constexpr auto kFirstPause = std::chrono::milliseconds(50);  // between two of them; doubles
-constexpr auto kForgotten = std::chrono::minutes(2);         // NCCL calls all the time while it wants a connection
+constexpr std::size_t kDescriptors = 4;                      // of a connection at most, while it comes in
+constexpr auto kLookForDescriptors = std::chrono::seconds(1);
+constexpr int kLacking = 5;                           // looks in turn
+constexpr auto kForgotten = std::chrono::minutes(2);  // NCCL calls all the time while it wants a connection
 
 std::array<std::uint64_t, 2> fresh_id() {
   static transport::Unguessable unguessable;
@@ -190,7 +195,11 @@ Result<std::unique_ptr<Connection>> Device::accept(Listener& listener) {
   progress_control();
   auto found =
       std::find_if(listener.accepted.begin(), listener.accepted.end(), [](const auto& one) { return one.ready; });
-  if (found == listener.accepted.end()) return nullptr;
+  if (found == listener.accepted.end()) {
+    if (auto enough = look_for_descriptors(listener); !enough) return tl::unexpected(enough.error());
+    return nullptr;
+  }
+  listener.lacking = 0;
   auto connection = std::make_unique<Connection>();
   connection->device = shared_from_this();
   connection->endpoint = found->endpoint;
@@ -200,6 +209,22 @@ Result<std::unique_ptr<Connection>> Device::accept(Listener& listener) {
   listener.accepted.erase(found);
   connections_[connection->endpoint.value] = connection.get();
   return connection;
+}
+
+// An engine without a descriptor leaves who calls waiting until there is one, since others may be closed meanwhile.
+// Here nothing else happens before this connection is there.
+Result<> Device::look_for_descriptors(Listener& listener) const {
+  const TimePoint now = clock_.now();
+  if (now - listener.looked < kLookForDescriptors) return {};
+  listener.looked = now;
+  std::array<Result<Fd>, kDescriptors> free;
+  for (auto& one : free) one = make_eventfd();
+  const auto& last = free.back();
+  listener.lacking = last ? 0 : listener.lacking + 1;
+  if (listener.lacking < kLacking) return {};
+  return fail(ErrorCode::exhausted,
+              "no connection can be accepted, since this process has fewer than {} descriptors left: {}", kDescriptors,
+              last.error().message);
 }
 
 void Device::close(Listener& listener) {

@@ -104,6 +104,8 @@ struct Listener {
     std::optional<Error> error;  // it has failed since
   };
   std::deque<Accepted> accepted;
+  TimePoint looked{};  // for descriptors, while NCCL waits for a connection
+  int lacking = 0;     // how many looks in turn have found too few
 };
 
 // An engine, and everything of this process that goes over it. The last that uses it destroys it.
@@ -117,7 +119,8 @@ class Device : public std::enable_shared_from_this<Device> {
 
   Result<std::unique_ptr<Listener>> listen(Handle& handle);
   // These two return null where there is no connection yet; NCCL calls again. A connection that a busy listener has
-  // turned away, or that nobody answers, is begun again. One for which nobody calls any more is given up.
+  // turned away, or that nobody answers, is begun again. One for which nobody calls any more is given up. accept()
+  // fails where this process has had no descriptor for a connection for some seconds (`exhausted`).
   Result<std::unique_ptr<Connection>> connect(Handle& handle);
   Result<std::unique_ptr<Connection>> accept(Listener& listener);
   enum class Use { send, receive };
@@ -155,6 +158,7 @@ class Device : public std::enable_shared_from_this<Device> {
   Result<> open_control();
   void progress();
   void progress_control();
+  Result<> look_for_descriptors(Listener& listener) const;
   void on_event(const transport::Event& event);
   void on_event_of_accepted(const transport::Event& event);
   void on_written(Connection& connection, std::uint64_t value);

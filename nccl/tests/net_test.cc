@@ -4,6 +4,7 @@
 
 #include <gtest/gtest.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include <chrono>
@@ -86,6 +87,34 @@ struct Net : testing::Test {
     return devices;
   }
 };
+
+// NCCL would call for ever, since nothing else is closed before it has this connection.
+TEST_F(Net, AcceptingFailsWhereThereHasBeenNoDescriptorForSomeSeconds) {
+  rlimit limit{};
+  ASSERT_EQ(::getrlimit(RLIMIT_NOFILE, &limit), 0);
+  const auto set_most = [&](rlim_t most) {
+    const rlimit other{.rlim_cur = most, .rlim_max = limit.rlim_max};
+    ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &other), 0);
+  };
+  const auto seconds_until_it_fails = [&](int most) {
+    for (int second = 0; second < most; ++second) {
+      clock.advance(std::chrono::seconds(1));
+      if (const auto accepted = receiver->accept(*listener); !accepted) {
+        EXPECT_EQ(accepted.error().code, ErrorCode::exhausted);
+        EXPECT_NE(accepted.error().message.find("raise the limit with 'ulimit -n'"), std::string::npos);
+        return second;
+      }
+    }
+    return most;
+  };
+  set_most(3);
+  EXPECT_EQ(seconds_until_it_fails(3), 3);
+  set_most(limit.rlim_cur);
+  EXPECT_EQ(seconds_until_it_fails(10), 10) << "there have been some";
+  set_most(3);
+  EXPECT_EQ(seconds_until_it_fails(10), 4);
+  set_most(limit.rlim_cur);
+}
 
 TEST_F(Net, AFlushReadsOneByteThroughEveryRail) {
   DeviceMemory gpu, other;

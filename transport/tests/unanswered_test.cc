@@ -18,21 +18,21 @@ namespace {
 using std::chrono::milliseconds;
 using std::chrono::seconds;
 
-constexpr Duration kSilence = seconds(2);  // so that ten seconds are too long
+constexpr Duration kTwoSeconds = seconds(2);  // so that ten seconds are too long
 
 TEST(Looks, OfTheTimeInWhichNobodyLookedLittleCounts) {
   Looks looks;
   TimePoint now(std::chrono::hours(1));
-  (void)looks.due(now, kSilence);
-  EXPECT_EQ(looks.due(now += milliseconds(999), kSilence), std::nullopt);
-  EXPECT_EQ(looks.due(now += milliseconds(1), kSilence), seconds(1));
-  EXPECT_EQ(looks.due(now += milliseconds(1500), kSilence), milliseconds(1500));
-  EXPECT_EQ(looks.due(now += std::chrono::hours(1), kSilence), seconds(2));
+  (void)looks.due(now, kTwoSeconds);
+  EXPECT_EQ(looks.due(now += milliseconds(999), kTwoSeconds), std::nullopt);
+  EXPECT_EQ(looks.due(now += milliseconds(1), kTwoSeconds), seconds(1));
+  EXPECT_EQ(looks.due(now += milliseconds(1500), kTwoSeconds), milliseconds(1500));
+  EXPECT_EQ(looks.due(now += std::chrono::hours(1), kTwoSeconds), seconds(2));
 }
 
 // Looks at a connection each second, and tells after how many of them the peer was taken for gone; 0: never.
 template <typename Traffics>
-int gone_after(int looks, Traffics traffic_at, Duration silence = kSilence) {
+int gone_after(int looks, Traffics traffic_at, Duration silence = kTwoSeconds) {
   Unanswered unanswered;
   for (int second = 0; second < looks; ++second)
     if (unanswered.too_long(traffic_at(second), seconds(1), silence)) return second;
