@@ -1,5 +1,6 @@
 #include "base/unix_socket.h"
 
+#include <fmt/format.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/un.h>
@@ -120,6 +121,17 @@ Result<Fd> connect_unix(const std::string& name) {
   return socket;
 }
 
+namespace {
+
+Error error_of_socket(const char* what) {
+  const int error = errno;
+  if (error == EPIPE || error == ECONNRESET || error == ENOTCONN)
+    return {ErrorCode::unavailable, fmt::format("the peer is gone: {}", std::strerror(error))};
+  return {ErrorCode::io, fmt::format("{}: {}", what, std::strerror(error))};
+}
+
+}  // namespace
+
 Result<> send_with_fds(const Fd& socket, BytesView bytes, const std::vector<int>& fds) {
   REJOIN_CHECK(fds.size() <= kMaxFds);
   iovec part{const_cast<std::byte*>(bytes.data()), bytes.size()};
@@ -144,7 +156,7 @@ Result<> send_with_fds(const Fd& socket, BytesView bytes, const std::vector<int>
     if (errno == ETOOMANYREFS)
       return fail(ErrorCode::exhausted,
                   "too many descriptors of this user are under way between processes; raise 'ulimit -n'");
-    return fail(ErrorCode::unavailable, "the peer is gone: {}", std::strerror(errno));
+    return tl::unexpected(error_of_socket("a message could not be sent to it"));
   }
 }
 
@@ -167,7 +179,7 @@ Result<std::optional<Received>> receive_with_fds(const Fd& socket, std::size_t l
   const auto look = [&] { return ::recv(socket.get(), nullptr, 0, MSG_DONTWAIT | MSG_PEEK | MSG_TRUNC); };
   const ssize_t length = even_of_one_that_closed(look);
   if (length < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return std::optional<Received>{};
-  if (length < 0) return fail(ErrorCode::unavailable, "the peer is gone: {}", std::strerror(errno));
+  if (length < 0) return tl::unexpected(error_of_socket("its messages can't be read"));
   Received received;
   received.bytes.resize(std::min(limit, static_cast<std::size_t>(length)));
   iovec part{received.bytes.data(), received.bytes.size()};
@@ -190,7 +202,7 @@ Result<std::optional<Received>> receive_with_fds(const Fd& socket, std::size_t l
       received.fds.emplace_back(fd);
     }
   }
-  if (got < 0) return fail(ErrorCode::unavailable, "the peer is gone: {}", std::strerror(errno));
+  if (got < 0) return tl::unexpected(error_of_socket("its messages can't be read"));
   if (got == 0) return fail(ErrorCode::unavailable, "the peer closed the connection");
   if ((message.msg_flags & MSG_CTRUNC) != 0)
     return fail(ErrorCode::exhausted,

@@ -45,14 +45,16 @@ class SocketFile {
   std::optional<std::pair<dev_t, ino_t>> bound_;  // nothing where it is abstract
 };
 
-// Sends one message with descriptors (which stay the caller's). Errors: `exhausted` (again later), `unavailable`.
+// Sends one message with descriptors (which stay the caller's). Errors: `exhausted` (again later), `unavailable` (the
+// peer is gone), `io` (this message is lost).
 Result<> send_with_fds(const Fd& socket, BytesView bytes, const std::vector<int>& fds);
 
 struct Received {
   Bytes bytes;
   std::vector<Fd> fds;
 };
-// The next message; nothing where none is there; `unavailable` when the peer has closed.
+// The next message; nothing where none is there; `unavailable` when the peer has closed, `io` where the system can't
+// say.
 Result<std::optional<Received>> receive_with_fds(const Fd& socket, std::size_t limit);
 
 }  // namespace rejoin

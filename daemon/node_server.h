@@ -107,6 +107,8 @@ class NodeServer {
   void send(Trainer& trainer, const proto::ToTrainer& message);
   void write(Trainer& trainer);
   void write_later(Trainer& trainer);
+  void give_up(Trainer& trainer, const Error& why);
+  void drop_soon(const Trainer& trainer, const std::string& reason);
   void drop_who_reads_nothing();
   void send_at_last(Trainer& trainer, const proto::ToTrainer& message);
   void end_if_nobody_is_left();

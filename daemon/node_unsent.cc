@@ -20,8 +20,7 @@ void NodeServer::send(Trainer& trainer, const proto::ToTrainer& message) {
   trainer.unsent.push_back(message.SerializeAsString());
   trainer.unsent_bytes += trainer.unsent.back().size();
   if (!waits) write(trainer);
-  if (trainer.unsent_bytes > kMostUnsent)
-    asio::post(io_, [this, id = trainer.id] { drop(id, "it does not read what is sent to it", Gone::silent); });
+  if (trainer.unsent_bytes > kMostUnsent) drop_soon(trainer, "it does not read what is sent to it");
 }
 
 // What else was to be said is of no use to who leaves or is refused.
@@ -37,11 +36,27 @@ void NodeServer::write(Trainer& trainer) {
     const std::string& bytes = trainer.unsent.front();
     const auto sent = send_with_fds(trainer.socket, as_bytes(bytes), {});
     if (!sent && sent.error().code == ErrorCode::exhausted) return write_later(trainer);
-    if (!sent) spdlog::debug("a message of {} bytes to a trainer: {}", bytes.size(), sent.error().message);
+    if (!sent) return give_up(trainer, sent.error());
     trainer.unsent_bytes -= bytes.size();
     trainer.unsent.pop_front();
     trainer.ticks_unread = 0;
   }
+}
+
+// A trainer that lacks one message would wait for ever for what was in it. It connects anew, and is told all again. Of
+// one that is gone its socket says so.
+void NodeServer::give_up(Trainer& trainer, const Error& why) {
+  trainer.unsent.clear();
+  trainer.unsent_bytes = 0;
+  if (why.code == ErrorCode::unavailable) return;
+  drop_soon(trainer, why.message);
+}
+
+// Whoever sends may be going through all trainers.
+void NodeServer::drop_soon(const Trainer& trainer, const std::string& reason) {
+  asio::post(io_, [this, id = trainer.id, reason] {
+    if (trainers_.contains(id)) drop(id, reason, Gone::silent);
+  });
 }
 
 void NodeServer::write_later(Trainer& trainer) {

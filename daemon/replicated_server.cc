@@ -157,20 +157,23 @@ nlohmann::json ReplicatedServer::status() const {
   json["stragglers"] = leads ? stragglers_of(*machine_->leading(), history_, now()) : nlohmann::json::array();
   const auto& leader = machine_->leader();
   const auto& failing = machine_->failing();
-  json["store"] = {
-      {"kind", options_.kind},
-      {"endpoints", options_.endpoints},
-      {"leads", leads},
-      {"term", leader.term()},
-      {"leader", {{"name", leader.name()}, {"address", leader.address()}, {"since_ms", leader.since_ms()}}},
-      {"position", machine_->position()},
-      {"stalled", machine_->stalled()},
-      {"failing", failing ? failing->why : ""},
-      {"failing_ms", failing ? static_cast<std::uint64_t>(milliseconds(now() - failing->since)) : 0},
-      {"write_us", status_of(machine_->latency())},
-      {"takeovers", machine_->takeovers()},
-      {"times_set_back", machine_->times_set_back()},
-      {"copy", given_up}};
+  json["store"] = {{"kind", options_.kind},
+                   {"endpoints", options_.endpoints},
+                   {"leads", leads},
+                   {"term", leader.term()},
+                   {"leader",
+                    {{"name", leader.name()},
+                     {"address", leader.address()},
+                     {"since_ms", leader.since_ms()},
+                     {"for_ms", static_cast<std::uint64_t>(milliseconds(machine_->led_for(now())))}}},
+                   {"position", machine_->position()},
+                   {"stalled", machine_->stalled()},
+                   {"failing", failing ? failing->why : ""},
+                   {"failing_ms", failing ? static_cast<std::uint64_t>(milliseconds(now() - failing->since)) : 0},
+                   {"write_us", status_of(machine_->latency())},
+                   {"takeovers", machine_->takeovers()},
+                   {"times_set_back", machine_->times_set_back()},
+                   {"copy", given_up}};
   return json;
 }
 

@@ -118,13 +118,8 @@ std::string store_lines(const nlohmann::json& store) {
   if (kind == "file") return times.empty() ? "" : fmt::format("  it decides alone{}\n", times);
   const auto& leader = store.at("leader");
   const auto term = store.at("term").get<std::uint64_t>();
-  const auto now =
-      std::chrono::duration_cast<std::chrono::milliseconds>(std::chrono::system_clock::now().time_since_epoch())
-          .count();
-  const auto since = leader.at("since_ms").get<std::uint64_t>();
   const std::string for_so_long =
-      since == 0 ? ""
-                 : fmt::format(" for {:.0f} s", static_cast<double>(now - static_cast<std::int64_t>(since)) * 1e-3);
+      leader.contains("for_ms") ? fmt::format(" for {:.0f} s", leader.at("for_ms").get<double>() * 1e-3) : "";
   std::string lines;
   if (store.at("leads").get<bool>())
     lines = fmt::format("  leads in term {}{}, with its decisions in {}{}\n", term, for_so_long, kind, times);

@@ -95,7 +95,9 @@ class ReplicatedCoordinator {
   const Coordinator* leading() const { return role_ == Role::leading ? machine_.get() : nullptr; }
   const Coordinator& following() const { return *machine_; }  // as far as it has read
   const proto::Leader& leader() const { return leader_; }     // the last one known; term 0: none
-  std::uint64_t position() const { return position_; }        // records of the log that it knows
+  // How long that one has led. Of another one by both machines' clocks, but at least since it is known here.
+  Duration led_for(TimePoint now) const;
+  std::uint64_t position() const { return position_; }  // records of the log that it knows
   // Why the store did not do what it was asked the last time, and since when; nothing: it did.
   struct Failing {
     std::string why;
@@ -197,6 +199,8 @@ class ReplicatedCoordinator {
   }
 
   const Options options_;
+  std::uint64_t ms_since_1970(TimePoint now) const;
+
   const TimePoint started_;
   Role role_ = Role::following;
   std::optional<Spoken> of_coordinators_;  // all of them, as far as nodes have said

@@ -236,6 +236,16 @@ bool ReplicatedCoordinator::take_in(const proto::LogRecord& record) {
   return true;
 }
 
+// By the clock that was right when this process began: one that is set meanwhile makes no lead longer or shorter.
+std::uint64_t ReplicatedCoordinator::ms_since_1970(TimePoint now) const {
+  return options_.started_ms + static_cast<std::uint64_t>(milliseconds(now - started_));
+}
+
+Duration ReplicatedCoordinator::led_for(TimePoint now) const {
+  const std::uint64_t here = ms_since_1970(now), since = leader_.since_ms();
+  return std::max<Duration>(now - leader_since_, std::chrono::milliseconds(here > since ? here - since : 0));
+}
+
 // ---- the lead
 
 // Who has not heard this leader yet can't have lost it, unless there was time to hear it. That a leader can't write is
@@ -300,7 +310,7 @@ void ReplicatedCoordinator::try_claim(TimePoint now, bool has_read_now) {
   claim.set_name(options_.name);
   claim.set_address(options_.address);
   claim.set_instance(options_.instance);
-  claim.set_since_ms(options_.started_ms + static_cast<std::uint64_t>(milliseconds(now - started_)));
+  claim.set_since_ms(ms_since_1970(now));
   claim.set_silence_ms(static_cast<std::uint64_t>(milliseconds(options_.job.silence)));
   role_ = Role::claiming;
   // Where the store does not answer, the same is tried again and again.

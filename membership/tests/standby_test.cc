@@ -19,6 +19,25 @@ TEST(ReplicatedCoordinator, AStandbysWordToRollBackEndsWhenTheJobGoesOn) {
   EXPECT_EQ(job.one->unheeded_word(), "");
 }
 
+// The clocks of two machines may differ by more than a leader has led.
+TEST(ReplicatedCoordinator, AStandbySaysForHowLongALeaderHasLed) {
+  constexpr std::uint64_t hour = 3'600'000;
+  for (const std::uint64_t behind : {std::uint64_t{0}, hour}) {
+    Alone job;
+    job.options.started_ms = 2 * hour - behind;
+    job.let_other_lead();
+    proto::Leader other;
+    ASSERT_TRUE(other.ParseFromString(job.leader));
+    other.set_since_ms(2 * hour - 10'000);
+    job.leader = other.SerializeAsString();
+    job.start();
+    job.pass(kQuiet / 2);
+    const Duration led = job.one->led_for(job.now);
+    EXPECT_GE(led, behind == 0 ? std::chrono::seconds(10) : Duration{}) << behind;
+    EXPECT_LE(led, (behind == 0 ? std::chrono::seconds(10) : Duration{}) + kQuiet) << behind;
+  }
+}
+
 // Decisions that were imported have a term, and no leader: nobody would be disturbed, and there is nobody to name.
 TEST(ReplicatedCoordinator, AfterAnImportNobodyLeadsAndWhoComesDoesAtOnce) {
   Alone job;
