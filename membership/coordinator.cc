@@ -106,7 +106,8 @@ Actions Coordinator::on_tick(TimePoint now) {
   if (announcer_.flushes_with_tick(now, pause_detector_.settling(now))) flush_announcements();
   if (pause_detector_.settling(now) || finished() || outdated_) return take();
   lose_silent_nodes();
-  if (!recovering_until_ || now_ >= *recovering_until_) settle_ends();
+  ends_count_ = ends_count_ || !recovering_until_ || now_ >= *recovering_until_;
+  if (ends_count_) settle_ends();
   if (recovering_until_) settle_recovery();
   if (!recovering_until_) settle_absent();
   settle_claims();

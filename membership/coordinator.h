@@ -196,19 +196,21 @@ class Coordinator {
   std::vector<std::string> unreached_lines(ReplicaId id, const ReplicaState& replica) const;
   void list_missing(TimePoint now, std::vector<std::string>& lines) const;
   std::string missing_line(const MemberState& member, TimePoint now) const;
+  bool runs() const;  // somebody does
   void tell_why_it_waits();
-  // coordinator_absence.cc
-  void suspect_itself(Duration pause);
-  void lose_silent_nodes();
-  void settle_absent();
-  void settle_recovery();
   // coordinator_accusations.cc
   bool mend();
   void put_out_for_now(ReplicaId id, const std::string& why);
   void hold_back(ReplicaId id, const std::string& why);
   enum class Begun : bool { maybe, fresh };  // whether somebody may have begun the step before an epoch
+  bool could_say(const MemberState& m) const;
   void judge();
   // coordinator_absence.cc
+  void suspect_itself(Duration pause);
+  void forgive_all(Duration pause);
+  void lose_silent_nodes();
+  void settle_absent();
+  void settle_recovery();
   void suspend(ReplicaId replica, const std::string& reason);
   bool take_back(Whom whom);
   bool promote_caught_up(Whom whom);
@@ -222,6 +224,17 @@ class Coordinator {
   void lose_everybody();
   void next_epoch(const std::string& reason, Begun step = Begun::maybe);
   void drop_registration(ReplicaId replica, const std::string& reason);
+  void evict(NodeId node, ReplicaId replica, Incarnation incarnation, const std::string& reason, std::uint64_t of_job);
+  bool is_back(const MemberState& member) const;
+  bool present(ReplicaId replica, Incarnation incarnation) const;
+  bool overdue(const ReplicaState& replica) const;
+  bool may_come_back(const RankState& rank) const;
+  void on_return();
+  bool others_contribute(ReplicaId replica) const;
+  bool contributes_here(const MemberState& member) const;
+  bool has_contributors() const;
+  std::optional<ReplicaId> first_contributor() const;  // of the lowest number
+  void warn_once(std::string line);
   // coordinator_recovery.cc
   void note_never_members(const proto::LogRecord& record);
   // coordinator_outages.cc
@@ -230,24 +243,13 @@ class Coordinator {
   std::string reason_for_being_out(ReplicaId replica) const;
   std::string strange_stream(ReplicaId id, std::uint32_t number) const;
   void tell_who_differs(const std::vector<ReplicaId>& replicas, const std::vector<ReplicaId>& chosen);
-  // coordinator_absence.cc
-  void evict(NodeId node, ReplicaId replica, Incarnation incarnation, const std::string& reason, std::uint64_t of_job);
-  bool is_back(const MemberState& member) const;
-  bool present(ReplicaId replica, Incarnation incarnation) const;
-  bool could_say(const MemberState& m) const;  // coordinator_accusations.cc
-  bool overdue(const ReplicaState& replica) const;
-  bool may_come_back(const RankState& rank) const;
-  void on_return();
-  bool others_contribute(ReplicaId replica) const;
-  bool contributes_here(const MemberState& member) const;
-  bool runs() const;  // somebody does (coordinator_waits.cc)
-  bool has_contributors() const;
-  std::optional<ReplicaId> first_contributor() const;  // of the lowest number
-  void warn_once(std::string line);
   // coordinator_holders.cc
   bool last_complete(const MemberState& member) const;
   bool may_be_complete(const MemberState& member) const;
   bool another_holds(ReplicaId replica) const;
+  bool hears(ReplicaId replica, Incarnation incarnation) const;
+  bool hears_holder(std::optional<ReplicaId> but = {}) const;
+  void on_holder_back(ReplicaId replica);
   void block_on(ReplicaId replica, const std::string& why);
 
   // coordinator_start.cc
@@ -357,6 +359,7 @@ class Coordinator {
   Declarations declarations_{config_.replicas, config_.ranks, config_.silence};
   bool unannounced_ = false;                   // replicas that came while there was dissent
   std::map<RankPlace, proto::RankDown> ends_;  // of processes that have not been heard here
+  bool ends_count_ = false;                    // who is waited for had the time to say otherwise
   std::vector<PlaceClaim> claims_;             // of places that others have
   std::optional<std::string> outdated_;        // the log lacks what it had decided: nothing is decided any more
   std::set<RankPlace> heard_more_;             // … of which these have heard

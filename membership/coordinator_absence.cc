@@ -15,6 +15,13 @@ namespace rejoin::membership {
 // The time in which this process did not run is nobody's silence.
 void Coordinator::suspect_itself(Duration pause) {
   warn("this coordinator was paused for {:.0f} ms; nobody is put out for that time", milliseconds(pause));
+  forgive_all(pause);
+  forgive(under_way_since_, pause, now_);
+  if (recovering_until_) *recovering_until_ += pause;
+  if (incomplete_since_) forgive(*incomplete_since_, pause, now_);
+}
+
+void Coordinator::forgive_all(Duration pause) {
   for (auto& [node, state] : nodes_) forgive(state.heard, pause, now_);
   for (auto& [id, replica] : replicas_)
     for (auto& rank : replica.ranks) forgive(rank.lost_at, pause, now_);
@@ -26,10 +33,7 @@ void Coordinator::suspect_itself(Duration pause) {
     forgive(about.heard, pause, now_);
     if (about.excused) forgive(*about.excused, pause, now_);
   }
-  forgive(under_way_since_, pause, now_);
   forgive(back_at_, pause, now_);
-  if (recovering_until_) *recovering_until_ += pause;
-  if (incomplete_since_) forgive(*incomplete_since_, pause, now_);
 }
 
 void Coordinator::lose_silent_nodes() {
@@ -50,25 +54,26 @@ void Coordinator::lose_silent_nodes() {
   }
 }
 
-// What becomes of those who have been gone for too long.
+// What becomes of those who have been gone for too long. Where nobody who has the state is heard, they are waited for.
 void Coordinator::settle_absent() {
   std::map<ReplicaId, std::string> absent;  // and why
   for (const auto& [id, replica] : replicas_)
     if (overdue(replica)) absent[id] = why_silent(replica);
   if (absent.empty()) return;
+  const bool heard = hears_holder();
   std::string out;
   for (const auto& [id, why] : absent) {
     const MemberState* m = members_.find(id);
     if (m == nullptr || (m->catching_up && (!caught_up(*m) || last_complete(*m)))) continue;
     const bool last = !others_contribute(id);
-    if (last && !take_back(Whom::connected) && !promote_caught_up(Whom::connected)) {
-      block_on(id, "it is silent");
-      continue;
-    }
+    const bool goes = heard && (!last || take_back(Whom::connected) || promote_caught_up(Whom::connected));
+    if (last && !goes) block_on(id, "it is silent");
+    if (!goes) continue;
     suspend(id, why);
     out += fmt::format("{}{}", out.empty() ? "" : ", ", id);
   }
   if (!out.empty()) next_epoch(fmt::format("without replica {}: silent", out));
+  if (!heard) return;
   for (const auto& [id, why] : absent) {
     const MemberState* m = members_.find(id);
     const SuspendedReplica* out_of_it = out_for_now(id);
@@ -79,12 +84,13 @@ void Coordinator::settle_absent() {
 }
 
 // After a restart of this coordinator, or when it has taken the lead, members have `silence` to come back, or longer
-// while others do. Where nobody who has the state is there by then, all who may have it are waited for.
+// while others do. Where nobody who has the state is heard by then, all who may have it are waited for, and have that
+// time once more when the first of them is.
 void Coordinator::settle_recovery() {
   if (now_ < *recovering_until_) return;
-  const bool somebody =
-      std::any_of(members_.begin(), members_.end(), [&](const auto& m) { return !m.catching_up && is_back(m); });
-  const bool found = !somebody && (take_back(Whom::connected) || promote_caught_up(Whom::connected));
+  const bool somebody = std::any_of(members_.begin(), members_.end(),
+                                    [&](const auto& m) { return !m.catching_up && hears(m.replica, m.incarnation); });
+  const bool found = !somebody && hears_holder() && (take_back(Whom::connected) || promote_caught_up(Whom::connected));
   if (!somebody && !found) {
     // Who only may have it is given up at an operator's word, after the time that a start has.
     const bool given_up = may_roll_back() && now_ - *recovering_until_ >= start_patience();

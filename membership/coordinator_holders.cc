@@ -38,6 +38,42 @@ std::vector<ReplicaId> Coordinator::blocked_on() const {
   return held;
 }
 
+// It is there, and something of it was heard so lately that it has not fallen silent since.
+bool Coordinator::hears(ReplicaId id, Incarnation incarnation) const {
+  if (!present(id, incarnation)) return false;
+  return std::ranges::any_of(registration(id, incarnation)->ranks, [&](const RankState& rank) {
+    const auto node = nodes_.find(rank.node);
+    return node != nodes_.end() && now_ - node->second.heard <= ConnectedNode::longest_gap(config_.silence);
+  });
+}
+
+// Anybody who has the state is heard, this one left out. Where nobody is, it may be the way to this coordinator that is
+// broken, and who was found silent first is no more lost than who will be next.
+bool Coordinator::hears_holder(std::optional<ReplicaId> but) const {
+  return std::ranges::any_of(members_,
+                             [&](const auto& m) {
+                               return m.replica != but && (!m.catching_up || caught_up(m)) &&
+                                      hears(m.replica, m.incarnation);
+                             }) ||
+         std::ranges::any_of(suspended_, [&](const auto& out) {
+           return out.replica != but && !out.ended && hears(out.replica, out.incarnation);
+         });
+}
+
+// All of its ranks are there again, or it has caught up. If nobody who has the state was heard until now, then that
+// time is nobody's silence: all others have a whole one from now on, and longer while ranks still come, whatever they
+// have used up of either.
+void Coordinator::on_holder_back(ReplicaId id) {
+  if (hears_holder(id) || !hears_holder()) return;
+  for (auto& [node, state] : nodes_) state.hear(now_, config_.silence);
+  forgive_all(now_.time_since_epoch());
+  const bool waits =
+      std::any_of(members_.begin(), members_.end(), [&](const auto& m) { return m.replica != id && !is_back(m); });
+  if (!recovering_until_ || !waits) return;
+  recovering_until_ = std::max(*recovering_until_, now_ + config_.silence);
+  recovery_prolonged_ = {};
+}
+
 // The last one that has the state is not put out.
 void Coordinator::block_on(ReplicaId id, const std::string& why) {
   warn_once(

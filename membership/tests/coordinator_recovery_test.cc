@@ -1,4 +1,6 @@
 // After the coordinator's restart: what it waits for before it goes on without somebody who may have the state.
+#include <functional>
+
 #include "membership/tests/coordinator_bench.h"
 
 namespace rejoin::membership {
@@ -38,6 +40,150 @@ TEST(Coordinator, AJoinerWhoseRanksHaveNotCaughtUpIsNotWaitedFor) {
     bench.pass(6s, {10, 11});
     EXPECT_TRUE(bench.coordinator.members().empty());
   }
+}
+
+// ---- nobody was heard for a while
+
+// A job of three that has committed a step, by this coordinator or by one that was started again, and whose nodes are
+// all lost: at once, or they were heard last one after the other.
+enum class Loss : std::uint8_t { restart, closed, silent };
+void with_nobody_heard(const std::function<void(Bench&, Epoch, const std::string&)>& then) {
+  for (const auto loss : {Loss::restart, Loss::closed, Loss::silent})
+    for (const Duration lasting : {Duration(2500ms), Duration(8s)}) {
+      Bench before;
+      before.start();
+      before.steps(1);
+      before.pass(1s);
+      Bench after(before.log);
+      after.incarnations = before.incarnations;
+      Bench& bench = loss == Loss::restart ? after : before;
+      const Epoch epoch = before.coordinator.epoch();
+      for (std::uint64_t node : {0, 1, 2}) {
+        if (loss == Loss::silent) bench.pass(125ms, {node});
+        if (loss == Loss::closed) bench.keep(bench.coordinator.on_node_lost(NodeId(node), bench.now));
+      }
+      bench.pass(lasting, {});
+      const std::string how = fmt::format("{} for {} ms", static_cast<int>(loss), milliseconds(lasting));
+      ASSERT_EQ(bench.contributors(), 3u) << how;
+      then(bench, epoch, how);
+      if (testing::Test::HasFatalFailure()) return;
+    }
+}
+
+TEST(Coordinator, TheTimeInWhichNobodyWasHeardIsNobodysSilence) {
+  with_nobody_heard([](Bench& bench, Epoch epoch, const std::string& how) {
+    bench.back(1, 11);
+    bench.pass(900ms, {11});
+    bench.back(0, 10);
+    bench.pass(125ms, {10, 11});  // while ranks still come
+    bench.back(2, 12);
+    bench.pass(3s, {10, 11, 12});
+    EXPECT_EQ(bench.coordinator.epoch(), epoch) << how;
+    EXPECT_EQ(bench.contributors(), 3u) << how;
+    EXPECT_FALSE(bench.evicted_anybody()) << how;
+  });
+}
+
+TEST(Coordinator, WhoDoesNotComeWithinASilenceOfTheFirstIsOut) {
+  with_nobody_heard([](Bench& bench, Epoch, const std::string& how) {
+    bench.back(1, 11);
+    bench.back_with(0, 0, 10, 1);  // half of it alone
+    bench.pass(900ms, {10, 11});
+    ASSERT_EQ(bench.contributors(), 3u) << how;
+    bench.pass(500ms, {10, 11});
+    ASSERT_NO_FATAL_FAILURE(bench.expect_alone(1)) << how;
+    bench.reduced(1, 11);
+    EXPECT_EQ(bench.coordinator.committed(), Step(2)) << how;
+  });
+}
+
+// Of no replica are all ranks there: nobody can go on.
+TEST(Coordinator, WhoIsThereByHalfIsNotTheFirstThatComesBack) {
+  with_nobody_heard([](Bench& bench, Epoch epoch, const std::string& how) {
+    bench.back_with(1, 0, 11, 1);
+    bench.back_with(0, 1, 10, 1);
+    bench.pass(7s, {10, 11});
+    ASSERT_EQ(bench.contributors(), 3u) << how;
+    bench.back_with(1, 1, 11, 1);
+    bench.pass(900ms, {10, 11});
+    bench.back_with(0, 0, 10, 1), bench.back(2, 12);
+    bench.pass(3s, {10, 11, 12});
+    EXPECT_EQ(bench.coordinator.epoch(), epoch) << how;
+    EXPECT_EQ(bench.contributors(), 3u) << how;
+  });
+}
+
+// The others have died. A connection that comes and goes keeps the job only for as long as nobody is heard.
+TEST(Coordinator, WhoComesAndGoesAloneGoesOnAlone) {
+  for (const Duration away : {Duration(250ms), Duration(500ms)})
+    with_nobody_heard([&](Bench& bench, Epoch, const std::string& how) {
+      bench.back(1, 11);
+      std::uint64_t node = 11;
+      for (int i = 0; i < 8; ++i) {
+        bench.pass(500ms, {node});
+        bench.keep(bench.coordinator.on_node_lost(NodeId(node), bench.now));
+        bench.pass(away, {});
+        bench.back(1, ++node);
+      }
+      EXPECT_EQ(bench.contributors(), away > 375ms ? 3u : 1u) << how;
+      bench.pass(1100ms, {node});
+      ASSERT_NO_FATAL_FAILURE(bench.expect_alone(1)) << how;
+    });
+}
+
+// Whose process has ended is not waited for, whoever says so.
+TEST(Coordinator, WhoHasEndedIsNotWaitedForWhereNobodyWasHeard) {
+  with_nobody_heard([](Bench& bench, Epoch, const std::string& how) {
+    bench.back(1, 11);
+    for (std::uint32_t replica : {0u, 2u}) {
+      proto::FromNode message;
+      auto& gone = *message.mutable_rank_down();
+      gone.set_replica(replica);
+      gone.set_instance(100);
+      gone.set_incarnation(bench.incarnations[replica]);
+      gone.set_job(bench.coordinator.job());
+      gone.set_ended(true);
+      bench.send(10, message);
+    }
+    bench.pass(125ms, {10, 11});
+    ASSERT_NO_FATAL_FAILURE(bench.expect_alone(1)) << how;
+  });
+}
+
+// Who was the first to come back, and is lost with the way to all others again, is no reason to go on without them.
+TEST(Coordinator, WhoIsLostAgainBeforeTheOthersHaveComePutsOutNobody) {
+  for (const bool closed : {false, true})
+    with_nobody_heard([&](Bench& bench, Epoch epoch, const std::string& how) {
+      bench.back(1, 11);
+      bench.pass(125ms, {11});
+      if (closed) bench.keep(bench.coordinator.on_node_lost(NodeId(11), bench.now));
+      bench.pass(3s, {});
+      ASSERT_EQ(bench.contributors(), 3u) << how << closed;
+      bench.back(0, 20);
+      bench.pass(900ms, {20});
+      bench.back(1, 21), bench.back(2, 22);
+      bench.pass(3s, {20, 21, 22});
+      EXPECT_EQ(bench.coordinator.epoch(), epoch) << how << closed;
+      EXPECT_EQ(bench.contributors(), 3u) << how << closed;
+    });
+}
+
+// What was said before is no older than what has been heard since.
+TEST(Coordinator, WhoWasAccusedBeforeNobodyWasHeardMayComeBackToAnswer) {
+  Bench bench;
+  bench.start();
+  bench.steps(1);
+  bench.pass(1s);
+  const Epoch epoch = bench.coordinator.epoch();
+  bench.accuse(0, 1);
+  for (std::uint64_t node : {0, 1, 2}) bench.keep(bench.coordinator.on_node_lost(NodeId(node), bench.now));
+  bench.pass(4s, {});
+  bench.back(0, 10);
+  bench.pass(900ms, {10});
+  bench.back(1, 11), bench.back(2, 12);
+  for (std::uint32_t replica : {0u, 1u, 2u}) bench.reduced(replica, 10 + replica);
+  EXPECT_EQ(bench.coordinator.epoch(), epoch);
+  EXPECT_EQ(bench.coordinator.committed(), Step(2));
 }
 
 }  // namespace
