@@ -70,9 +70,10 @@ enum class FaultKind : std::uint8_t {
   store_read_only,  // their store answers reads, and takes nothing for a while: from nobody, or not from one of them
   store_set_back,   // … is put back to an older copy while the same one leads
   // Anywhere:
-  stay_away,  // a replica's processes end, and are started again only after this time
+  stay_away,    // a replica's processes end, and are started again only after this time
+  cut_off_all,  // no node hears the coordinators for so long, nor they one; sometimes they are started again meanwhile
 };
-constexpr std::size_t kFaultKinds = 54;
+constexpr std::size_t kFaultKinds = 55;
 std::string_view to_string(FaultKind kind);
 Result<FaultKind> parse_fault(std::string_view name);
 

@@ -126,8 +126,7 @@ class World {
   Duration computing(const Trainer& trainer, std::uint64_t samples, Duration usual) const;
 
   // ---- the control connections; `link` is the number of one
-  // Who calls: the nodes' daemons by their numbers, and then the relays. Who listens: the coordinators, and then the
-  // relays.
+  // Who calls: the nodes' daemons by their numbers, then the relays. Who listens: the coordinators, then the relays.
   std::uint32_t caller_of_relay(std::uint32_t relay) const { return nodes() + relay; }
   std::vector<std::uint32_t> coordinator_stations() const;
   std::vector<std::uint32_t> stations_of(std::uint32_t node) const;
@@ -235,6 +234,8 @@ class World {
   std::uint32_t draw_coordinator(Random& random) const;
   bool shared() const { return shape.coordinators > 1; }
   void part(const Fault& fault, TimePoint until);
+  void cut_off_all(const Fault& fault, TimePoint until);
+  void see_whom_to_spare(const Fault& fault);
   void set_back_store(Random& random, TimePoint until);
   void kill_trainer(std::uint32_t replica, std::uint32_t rank, const std::string& why);
   void end_trainer(Trainer& trainer, const std::string& why, bool gave_up = false);
@@ -386,9 +387,10 @@ class World {
   TimePoint faults_end_{}, disturbed_until_{};  // until then a fault may still be felt
   TimePoint old_news_until_{};                  // what was said in a cut, or over a slow link, may still arrive
   Ends ends_;
-  TimePoint felt_until_{};  // … and lasts, unless it is that somebody stays away
-  TimePoint resumed_at_{};  // somebody who was stopped went on last
-  TimePoint decided_at_{};  // the last commit or epoch
+  std::set<std::uint64_t> spared_;  // instances of contributors, while nothing but the way to the coordinators is away
+  TimePoint felt_until_{};          // … and lasts, unless it is that somebody stays away
+  TimePoint resumed_at_{};          // somebody who was stopped went on last
+  TimePoint decided_at_{};          // the last commit or epoch
   std::deque<std::string> recent_;
   std::map<std::uint64_t, std::map<std::pair<std::uint32_t, std::uint32_t>, double>> losses_;  // by step
   std::uint64_t failures_ = 0;                                                                 // of a long run, so far

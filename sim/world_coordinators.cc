@@ -153,4 +153,39 @@ void World::part(const Fault& fault, TimePoint until) {
     if (random.one_in(2)) parted_[{caller_of_relay(relay), coordinator}] = until;
 }
 
+// All nodes and all coordinators, whose machine has lost its cable, or whose switch is away. Then one node after the
+// other has a way again, all of them within less than a silence.
+void World::cut_off_all(const Fault& fault, TimePoint until) {
+  Random random(fault.detail);
+  const bool resets = random.one_in(2), restarts = random.one_in(2);
+  for (std::uint32_t from = 0; from < nodes() + shape.relays; ++from) {
+    if (from < nodes() && relay_of(from)) continue;
+    const TimePoint open = until + random.between({}, job.silence / 2);
+    up_blocked_[from] = std::max(up_blocked_[from], open);
+    down_blocked_[from] = std::max(down_blocked_[from], open);
+  }
+  if (resets) {
+    std::vector<std::uint64_t> cut;
+    for (const auto& [number, link] : links_)
+      if (link.station < shape.coordinators) cut.push_back(number);
+    for (auto number : cut) reset_link(number);
+  }
+  if (restarts) after(random.between({}, fault.lasting), [this] { kill_coordinators("killed while it hears nobody"); });
+  faults_end_ = std::max(faults_end_, until + job.silence);
+}
+
+// The invariant nobody-heard: that the coordinators have heard nobody for a while costs nobody its place, whoever comes
+// back first.
+void World::see_whom_to_spare(const Fault& fault) {
+  const bool calm =
+      now() > disturbed_until_ && rivals_.empty() && interruptions_.empty() && checkers_.size() == 1 && !bits_damaged_;
+  if (fault.kind != FaultKind::cut_off_all || (!calm && spared_.empty())) return spared_.clear();
+  if (!calm || deciding() == nullptr) return;
+  spared_.clear();
+  for (const auto& member : deciding()->members())
+    for (const auto& trainer : trainers_[member.replica.value])
+      if (!member.catching_up && trainer && trainer->incarnation() == member.incarnation)
+        spared_.insert(trainer->instance);
+}
+
 }  // namespace rejoin::sim

@@ -21,6 +21,7 @@ void World::happen(const Fault& fault) {
   count(fmt::format("fault: {}", to_string(fault.kind)));
   note("FAULT {} (replica {} rank {}, {:.1f} ms)", to_string(fault.kind), fault.replica, fault.rank,
        milliseconds(fault.lasting));
+  see_whom_to_spare(fault);
   if (is_of_bits(fault.kind)) return damage_bits(fault);
   disturb(fault.lasting, fault.kind == FaultKind::stay_away ? Duration{} : fault.lasting);
   Trainer* trainer = trainers_[fault.replica][fault.rank].get();
@@ -30,7 +31,7 @@ void World::happen(const Fault& fault) {
   faults_end_ = std::max(faults_end_, until);
   if (const auto kind = fault.kind; kind == FaultKind::partition || kind == FaultKind::one_way_partition ||
                                     kind == FaultKind::cut_off_from_some || kind == FaultKind::slow_link ||
-                                    kind == FaultKind::forget_control)
+                                    kind == FaultKind::forget_control || kind == FaultKind::cut_off_all)
     old_news_until_ = std::max(old_news_until_, until + 2 * job.silence);
   Random random(fault.detail);
   switch (fault.kind) {
@@ -118,6 +119,7 @@ void World::happen(const Fault& fault) {
     }
     case FaultKind::store_set_back: return set_back_store(random, until);
     case FaultKind::cut_off_from_some: return part(fault, until);
+    case FaultKind::cut_off_all: return cut_off_all(fault, until);
     case FaultKind::stop_some:
     case FaultKind::stop_all: return stop_many(fault);
     case FaultKind::suspend_node: return suspend_node(fault);

@@ -179,6 +179,10 @@ void World::end_trainer(Trainer& trainer, const std::string& why, bool gave_up) 
 
 void World::trainer_exits(Trainer& trainer, const std::string& why) {
   count("trainer gave up");
+  if (now() <= disturbed_until_ && spared_.contains(trainer.instance))
+    checker().violate("nobody-heard", fmt::format("replica {} rank {} is put out for a time in which no coordinator "
+                                                  "heard anybody: {}",
+                                                  trainer.replica, trainer.rank, why));
   after_of(trainer, 1us, [this, &trainer, why] { end_trainer(trainer, why, true); });
   trainer.ended = trainer.stopped = true;  // it does nothing more
 }

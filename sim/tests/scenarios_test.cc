@@ -56,6 +56,24 @@ TEST_F(Scenario, ALostCoordinatorOrItsStoreCostsNobodyAPlace) {
       }
 }
 
+// No node has a way to any coordinator, and then one after the other has: whoever is first puts out nobody.
+TEST_F(Scenario, CoordinatorsThatHearNobodyForAWhileCostNobodyAPlace) {
+  for (const auto coordinators : {1u, 3u})
+    for (const auto lasting : {400, 1600})
+      for (std::uint64_t seed = 0; seed < kAFew; ++seed) {
+        const Fault fault{.at = std::chrono::seconds(1),
+                          .kind = FaultKind::cut_off_all,
+                          .lasting = std::chrono::milliseconds(lasting),
+                          .detail = seed};
+        Outcome outcome =
+            play({.seed = seed, .replicas = 3, .ranks = 2, .coordinators = coordinators, .faults = {{fault}}});
+        const std::string what = fmt::format("for {} ms, seed {}, {} coordinators", lasting, seed, coordinators);
+        ASSERT_TRUE(holds(outcome)) << what;
+        EXPECT_EQ(outcome.counts["trainer gave up"], 0u) << what;
+        if (!Shape::of(seed).upgrade) EXPECT_EQ(outcome.counts["epoch begun"], 1u) << what;
+      }
+}
+
 // It answers who reads, and takes nothing: from nobody, or not from one of them, which so can't lead. How often they
 // ask for the lead then, and what they log, is looked at in all runs.
 TEST_F(Scenario, AStoreThatCanOnlyBeReadCostsNobodyAPlace) {
