@@ -375,15 +375,15 @@ class Coordinator {
   Prospect prospect_;
   mutable KnownNeighbourhoods near_;
   std::optional<TimePoint> recovering_until_, incomplete_since_;
-  Duration recovery_prolonged_{};    // for ranks that were still coming back
-  TimePoint now_{};                  // of the event that is handled, or was handled last
-  TimePoint under_way_since_{};      // when the step under way was planned, or its epoch
-  TimePoint back_at_{};              // when a rank last came back
-  std::set<std::string> warned_;     // in this epoch
-  bool excused_ = false;             // somebody took its time in the last committed step
-  bool settled_ = false;             // the step was planned in this epoch
-  std::optional<ReplicaId> leader_;  // of the step, since it was planned; see Plan.leader
-  bool has_log_ = false;             // it was not the first to decide
+  Duration recovery_prolonged_{};        // for ranks that were still coming back
+  TimePoint now_{};                      // of the event that is handled, or was handled last
+  TimePoint under_way_since_{};          // when the step under way was planned, or its epoch
+  TimePoint back_at_{}, judged_from_{};  // when a rank last came back; accusations, see on_holder_back()
+  std::set<std::string> warned_;         // in this epoch
+  bool excused_ = false;                 // somebody took its time in the last committed step
+  bool settled_ = false;                 // the step was planned in this epoch
+  std::optional<ReplicaId> leader_;      // of the step, since it was planned; see Plan.leader
+  bool has_log_ = false;                 // it was not the first to decide
   DriftAudit audit_;
   Paces paces_;
   SlowLinkFinder slow_link_{24 * config_.silence};  // what is measured every 16 shows it twice

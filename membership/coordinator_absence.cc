@@ -18,6 +18,7 @@ void Coordinator::suspect_itself(Duration pause) {
   forgive_all(pause);
   forgive(under_way_since_, pause, now_);
   if (recovering_until_) *recovering_until_ += pause;
+  judged_from_ += pause;
   if (incomplete_since_) forgive(*incomplete_since_, pause, now_);
 }
 

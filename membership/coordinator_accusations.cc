@@ -75,6 +75,7 @@ bool Coordinator::could_say(const MemberState& m) const {
 // broken connection that could not be mended accuses both its ends. Of one that is not heard it isn't known whether it
 // waits: within a silence it is heard again or lost, and as long nobody is judged who does wait.
 void Coordinator::judge() {
+  if (now_ < judged_from_) return;
   const Duration patience = config_.silence / 4;
   std::map<ReplicaId, int> accused;
   std::set<ReplicaId> waiting;

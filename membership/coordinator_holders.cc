@@ -67,6 +67,7 @@ void Coordinator::on_holder_back(ReplicaId id) {
   if (hears_holder(id) || !hears_holder()) return;
   for (auto& [node, state] : nodes_) state.hear(now_, config_.silence);
   forgive_all(now_.time_since_epoch());
+  judged_from_ = now_ + config_.silence + config_.silence / 4;  // who is back last has to hear of the step first
   const bool waits =
       std::any_of(members_.begin(), members_.end(), [&](const auto& m) { return m.replica != id && !is_back(m); });
   if (!recovering_until_ || !waits) return;

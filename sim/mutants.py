@@ -47,6 +47,8 @@ MUTANTS = [
      "if (down.ended() && down.job() == job_ && is_of_holder(down))", "if (false)"),
     ("the time in which nobody was heard counts", "membership/coordinator_holders.cc",
      "if (hears_holder(id) || !hears_holder()) return;", "return;"),
+    ("who is back last is judged at once", "membership/coordinator_accusations.cc",
+     "if (now_ < judged_from_) return;", ""),
     ("who is found silent first is out although nobody is heard", "membership/coordinator_absence.cc",
      "const bool goes = heard && (", "const bool goes = ("),
     ("who has come back and is heard no more is enough to go on", "membership/coordinator_absence.cc",

@@ -237,7 +237,8 @@ struct Bench {
     send(replica, message);
   }
   // Of this epoch: it has waited too long, or (lost) their connection has broken.
-  void accuse(std::uint32_t who, std::uint32_t suspect, bool lost = false, bool only_waiting = false) {
+  void accuse(std::uint32_t who, std::uint32_t suspect, bool lost = false, bool only_waiting = false,
+              std::optional<std::uint64_t> node = {}) {
     proto::FromNode message;
     auto& a = *message.mutable_accusation();
     a.set_replica(who);
@@ -246,7 +247,7 @@ struct Bench {
     a.set_what(lost ? "connection reset" : "chunk 3 of 9 of the reduce-scatter");
     a.set_lost(lost);
     a.set_only_waiting(only_waiting);
-    send(who, message);
+    send(node.value_or(who), message);
   }
   void excuse(std::uint32_t who, const char* what = "its trainer, which is between steps", bool excused = true) {
     proto::FromNode message;

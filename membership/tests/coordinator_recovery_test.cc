@@ -168,6 +168,25 @@ TEST(Coordinator, WhoIsLostAgainBeforeTheOthersHaveComePutsOutNobody) {
     });
 }
 
+// It has missed the last commit, and those that wait for it in the next step have no patience left.
+TEST(Coordinator, WhoComesBackLastHasTimeToDoTheStepThatOthersWaitIn) {
+  with_nobody_heard([](Bench& bench, Epoch epoch, const std::string& how) {
+    bench.back(1, 11);
+    bench.pass(125ms, {11});
+    bench.back(0, 10);
+    bench.pass(750ms, {10, 11});
+    bench.back(2, 12);
+    bench.accuse(0, 2, false, false, 10), bench.accuse(1, 2, false, false, 11);
+    bench.pass(312ms, {10, 11, 12});
+    for (std::uint32_t replica : {0u, 1u, 2u}) bench.reduced(replica, 10 + replica);
+    EXPECT_EQ(bench.coordinator.epoch(), epoch) << how;
+    EXPECT_EQ(bench.coordinator.committed(), Step(2)) << how;
+    bench.accuse(0, 2, false, false, 10);
+    bench.pass(500ms, {10, 11, 12});
+    EXPECT_EQ(bench.contributors(), 2u) << "others may be judged again: " << how;
+  });
+}
+
 // What was said before is no older than what has been heard since.
 TEST(Coordinator, WhoWasAccusedBeforeNobodyWasHeardMayComeBackToAnswer) {
   Bench bench;
