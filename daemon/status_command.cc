@@ -118,8 +118,9 @@ std::string store_lines(const nlohmann::json& store) {
   if (kind == "file") return times.empty() ? "" : fmt::format("  it decides alone{}\n", times);
   const auto& leader = store.at("leader");
   const auto term = store.at("term").get<std::uint64_t>();
-  const std::string for_so_long =
-      leader.contains("for_ms") ? fmt::format(" for {:.0f} s", leader.at("for_ms").get<double>() * 1e-3) : "";
+  const std::string for_so_long = leader.value("for_ms", std::uint64_t{0}) > 0
+                                      ? fmt::format(" for {:.0f} s", leader.at("for_ms").get<double>() * 1e-3)
+                                      : "";
   std::string lines;
   if (store.at("leads").get<bool>())
     lines = fmt::format("  leads in term {}{}, with its decisions in {}{}\n", term, for_so_long, kind, times);

@@ -105,6 +105,7 @@ Actions Coordinator::on_tick(TimePoint now) {
   if (outdated_) tell_why_it_waits();
   if (announcer_.flushes_with_tick(now, pause_detector_.settling(now))) flush_announcements();
   if (pause_detector_.settling(now) || finished() || outdated_) return take();
+  forgive_what_nobody_was_heard_in();
   lose_silent_nodes();
   ends_count_ = ends_count_ || !recovering_until_ || now_ >= *recovering_until_;
   if (ends_count_) settle_ends();
@@ -197,6 +198,7 @@ void Coordinator::try_commit() {
   members_.begin_step();
   accusations_.clear();
   mended_.clear();
+  nobody_was_heard_ = false;
   warned_.clear();
   // Before newcomers get theirs, since replay() can't tell them apart; but what is to be shared is shared with them.
   if (!ledger_.shares()) plan_step();

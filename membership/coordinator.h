@@ -248,8 +248,9 @@ class Coordinator {
   bool may_be_complete(const MemberState& member) const;
   bool another_holds(ReplicaId replica) const;
   bool hears(ReplicaId replica, Incarnation incarnation) const;
-  bool hears_holder(std::optional<ReplicaId> but = {}) const;
-  void on_holder_back(ReplicaId replica);
+  TimePoint holder_last_heard() const;
+  bool hears_holder() const;
+  void forgive_what_nobody_was_heard_in();
   void block_on(ReplicaId replica, const std::string& why);
 
   // coordinator_start.cc
@@ -375,15 +376,12 @@ class Coordinator {
   Prospect prospect_;
   mutable KnownNeighbourhoods near_;
   std::optional<TimePoint> recovering_until_, incomplete_since_;
-  Duration recovery_prolonged_{};        // for ranks that were still coming back
-  TimePoint now_{};                      // of the event that is handled, or was handled last
-  TimePoint under_way_since_{};          // when the step under way was planned, or its epoch
-  TimePoint back_at_{}, judged_from_{};  // when a rank last came back; accusations, see on_holder_back()
-  std::set<std::string> warned_;         // in this epoch
-  bool excused_ = false;                 // somebody took its time in the last committed step
-  bool settled_ = false;                 // the step was planned in this epoch
-  std::optional<ReplicaId> leader_;      // of the step, since it was planned; see Plan.leader
-  bool has_log_ = false;                 // it was not the first to decide
+  Duration recovery_prolonged_{};           // for ranks that were still coming back
+  TimePoint now_{}, under_way_since_{};     // of the event that is handled, or was last; when the step was planned
+  TimePoint back_at_{}, holder_heard_{};    // when a rank last came back; when somebody with the state was heard
+  std::set<std::string> warned_;            // in this epoch
+  bool excused_ = false, settled_ = false;  // somebody took its time in the last committed step; see Plan.settled
+  std::optional<ReplicaId> leader_;         // of the step, since it was planned; see Plan.leader
   DriftAudit audit_;
   Paces paces_;
   SlowLinkFinder slow_link_{24 * config_.silence};  // what is measured every 16 shows it twice
@@ -392,8 +390,9 @@ class Coordinator {
   std::optional<std::string> stopped_;
   std::vector<ReplicaId> differing_;  // whose results or states differ, where the job is stopped for that
   Readmissions readmissions_{config_.silence};
-  std::map<Edge, Accusation> accusations_;  // in this epoch
-  std::map<Edge, int> mended_;              // epochs begun for a pair, the lower number first, since the last commit
+  std::map<Edge, Accusation> accusations_;           // in this epoch
+  bool has_log_ = false, nobody_was_heard_ = false;  // it was not the first to decide; all are to wait anew: judge()
+  std::map<Edge, int> mended_;  // epochs begun for a pair, the lower number first, since the last commit
   Actions actions_;
 };
 

@@ -18,7 +18,6 @@ void Coordinator::suspect_itself(Duration pause) {
   forgive_all(pause);
   forgive(under_way_since_, pause, now_);
   if (recovering_until_) *recovering_until_ += pause;
-  judged_from_ += pause;
   if (incomplete_since_) forgive(*incomplete_since_, pause, now_);
 }
 
@@ -35,6 +34,7 @@ void Coordinator::forgive_all(Duration pause) {
     if (about.excused) forgive(*about.excused, pause, now_);
   }
   forgive(back_at_, pause, now_);
+  forgive(holder_heard_, pause, now_);
 }
 
 void Coordinator::lose_silent_nodes() {

@@ -2,6 +2,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <utility>
 #include <vector>
 
 #include "base/text.h"
@@ -75,7 +76,6 @@ bool Coordinator::could_say(const MemberState& m) const {
 // broken connection that could not be mended accuses both its ends. Of one that is not heard it isn't known whether it
 // waits: within a silence it is heard again or lost, and as long nobody is judged who does wait.
 void Coordinator::judge() {
-  if (now_ < judged_from_) return;
   const Duration patience = config_.silence / 4;
   std::map<ReplicaId, int> accused;
   std::set<ReplicaId> waiting;
@@ -123,6 +123,9 @@ void Coordinator::judge() {
   }
   if (!explained && known == Known::hangs && m->reduced.size() < config_.ranks)
     what = fmt::format("it hangs: its processes are heard, wait for nobody and do not go on; {}", what);
+  // Who was back last has to hear of the step first, in which the others wait for it, and to do it.
+  if (std::exchange(nobody_was_heard_, false))
+    return next_epoch(fmt::format("all members wait anew, since nobody was heard for a while: {}", what));
   if (m->catching_up && last_complete(*m)) return block_on(guilty, what);
   if (m->catching_up && !caught_up(*m)) return put_out_for_now(guilty, what);
   if (!others_contribute(guilty) && !promote_caught_up(Whom::connected)) return block_on(guilty, what);

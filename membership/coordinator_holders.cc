@@ -47,29 +47,42 @@ bool Coordinator::hears(ReplicaId id, Incarnation incarnation) const {
   });
 }
 
-// Anybody who has the state is heard, this one left out. Where nobody is, it may be the way to this coordinator that is
-// broken, and who was found silent first is no more lost than who will be next.
-bool Coordinator::hears_holder(std::optional<ReplicaId> but) const {
-  return std::ranges::any_of(members_,
-                             [&](const auto& m) {
-                               return m.replica != but && (!m.catching_up || caught_up(m)) &&
-                                      hears(m.replica, m.incarnation);
-                             }) ||
-         std::ranges::any_of(suspended_, [&](const auto& out) {
-           return out.replica != but && !out.ended && hears(out.replica, out.incarnation);
-         });
+// When anybody who has the state was last heard, of those who are there with all of their ranks; to the tick.
+TimePoint Coordinator::holder_last_heard() const {
+  TimePoint last{};
+  const auto lately = [&] { return now_ - last <= config_.silence / 16; };
+  const auto look = [&](ReplicaId id, Incarnation incarnation) {
+    if (!present(id, incarnation)) return;
+    for (const auto& rank : registration(id, incarnation)->ranks)
+      if (const auto node = nodes_.find(rank.node); node != nodes_.end()) last = std::max(last, node->second.heard);
+  };
+  for (const auto& m : members_)
+    if (!lately() && (!m.catching_up || caught_up(m))) look(m.replica, m.incarnation);
+  for (const auto& out : suspended_)
+    if (!lately() && !out.ended) look(out.replica, out.incarnation);
+  return last;
 }
 
-// All of its ranks are there again, or it has caught up. If nobody who has the state was heard until now, then that
-// time is nobody's silence: all others have a whole one from now on, and longer while ranks still come, whatever they
-// have used up of either.
-void Coordinator::on_holder_back(ReplicaId id) {
-  if (hears_holder(id) || !hears_holder()) return;
+// Where nobody is, it may be the way to this coordinator that is broken, and who was found silent first is no more lost
+// than who will be next.
+bool Coordinator::hears_holder() const {
+  return now_ - holder_last_heard() <= ConnectedNode::longest_gap(config_.silence);
+}
+
+// The time in which nobody was heard who has the state, beyond what lies between heartbeats, is nobody's silence. Where
+// that was a whole silence, all others have one from now on, and longer while ranks still come, whatever they have used
+// up of either. A shorter one is taken off theirs alone: who is heard with such gaps for long keeps nobody else in.
+void Coordinator::forgive_what_nobody_was_heard_in() {
+  if (members_.empty()) holder_heard_ = now_;
+  const TimePoint last = holder_last_heard();
+  const Duration gap = last - holder_heard_;
+  holder_heard_ = std::max(holder_heard_, last);
+  if (gap <= ConnectedNode::longest_gap(config_.silence)) return;
+  if (gap < config_.silence) return forgive_all(gap - ConnectedNode::longest_gap(config_.silence));
   for (auto& [node, state] : nodes_) state.hear(now_, config_.silence);
   forgive_all(now_.time_since_epoch());
-  judged_from_ = now_ + config_.silence + config_.silence / 4;  // who is back last has to hear of the step first
-  const bool waits =
-      std::any_of(members_.begin(), members_.end(), [&](const auto& m) { return m.replica != id && !is_back(m); });
+  nobody_was_heard_ = true;
+  const bool waits = std::any_of(members_.begin(), members_.end(), [&](const auto& m) { return !is_back(m); });
   if (!recovering_until_ || !waits) return;
   recovering_until_ = std::max(*recovering_until_, now_ + config_.silence);
   recovery_prolonged_ = {};

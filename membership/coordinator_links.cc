@@ -38,7 +38,7 @@ void Coordinator::on_replica_status(NodeId node, const proto::ReplicaStatus& sta
   const RoundTrips trips_before = round_trips(found->first, found->second.incarnation);
   if (MemberState* m = members_.find(found->first); m != nullptr && m->catching_up && !m->complete && caught_up(*m)) {
     m->complete = true;
-    on_holder_back(found->first);
+    if (could_say(*m)) holder_heard_ = now_;  // and was heard before
     actions_.append.emplace_back().mutable_caught_up()->set_incarnation(m->incarnation.value);
   }
   found->second.statuses.say(node, std::move(current), named, here(found->second, named, node));

@@ -75,12 +75,8 @@ void Coordinator::register_again(NodeId node, const proto::RankUp& up) {
   auto& replica = replicas_[id];
   if (!known) replica.incarnation = Incarnation(up.incarnation());
   const bool was_fully_registered = fully_registered(replica);
-  const bool returns = there == nullptr || !there->connected_node;
-  const bool was_away =
-      there == nullptr || (returns && now_ - there->lost_at > ConnectedNode::longest_gap(config_.silence));
-  if (recovering_until_ || returns) on_return();
+  if (recovering_until_ || there == nullptr || !there->connected_node) on_return();
   keep(replica, node, up);
-  if (was_away && present(id, replica.incarnation)) on_holder_back(id);
   welcome_back(node, up, replica);
   if (!was_fully_registered && fully_registered(replica)) on_fully_registered(id);
   if (versions_of(replica.ranks[up.rank()]).spoken.version() < protocol_.version()) lower_protocol();

@@ -242,6 +242,7 @@ std::uint64_t ReplicatedCoordinator::ms_since_1970(TimePoint now) const {
 }
 
 Duration ReplicatedCoordinator::led_for(TimePoint now) const {
+  if (leader_.since_ms() == 0) return Duration{};  // nobody does, or has not said it
   const std::uint64_t here = ms_since_1970(now), since = leader_.since_ms();
   return std::max<Duration>(now - leader_since_, std::chrono::milliseconds(here > since ? here - since : 0));
 }

@@ -148,7 +148,7 @@ Duration draw_lasting(FaultKind kind, Random& random) {
     case FaultKind::stop_relay:
     case FaultKind::slow_disk: return random.of_any_size(10us, 3s);
     case FaultKind::stay_away: return random.of_any_size(1s, 6s);
-    case FaultKind::cut_off_all: return random.between(400ms, 1600ms);  // two to eight silences
+    case FaultKind::cut_off_all: return random.between(80ms, 1600ms);  // less than half a silence to eight
     case FaultKind::power_loss:  // sometimes a machine is away for so long that the others start without it
       return random.one_in(3) ? random.of_any_size(1s, 6s) : random.of_any_size(1ms, 300ms);
     default: return std::chrono::milliseconds(1 + random.pick(random.one_in(2) ? 40 : 600));

@@ -154,13 +154,14 @@ void World::part(const Fault& fault, TimePoint until) {
 }
 
 // All nodes and all coordinators, whose machine has lost its cable, or whose switch is away. Then one node after the
-// other has a way again, all of them within less than a silence.
+// other has a way again, all of them within less than a silence, or than what is left of one.
 void World::cut_off_all(const Fault& fault, TimePoint until) {
   Random random(fault.detail);
   const bool resets = random.one_in(2), restarts = random.one_in(2);
+  const Duration apart = job.silence / (fault.lasting < job.silence ? 8 : 2);
   for (std::uint32_t from = 0; from < nodes() + shape.relays; ++from) {
     if (from < nodes() && relay_of(from)) continue;
-    const TimePoint open = until + random.between({}, job.silence / 2);
+    const TimePoint open = until + random.between({}, apart);
     up_blocked_[from] = std::max(up_blocked_[from], open);
     down_blocked_[from] = std::max(down_blocked_[from], open);
   }

@@ -64,7 +64,7 @@ TEST(Coordinator, WhenAllAreSilentNobodyIsOutAndTheFirstToComeBackGoesOn) {
   bench.pass(5s, {});
   EXPECT_EQ(bench.contributors(), 3u);
   bench.back(1, 11);
-  bench.pass(1s, {11});
+  bench.pass(1100ms, {11});
   ASSERT_NO_FATAL_FAILURE(bench.expect_alone(1));
   bench.reduced(1, 11);
   EXPECT_EQ(bench.coordinator.committed(), Step(2));
@@ -138,7 +138,7 @@ TEST(Coordinator, AJoinerThatHasCaughtUpIsNotOutForSilenceWhileNoContributorIsTh
   EXPECT_EQ(bench.coordinator.members().size(), 2u);
   bench.back(1, 11, 2);
   bench.caught_up(1);
-  bench.pass(1s, {11});
+  bench.pass(1100ms, {11});
   ASSERT_NO_FATAL_FAILURE(bench.expect_alone(1));
   bench.reduced(1, 11);
   EXPECT_EQ(bench.coordinator.committed(), Step(4));
@@ -256,7 +256,7 @@ TEST(Coordinator, AJoinerThatHasCaughtUpIsTakenBackWhereTheLastContributorIsSile
     bench.pass(3s, {2});  // both are away
     EXPECT_EQ(bench.coordinator.blocked_on(), std::vector{ReplicaId(0)});
     bench.back(1, 11, 2);
-    bench.pass(1s, {11});
+    bench.pass(1100ms, {11});
     ASSERT_NO_FATAL_FAILURE(bench.expect_alone(1)) << restarts;
     EXPECT_FALSE(bench.evicted_anybody());
     bench.reduced(1, 11);
