@@ -130,14 +130,14 @@ Family family_of(const std::string& transport) {
   Family family;
   std::copy_n(parts.kind.begin(), std::min(parts.kind.size(), family.kind.size()), family.kind.begin());
   const bool has_rails = parts.is_tcp() || parts.kind == "ibverbs";
-  family.rails = static_cast<std::uint8_t>(has_rails ? transport::rails_of(transport) : 1);
+  family.rails = has_rails && transport::rails_of(transport) > 1 ? Family::kSeveral : 1;
   return family;
 }
 
 std::string Family::text() const {
   const std::string_view name(kind.data(), kind.size());
   const std::string shown = printable(name.substr(0, name.find('\0')), kind.size());
-  return rails > 1 ? fmt::format("{} over {} rails", shown, rails) : shown;
+  return rails > 1 ? shown + " over several rails" : shown;
 }
 
 Error of_device(int number, const std::string& name, const Error& error) {

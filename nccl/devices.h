@@ -33,11 +33,12 @@ struct DeviceInfo {
 
 // What two devices must have alike to reach each other, as a handle has it. Zeros, as of an earlier release: not told.
 struct Family {
+  static constexpr std::uint8_t kSeveral = 2;  // of two numbers of rails from two on the smaller one is used
   std::array<char, 7> kind{};
-  std::uint8_t rails = 0;
+  std::uint8_t rails = 0;  // one or kSeveral
   friend bool operator==(const Family&, const Family&) = default;
   bool told() const { return *this != Family{}; }
-  std::string text() const;  // "tcp over 2 rails"
+  std::string text() const;  // "tcp over several rails"
 };
 Family family_of(const std::string& transport);
 

@@ -74,8 +74,11 @@ TEST(NcclDevices, AreOfOneFamilyWhereTheyCanReachEachOther) {
   EXPECT_EQ(family_of("ibverbs:mlx5_0:1;depth=64"), family_of("ibverbs:mlx5_2"));
   EXPECT_EQ(family_of("ucx:tcp,self"), family_of("ucx:rc"));
   EXPECT_EQ(family_of("tcp:10.0.0.1"), family_of("tcp"));
-  EXPECT_EQ(family_of("tcp:10.0.0.1;threads=1").text(), "tcp over 2 rails");
-  EXPECT_EQ(family_of("ibverbs:mlx5_0;qps=1,mlx5_1").text(), "ibverbs over 2 rails");
+  EXPECT_EQ(family_of("tcp:10.0.0.1;threads=1").text(), "tcp over several rails");
+  EXPECT_EQ(family_of("ibverbs:mlx5_0;qps=1,mlx5_1").text(), "ibverbs over several rails");
+  EXPECT_EQ(family_of("ibverbs:mlx5_0,mlx5_1,mlx5_2"), family_of("ibverbs:mlx5_0,mlx5_1"));
+  EXPECT_EQ(family_of("tcp:10.0.0.1,10.0.0.2,10.0.0.3"), family_of("tcp:10.0.0.1,10.0.0.2"));
+  EXPECT_NE(family_of("ibverbs:mlx5_0,mlx5_1"), family_of("ibverbs:mlx5_0"));
   EXPECT_NE(family_of("tcp"), family_of("tcp+aes"));
   EXPECT_FALSE(Family{}.told());
 }

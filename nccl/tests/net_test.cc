@@ -209,8 +209,8 @@ struct Setup : testing::Test {
   std::unique_ptr<Listener> listener = *receiver->listen(handle);
 
   Setup() { spdlog::set_level(spdlog::level::err); }
-  std::shared_ptr<Device> make(const Family& family = {}) const {
-    return *Device::make(*transport::make_engine("tcp"), "127.0.0.1", clock, family);
+  std::shared_ptr<Device> make(const Family& family = {}, const std::string& transport = "tcp") const {
+    return *Device::make(*transport::make_engine(transport), "127.0.0.1", clock, family);
   }
 };
 
@@ -257,11 +257,34 @@ TEST_F(Setup, DevicesOfOtherFamiliesHearWhichBothHaveAndWhatToSet) {
   const auto refused = other->connect(its);
   ASSERT_FALSE(refused);
   EXPECT_EQ(refused.error().code, ErrorCode::mismatch);
-  for (const char* words : {"tcp+aes over 2 rails", "ibverbs", "set REJOIN_NCCL_DEVICES alike on all nodes"})
+  for (const char* words : {"tcp+aes over several rails", "ibverbs", "set REJOIN_NCCL_DEVICES alike on all nodes"})
     EXPECT_NE(refused.error().message.find(words), std::string::npos) << refused.error().message;
   EXPECT_TRUE(told->connect(calls_itself));
   EXPECT_TRUE(other->connect(calls_old));
   told->close(*listening);
+  receiver->close(*listener);
+}
+
+// As of nodes whose NICs NCCL has merged, where one has a port less.
+TEST_F(Setup, DevicesOfTwoAndOfThreeRailsConnect) {
+  const auto of = [&](const std::string& transport) { return make(family_of(transport), transport); };
+  const auto two = of("tcp:127.0.0.1,127.0.0.2"), three = of("tcp:127.0.0.1,127.0.0.2,127.0.0.3");
+  for (const auto& [calls, listens] : {std::pair(two, three), std::pair(three, two)}) {
+    Handle its;
+    auto listening = *listens->listen(its);
+    std::unique_ptr<Connection> here, there;
+    const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+    while (!(here && there) && std::chrono::steady_clock::now() < deadline) {
+      if (!here) {
+        auto connected = calls->connect(its);
+        ASSERT_TRUE(connected) << connected.error().message;
+        here = std::move(*connected);
+      }
+      if (!there) there = *listens->accept(*listening);
+    }
+    ASSERT_TRUE(here && there);
+    calls->close(*here), listens->close(*there), listens->close(*listening);
+  }
   receiver->close(*listener);
 }
 
