@@ -4,8 +4,8 @@
 #include <cstring>
 
 #include "base/fail.h"
-#include "base/fd.h"
 #include "nccl/net.h"
+#include "transport/acceptor.h"
 #include "transport/regions.h"
 #include "transport/tcp/factory.h"
 
@@ -18,7 +18,6 @@ namespace {
 
 constexpr int kTries = 5;                                    // of a connection
 constexpr auto kFirstPause = std::chrono::milliseconds(50);  // between two of them; doubles
-constexpr std::size_t kDescriptors = 4;                      // of a connection at most, while it comes in
 constexpr auto kLookForDescriptors = std::chrono::seconds(1);
 constexpr int kLacking = 5;                           // looks in turn
 constexpr auto kForgotten = std::chrono::minutes(2);  // NCCL calls all the time while it wants a connection
@@ -69,6 +68,7 @@ Result<std::unique_ptr<Listener>> Device::listen(Handle& handle) {
   auto listener = std::make_unique<Listener>();
   listener->device = shared_from_this();
   listener->id = fresh_id();
+  listener->without_descriptor = transport::accepts_without_descriptor();
   handle = {.magic = kMagic, .listener = {listener->id[0], listener->id[1]}, .family = family_};
   const std::string text = control_address_.text.empty() ? "=" + address_.text : "@" + control_address_.text;
   std::memcpy(handle.address, text.c_str(), text.size() + 1);
@@ -212,19 +212,17 @@ Result<std::unique_ptr<Connection>> Device::accept(Listener& listener) {
 }
 
 // An engine without a descriptor leaves who calls waiting until there is one, since others may be closed meanwhile.
-// Here nothing else happens before this connection is there.
+// Here nothing else happens before this connection is there. Where nobody calls yet none is missing.
 Result<> Device::look_for_descriptors(Listener& listener) const {
   const TimePoint now = clock_.now();
   if (now - listener.looked < kLookForDescriptors) return {};
   listener.looked = now;
-  std::array<Result<Fd>, kDescriptors> free;
-  for (auto& one : free) one = make_eventfd();
-  const auto& last = free.back();
-  listener.lacking = last ? 0 : listener.lacking + 1;
+  const std::uint64_t before = std::exchange(listener.without_descriptor, transport::accepts_without_descriptor());
+  listener.lacking = listener.without_descriptor == before ? 0 : listener.lacking + 1;
   if (listener.lacking < kLacking) return {};
   return fail(ErrorCode::exhausted,
-              "no connection can be accepted, since this process has fewer than {} descriptors left: {}", kDescriptors,
-              last.error().message);
+              "somebody who calls can't be accepted, since this process has no descriptor left: raise the limit with "
+              "'ulimit -n'");
 }
 
 void Device::close(Listener& listener) {

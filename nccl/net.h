@@ -104,8 +104,9 @@ struct Listener {
     std::optional<Error> error;  // it has failed since
   };
   std::deque<Accepted> accepted;
-  TimePoint looked{};  // for descriptors, while NCCL waits for a connection
-  int lacking = 0;     // how many looks in turn have found too few
+  TimePoint looked{};                    // for descriptors, while NCCL waits for a connection
+  int lacking = 0;                       // in how many looks in turn somebody could not be accepted without one
+  std::uint64_t without_descriptor = 0;  // what the engines had counted at the last look
 };
 
 // An engine, and everything of this process that goes over it. The last that uses it destroys it.
@@ -120,7 +121,7 @@ class Device : public std::enable_shared_from_this<Device> {
   Result<std::unique_ptr<Listener>> listen(Handle& handle);
   // These two return null where there is no connection yet; NCCL calls again. A connection that a busy listener has
   // turned away, or that nobody answers, is begun again. One for which nobody calls any more is given up. accept()
-  // fails where this process has had no descriptor for a connection for some seconds (`exhausted`).
+  // fails where this process has had no descriptor for somebody who calls for some seconds (`exhausted`).
   Result<std::unique_ptr<Connection>> connect(Handle& handle);
   Result<std::unique_ptr<Connection>> accept(Listener& listener);
   enum class Use { send, receive };

@@ -3,6 +3,7 @@
 #include <sys/epoll.h>
 #include <sys/socket.h>
 
+#include <atomic>
 #include <cerrno>
 #include <cstring>
 
@@ -11,9 +12,16 @@
 
 namespace rejoin::transport {
 
+namespace {
+std::atomic<std::uint64_t> without{0};
+}
+
+std::uint64_t accepts_without_descriptor() { return without.load(std::memory_order_relaxed); }
+
 Fd Acceptor::next(const Fd& epoll, const Fd& listener, TimePoint now) {
   Fd socket(::accept4(listener.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
   if (socket || !without_descriptors(errno)) return socket;
+  without.fetch_add(1, std::memory_order_relaxed);
   if (without_descriptors_.may_say(now))
     logger().warn("no data connection can be accepted: {}; raise the limit with 'ulimit -n'", std::strerror(errno));
   listen(epoll, listener, false);

@@ -11,6 +11,10 @@
 
 namespace rejoin::transport {
 
+// How often an acceptor of this process has found no descriptor for who calls. It may have been one look too many,
+// behind the last who called; where it goes on somebody waits. Any thread.
+std::uint64_t accepts_without_descriptor();
+
 class Acceptor {
  public:
   // `tag`: of the listener's events in the epoll set that it is in.
