@@ -4,11 +4,14 @@
 #include <poll.h>
 #include <signal.h>
 #include <sys/resource.h>
+#include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <chrono>
+#include <numeric>
 #include <optional>
 #include <vector>
 
@@ -270,6 +273,43 @@ TEST(ForkedChild, KeepsNoConnectionOfAKilledParentUp) {
     ::kill(parent.pid, SIGKILL);
     EXPECT_TRUE(within(std::chrono::seconds(5), [&] { return (void)look(), closed; })) << "it is not missed";
     for (const int end : {ends[0], ends[1], told[0], told[1]}) ::close(end);
+  }
+}
+
+// Those of its parent's numbers at which it has a socket with a peer.
+std::size_t connected_of(const std::vector<int>& numbers) {
+  return static_cast<std::size_t>(std::ranges::count_if(numbers, [](int fd) {
+    sockaddr_storage peer{};
+    socklen_t length = sizeof peer;
+    return ::getpeername(fd, reinterpret_cast<sockaddr*>(&peer), &length) == 0;
+  }));
+}
+
+TEST(ForkedChild, HasNoConnectionOfItsParentsAlsoWhereItMayHaveNoDescriptor) {
+  auto a = make_engine("tcp").value(), b = make_engine("tcp").value();
+  std::vector<int> numbers(1024);
+  std::iota(numbers.begin(), numbers.end(), 0);
+  const std::size_t others = connected_of(numbers);
+  const Address address = b->listen({"127.0.0.1:0"}).value();
+  for (int i = 0; i < 3; ++i) (void)a->connect(address, {}).value();
+  int connected = 0;
+  ASSERT_TRUE(within(std::chrono::seconds(20), [&] {
+    for (const auto& event : a->poll()) connected += event.kind == EventKind::connected ? 1 : 0;
+    (void)b->poll();
+    return connected == 3;
+  }));
+  ASSERT_EQ(connected_of(numbers), others + 6);
+  rlimit before{};
+  ASSERT_EQ(::getrlimit(RLIMIT_NOFILE, &before), 0);
+  for (const rlim_t most : {before.rlim_cur, rlim_t{3}}) {
+    const rlimit limit{most, before.rlim_max};
+    ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &limit), 0);
+    const pid_t child = ::fork();
+    if (child == 0) ::_exit(static_cast<int>(connected_of(numbers) - others));
+    ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &before), 0);
+    int status = -1;
+    ASSERT_EQ(::waitpid(child, &status, 0), child);
+    EXPECT_EQ(status, 0) << most;
   }
 }
 
