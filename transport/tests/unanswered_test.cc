@@ -9,6 +9,7 @@
 
 #include <optional>
 
+#include "base/fd.h"
 #include "transport/tcp/factory.h"
 #include "transport/tests/within.h"
 
@@ -114,36 +115,48 @@ struct TcpTraffic : testing::Test {
     poll_client();
     for (const auto& event : server->poll()) accepted |= event.kind == EventKind::accepted;
   }
-  // Nothing arrives at the client any more, as from a machine that is gone.
-  static void cut_off_client() {
-    int cut = 0;
+  // Another descriptor of the connection's socket at the end whose address, or peer's address, is the client's.
+  static Fd socket_where(int (*address_of)(int, sockaddr*, socklen_t*)) {
     for (int fd = 0; fd < 1024; ++fd) {
-      sockaddr_in own{}, there{};
-      socklen_t own_length = sizeof own, there_length = sizeof there;
-      if (::getsockname(fd, reinterpret_cast<sockaddr*>(&own), &own_length) != 0 || own.sin_family != AF_INET ||
-          own.sin_addr.s_addr != ::inet_addr(kLocal) ||
-          ::getpeername(fd, reinterpret_cast<sockaddr*>(&there), &there_length) != 0)
-        continue;
-      sock_filter drop = BPF_STMT(BPF_RET | BPF_K, 0);
-      const sock_fprog all{.len = 1, .filter = &drop};
-      cut += ::setsockopt(fd, SOL_SOCKET, SO_ATTACH_FILTER, &all, sizeof all) == 0;
+      sockaddr_in client{}, peer{};
+      socklen_t length = sizeof client, peer_length = sizeof peer;
+      if (address_of(fd, reinterpret_cast<sockaddr*>(&client), &length) == 0 && client.sin_family == AF_INET &&
+          client.sin_addr.s_addr == ::inet_addr(kLocal) &&
+          ::getpeername(fd, reinterpret_cast<sockaddr*>(&peer), &peer_length) == 0)
+        return duplicate(fd).value();
     }
-    ASSERT_EQ(cut, 1);
+    return {};
+  }
+  // Nothing arrives there any more, as from a machine that is gone.
+  static void cut_off(const Fd& socket) {
+    sock_filter drop = BPF_STMT(BPF_RET | BPF_K, 0);
+    const sock_fprog all{.len = 1, .filter = &drop};
+    ASSERT_EQ(::setsockopt(socket.get(), SOL_SOCKET, SO_ATTACH_FILTER, &all, sizeof all), 0);
   }
 };
 
-TEST_F(TcpTraffic, APeerThatReadsNothingForLongGoesOnWhereItWas) {
-  const TimePoint until = SteadyClock().now() + 3 * deadlines::kUnacknowledged.of(kSilence);
-  while (!closed && SteadyClock().now() < until) poll_client();
+// Its kernel is heard without an answer to what ours asks, which it does ever less often.
+TEST_F(TcpTraffic, APeerThatReadsNothingForLongIsHeardAndGoesOnWhereItWas) {
+  const Fd here = socket_where(::getsockname), there = socket_where(::getpeername);
+  ASSERT_TRUE(within(seconds(20), [&] {
+    poll_client();
+    const Traffic now = traffic_of(here).value();
+    return now.under_way && now.held_back;
+  }));
+  cut_off(there);
+  const auto segments = traffic_of(here)->segments;
+  ASSERT_TRUE(within(seconds(5), [&] { return poll_client(), traffic_of(here)->segments != segments || closed; }));
   ASSERT_FALSE(closed) << closed->message;
-  ASSERT_FALSE(completed) << "the kernels took all of it";
+  ASSERT_FALSE(completed);
+  const int none = 0;
+  ASSERT_EQ(::setsockopt(there.get(), SOL_SOCKET, SO_DETACH_FILTER, &none, sizeof none), 0);
   ASSERT_TRUE(within(seconds(20), [&] { return poll_both(), completed || closed; }));
   ASSERT_FALSE(closed) << closed->message;
   EXPECT_EQ(to, from);
 }
 
 TEST_F(TcpTraffic, AMachineThatIsGoneIsNamed) {
-  cut_off_client();
+  cut_off(socket_where(::getsockname));
   ASSERT_TRUE(within(seconds(20), [&] { return poll_client(), closed.has_value(); }));
   EXPECT_EQ(closed->code, ErrorCode::unavailable);
   EXPECT_NE(closed->message.find("the peer is gone: its machine has answered nothing at 127.0.0.1:"), std::string::npos)
