@@ -307,8 +307,7 @@ class Fetcher:
 
     def _next(self) -> Any:
         assert self._iterator is not None
-        iterator = self._iterator
-        data = self._watch.wait(getattr(iterator, "_workers", ()), lambda: next(iterator))
+        data = self._watch.wait(self._iterator)
         self._sent.popleft()
         self._failures = 0
         return data

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,6 +27,21 @@ def state_of(pid: int) -> str:
         return ""
 
 
+def kill_workers(iterator: Any) -> None:
+    """Kill those of torch's iterator, and let go who reads what they say.
+
+    Where one has died in the midst of a batch its reader waits for the rest: this process has an end of their pipe,
+    too, which is none of it any more.
+    """
+    for worker in getattr(iterator, "_workers", ()):
+        worker.kill()
+    writer = getattr(getattr(iterator, "_worker_result_queue", None), "_writer", None)
+    if writer is not None and not writer.closed:
+        nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+        os.dup2(nowhere, writer.fileno(), inheritable=False)  # torch may write there, to end its reader
+        os.close(nowhere)
+
+
 class Watch:
     """Looks, while a step waits for workers, whether this replica still has something to wait for.
 
@@ -39,25 +55,25 @@ class Watch:
         self._look = look
         self._lock = threading.Lock()  # no look goes on beside what comes after the wait
         self._over: threading.Event | None = None  # of the thread
-        self._workers: Sequence[Any] = ()
+        self._iterator: Any = None  # that is waited for
         self._since: float | None = None  # when the wait began
         self._told = False
         self._why: BaseException | None = None
 
-    def wait(self, workers: Sequence[Any], take: Callable[[], Data]) -> Data:
-        """Give what `take` does, which waits for these workers, or raise what has ended that."""
+    def wait(self, iterator: Iterator[Data]) -> Data:
+        """Give the next of torch's iterator, which waits for its workers, or raise what has ended that."""
         if self._over is None:
             self._over = threading.Event()
             threading.Thread(
                 target=_watch, args=(weakref.ref(self), self._over), name="rejoin-workers", daemon=True
             ).start()
         with self._lock:
-            self._workers, self._since, self._told = workers, time.monotonic(), False
+            self._iterator, self._since, self._told = iterator, time.monotonic(), False
         try:
-            return take()
+            return next(iterator)
         finally:
             with self._lock:
-                self._workers, self._since = (), None
+                self._iterator, self._since = None, None
             if self._why is not None:
                 raise self._why
 
@@ -80,11 +96,10 @@ class Watch:
             except BaseException as why:
                 self._why = why
                 log.warning("a step has waited for its data for %.0f s: the DataLoader's workers are killed", waited)
-                for worker in self._workers:
-                    worker.kill()
+                kill_workers(self._iterator)
 
     def _tell(self, waited: float) -> None:
-        for worker in self._workers:
+        for worker in getattr(self._iterator, "_workers", ()):
             if state_of(worker.pid) == "T":
                 self._told = True
                 log.warning(
