@@ -88,3 +88,19 @@ def test_a_stopped_worker_holds_up_a_replica_that_is_out_no_longer(data, monkeyp
     fetcher.stop()
     worker.join(60)
     assert not worker.is_alive()
+
+
+@pytest.mark.parametrize("end", [Fetcher.stop, lambda _: _watch.kill_stopped()], ids=["are let go", "end with it"])
+def test_stopped_workers_that_nobody_waits_for_are_killed(end):
+    batches = Batches(101, seed=1)
+    fetcher = Fetcher(DataLoader(DATA, batch_sampler=batches, num_workers=1, multiprocessing_context="forkserver"))
+    fetcher.fetch(((0, 4),), lambda n: [((4, 8),)])
+    (worker,) = fetcher._iterator._workers
+    os.kill(worker.pid, signal.SIGSTOP)
+    deadline = time.monotonic() + 60
+    while _watch.state_of(worker.pid) != "T":
+        assert time.monotonic() < deadline
+    end(fetcher)
+    worker.join(60)
+    assert worker.exitcode == -signal.SIGKILL
+    fetcher.stop()

@@ -20,7 +20,7 @@ import torch
 from torch.utils.data import DataLoader, Sampler
 
 from rejoin.errors import InvalidArgument, RejoinError, Unavailable
-from rejoin.torch._watch import Watch, state_of
+from rejoin.torch._watch import Watch, end_stopped, end_with_trainer, state_of
 
 Ranges = tuple[tuple[int, int], ...]
 
@@ -294,6 +294,7 @@ class Fetcher:
             self._iterator = iter(self._loader)
         finally:
             self._batches.opened_for = None
+        end_with_trainer(self._iterator)
 
     def _give_up(self, error: Exception) -> None:
         self.stop()
@@ -315,6 +316,7 @@ class Fetcher:
     def stop(self) -> None:
         """Let the workers go."""
         self._watch.stop()
+        end_stopped(self._iterator)
         self._iterator = None
         self._loader._iterator = None  # the loader keeps persistent workers, also where one of them has died
         self._sent.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import threading
@@ -17,6 +18,8 @@ _LOOKS_EVERY_SECONDS = 2.0
 _TOLD_AFTER_SECONDS = 30.0  # of a worker that is stopped
 
 log = logging.getLogger("rejoin")
+_waited_for: weakref.WeakSet[Any] = weakref.WeakSet()  # workers: multiprocessing keeps them until they have ended
+os.register_at_fork(after_in_child=_waited_for.clear)
 
 
 def state_of(pid: int) -> str:
@@ -25,6 +28,10 @@ def state_of(pid: int) -> str:
         return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0].decode()
     except (OSError, IndexError):
         return ""
+
+
+def _is_stopped(worker: Any) -> bool:
+    return state_of(worker.pid) == "T"
 
 
 def kill_workers(iterator: Any) -> None:
@@ -40,6 +47,26 @@ def kill_workers(iterator: Any) -> None:
         nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
         os.dup2(nowhere, writer.fileno(), inheritable=False)  # torch may write there, to end its reader
         os.close(nowhere)
+
+
+def end_stopped(iterator: Any) -> None:
+    """Kill its workers where one of them is stopped, and would not end when it is asked to."""
+    if any(_is_stopped(worker) for worker in getattr(iterator, "_workers", ())):
+        kill_workers(iterator)
+
+
+def end_with_trainer(iterator: Any) -> None:
+    """Let its workers end when this process does, also those that are stopped then."""
+    _waited_for.update(getattr(iterator, "_workers", ()))
+
+
+# multiprocessing waits for them at this process's end, without a limit. Its callback comes behind this one.
+@atexit.register
+def kill_stopped() -> None:
+    """Kill all workers of this process that are stopped."""
+    for worker in [*_waited_for]:
+        if _is_stopped(worker):
+            worker.kill()
 
 
 class Watch:
@@ -100,7 +127,7 @@ class Watch:
 
     def _tell(self, waited: float) -> None:
         for worker in getattr(self._iterator, "_workers", ()):
-            if state_of(worker.pid) == "T":
+            if _is_stopped(worker):
                 self._told = True
                 log.warning(
                     "a step has waited for its data for %.0f s, and the DataLoader's worker of process %d is stopped "
