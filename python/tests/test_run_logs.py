@@ -51,6 +51,12 @@ def test_a_log_that_takes_no_more_says_how_much_is_not_there(logs, log):
     log.unlink()  # which makes room
     assert say(logs, log, ", without an end") == ""
     assert log.read_text() == ", without an end"
+    may_have(20)
+    assert say(logs, log, " last words") == "File too large"
+    may_have(resource.RLIM_INFINITY)
+    assert logs.wait() == "", "who says no more is heard to the end, too"
+    told = "... 7 bytes were left out, since this file did not take them: File too large\n"
+    assert log.read_text() == f", without an end las\n{told}"
 
 
 def test_who_writes_logs_hears_no_signals_and_is_followed_by_another(log):

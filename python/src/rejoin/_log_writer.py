@@ -45,6 +45,11 @@ class _Log:
             self._in_line = text[written - 1] != ord("\n")
         self._left_out = (self._left_out if written < len(head) else 0) + min(len(rest), len(said))
 
+    # Also of a script that says no more: how much is not there, as soon as there is room for that.
+    def try_again(self) -> None:
+        if self.why:
+            self.write(b"")
+
 
 def _main(control: int, logs: dict[int, _Log]) -> None:
     poll = select.poll()
@@ -60,7 +65,7 @@ def _main(control: int, logs: dict[int, _Log]) -> None:
             logs[pipe].write(said)
         else:
             poll.unregister(pipe)
-            del logs[pipe]
+            logs.pop(pipe).try_again()
 
     def answer() -> None:
         try:
@@ -68,6 +73,8 @@ def _main(control: int, logs: dict[int, _Log]) -> None:
             if question:
                 for pipe in [*logs]:
                     take(pipe)
+                for log in logs.values():
+                    log.try_again()
                 why = next((log.why for log in logs.values() if log.why), "")
                 os.write(control, question + os.fsencode(why))
         except OSError:  # rejoin-run has ended
