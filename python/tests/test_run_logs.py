@@ -81,6 +81,11 @@ def test_who_writes_logs_hears_no_signals_and_is_followed_by_another(log):
     logs._writer.wait(60)
 
 
+def test_a_script_that_waits_for_no_reader_leaves_that_to_none_of_its_successors(logs, log):
+    os.set_blocking(logs.end_for(log), False)  # asyncio's connect_write_pipe(sys.stdout), node
+    assert os.get_blocking(logs.end_for(log))
+
+
 # More than a pipe holds.
 SAYS = "for i in {1..3}; do head -c 1000000 /dev/zero; done"
 

@@ -64,7 +64,9 @@ class Logs:
 
     def end_for(self, path: Path) -> int:
         """Give what a process is to write to, whose log this is. It stays this object's."""
-        return self._pipes[path][1]
+        end = self._pipes[path][1]
+        os.set_blocking(end, True)  # the one before may have changed that, for all
+        return end
 
     def keep(self) -> bool:
         """Start the writer again if it has died; says whether that was so."""
