@@ -3,6 +3,7 @@
 import os
 import resource
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -74,11 +75,26 @@ def test_who_writes_logs_hears_no_signals_and_is_followed_by_another(log):
     logs._started = float("inf")  # just now
     assert not logs.keep() and logs.again_at == float("inf")
     logs._started = 0.0
-    assert logs.keep() and logs._writer.pid != first
+    assert logs.keep() == "who writes the logs of the scripts has ended with signal SIGKILL, and is started again"
+    second = logs._writer
+    assert second.pid != first
+    second.kill()
+    os.waitid(os.P_PID, second.pid, os.WEXITED | os.WNOWAIT)
+    logs._started = 0.0
+    assert logs.keep() == "" and logs._writer is not second, "it is told once a minute"
     assert say(logs, log, "three\n") == ""
     assert log.read_text() == "one\ntwo\nthree\n"
     logs.close()
     logs._writer.wait(60)
+
+
+def test_where_nobody_can_write_logs_no_script_begins(log, tmp_path, monkeypatch):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho No module named encodings >&2\nexit 3\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    with pytest.raises(OSError, match=r"python -IS .*ended with status 3.*--show.*\nNo module named encodings"):
+        Logs([log])
 
 
 def test_a_script_that_waits_for_no_reader_leaves_that_to_none_of_its_successors(logs, log):

@@ -81,16 +81,6 @@ def bury(own: Sequence[Kept]) -> None:
                 os.waitpid(one.pid, os.WNOHANG)
 
 
-def how(status: int) -> str:
-    """Say how a process has ended."""
-    if status >= 0:
-        return f"status {status}"
-    try:
-        return f"signal {signal.Signals(-status).name}"
-    except ValueError:  # most real-time signals have no name
-        return f"signal {-status}"
-
-
 @dataclass
 class Kept:
     """A process, and what to start it with."""

@@ -14,9 +14,14 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+from rejoin._ends import how
+
 _PIPE_BYTES = 1 << 20  # where the system gives so many; so much can be said before somebody waits for the writer
 _WAITS_SECONDS = 1.0  # for a disk that stands still
 _PAUSE_SECONDS = 1.0  # from one start of the writer to the next
+_BEGINS_SECONDS = 10.0  # the first one
+_SAID_EVERY_SECONDS = 60.0  # that it has died
+_LAST_BYTES = 2000  # of what it has said
 
 
 class Logs:
@@ -26,12 +31,26 @@ class Logs:
     """
 
     def __init__(self, paths: Iterable[Path]) -> None:
-        """Start the writer. Raises what `subprocess.Popen` does. The signals of `WAITED_FOR` have to be blocked."""
+        """Start the writer. The signals of `WAITED_FOR` have to be blocked.
+
+        Raises what `subprocess.Popen` does, and where it ends at once: scripts would wait for it for ever.
+        """
         self._pipes = {path: self._pipe() for path in paths}
         self._control = -1
         self._asked = 0
         self.again_at = math.inf  # the writer is to be started
+        self._said_at = -math.inf
+        self._errors = self._pipe()  # what the writer says of itself
         self._start()
+        if self._ask(_BEGINS_SECONDS) is not None:
+            return
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it is slow
+            status, words = self._writer.wait(_WAITS_SECONDS), self._its_words()
+            self._close()
+            raise ChildProcessError(
+                f"who writes the logs of the scripts ({' '.join(self._command)}) has ended with {how(status)}: see "
+                f"that this Python starts so, or give --show{words}"
+            )
 
     @staticmethod
     def _pipe() -> tuple[int, int]:
@@ -47,14 +66,15 @@ class Logs:
         ours.setblocking(False)
         with its:
             program = str(Path(__file__).with_name("_log_writer.py"))
-            command = [sys.executable, "-IS", program, str(its.fileno())]
+            self._command = [sys.executable, "-IS", program]
+            command = [*self._command, str(its.fileno())]
             for path, (reads, _) in self._pipes.items():
                 command += [str(reads), str(path)]
             self._writer = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
+                stderr=self._errors[1],
                 pass_fds=[its.fileno(), *(reads for reads, _ in self._pipes.values())],
                 start_new_session=True,
             )
@@ -68,39 +88,61 @@ class Logs:
         os.set_blocking(end, True)  # the one before may have changed that, for all
         return end
 
-    def keep(self) -> bool:
-        """Start the writer again if it has died; says whether that was so."""
-        if self._writer.poll() is None:
-            return False
+    # Lines behind another one.
+    def _its_words(self) -> str:
+        try:
+            words = os.read(self._errors[0], _PIPE_BYTES)[-_LAST_BYTES:]
+        except BlockingIOError:  # none
+            return ""
+        return ("\n" + os.fsdecode(words)).rstrip()
+
+    def keep(self) -> str:
+        """Start the writer again if it has died; gives what there is to say of that, once a minute."""
+        status = self._writer.poll()
+        if status is None:
+            return ""
         now = time.monotonic()
         self.again_at = self._started + _PAUSE_SECONDS
         if now < self.again_at:
-            return False
+            return ""
+        words, then = self._its_words(), "is started again"
         try:
             self._start()
-        except (OSError, subprocess.SubprocessError):  # no process, no memory
-            return False
-        self.again_at = math.inf
-        return True
+            self.again_at = math.inf
+        except (OSError, subprocess.SubprocessError) as error:  # no process, no memory
+            then = f"can't be started again ({error}), for which the scripts wait"
+        if now - self._said_at < _SAID_EVERY_SECONDS:
+            return ""
+        self._said_at = now
+        return f"who writes the logs of the scripts has ended with {how(status)}, and {then}{words}"
 
     def wait(self) -> str:
         """Wait until all that was said is in the logs; gives why some of it is left out at present, if that is so."""
+        return self._ask(_WAITS_SECONDS) or ""
+
+    # Nothing where there is no answer.
+    def _ask(self, seconds: float) -> str | None:
         self._asked = self._asked % 255 + 1
-        deadline = time.monotonic() + _WAITS_SECONDS
+        deadline = time.monotonic() + seconds
         answers = select.poll()
         answers.register(self._control, select.POLLIN)
         with contextlib.suppress(OSError):  # it has died, or has had no time for hundreds of questions
             os.write(self._control, bytes([self._asked]))
             while answers.poll(max(0.0, deadline - time.monotonic()) * 1000):
                 answer = os.read(self._control, 1000)
-                if answer[:1] in (b"", bytes([self._asked])):
+                if answer[:1] == bytes([self._asked]):
                     return os.fsdecode(answer[1:])
-        return ""
+                if not answer:
+                    break
+        return None
 
     def close(self) -> None:
         """Wait for that, and let the writer end when all have that write to it."""
         self.wait()
-        for ends in self._pipes.values():
+        self._close()
+
+    def _close(self) -> None:
+        for ends in (self._errors, *self._pipes.values()):
             for end in ends:
                 os.close(end)
         os.close(self._control)

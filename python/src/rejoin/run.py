@@ -30,8 +30,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rejoin._ends import how
 from rejoin._job_variables import of_daemons, of_scripts
-from rejoin._kept import WAITED_FOR, Kept, adopt, bury, how
+from rejoin._kept import WAITED_FOR, Kept, adopt, bury
 from rejoin._programs import path
 from rejoin._run_commands import by_torchrun, run_parser, show_names_as_they_are
 from rejoin._run_logs import Logs
@@ -247,9 +248,9 @@ class Job:
                     self._look_at_the_logs()
                 if time.monotonic() >= self._page_at:
                     self._look_for_page()
+                if self._logs and (said := self._logs.keep()):
+                    self._say(said)
                 bury(self._all)
-                if self._logs and self._logs.keep():
-                    self._say("who writes the logs of the scripts has died, and is started again")
                 for process in self._all:
                     if not self._look_after(process):
                         return 1
