@@ -10,11 +10,13 @@ from rejoin._run_waits import Waits
 class Waiting:
     """A job whose steps take so long, looked at as rejoin-run does, by a clock of its own."""
 
-    def __init__(self, monkeypatch):
+    def __init__(self, monkeypatch, by_torchrun=False):
         self.status, self.said, self.begun, self.now = {"committed": 0, "stopped": "", "waiting_for": []}, [], [], 1e6
         monkeypatch.setattr(_run_waits, "time", SimpleNamespace(monotonic=lambda: self.now))
         self.script = None
-        self.waits = Waits(lambda: self.status, self.said.append, lambda: self.begun.append(1), lambda _: self.script)
+        self.waits = Waits(
+            lambda: self.status, self.said.append, lambda: self.begun.append(1), lambda _: self.script, by_torchrun
+        )
         self.waits.begin(self.status)
 
     def goes_on(self, seconds, step=math.inf, waiting_for=("replica 1",)):
@@ -88,3 +90,30 @@ def test_a_script_that_hangs_when_its_replica_is_out_is_told_of_once(monkeypatch
     assert "kill -9 7" in line and line.endswith("it hangs: replica 0 waits")
     assert said((7, began)) == []
     assert len(said((8, began))) == 1
+
+
+def test_a_coordinator_that_was_started_again_and_knows_no_times_hides_no_script_that_hangs(monkeypatch):
+    job = Waiting(monkeypatch)
+    out = {"replica": 1, "reason": "it hangs", "next": "its trainers have to be started again", "for_ms": 40_000}
+    job.status["out"], job.script = [out], (7, job.now - 200)
+    assert job.goes_on(10, step=5) == []
+    del out["for_ms"]
+    assert job.goes_on(10, step=5) == []
+    (line,) = job.goes_on(10, step=5)
+    assert "out of the job for 60 s, and its script, process 7," in line
+    job.script = (8, job.now)
+    assert job.goes_on(300, step=5) == [], "it has begun since"
+    job.status["out"] = []
+    assert job.goes_on(30, step=5) == []
+    job.status["out"] = [out]
+    assert job.goes_on(60, step=5) == []
+    assert len(job.goes_on(10, step=5)) == 1
+
+
+def test_of_several_ranks_that_do_not_end_it_is_not_torchrun_that_hangs(monkeypatch):
+    job = Waiting(monkeypatch, by_torchrun=True)
+    out = {"replica": 1, "reason": "it hangs", "next": "its trainers have to be started again", "for_ms": 90_000}
+    job.status["out"], job.script = [out], (7, job.now - 200)
+    (line,) = job.goes_on(10, step=5)
+    assert "its torchrun, process 7, does not end: one of the ranks" in line
+    assert "pgrep -P 7" in line and "py-spy dump --pid 7" not in line and "kill -9 7" in line

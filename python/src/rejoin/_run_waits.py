@@ -40,11 +40,14 @@ class Waits:
         say: Callable[[str], None],
         on_begun: Callable[[], None],
         lives: Callable[[int], tuple[int, float] | None] = lambda _: None,
+        by_torchrun: bool = False,
     ) -> None:
         """`status`: the coordinator's, or nothing where it can't be had. `on_begun`: the first step is committed.
-        `lives`: the process of a replica's script, and since when, while it runs."""
+        `lives`: the process of a replica's script, and since when, while it runs; `by_torchrun`: of its torchrun."""
         self._status, self._say, self._on_begun, self._lives = status, say, on_begun, lives
+        self._by_torchrun = by_torchrun
         self._hang: set[int] = set()  # processes that were told of
+        self._out_since: dict[tuple[int, int], float] = {}  # replica and process, of those that are out
         self.look_at = math.inf
         self.first: int | None = None  # the last committed step when one was first seen
         self.has_begun = True
@@ -91,19 +94,37 @@ class Waits:
 
     # Its script can't come back, and ends when it hears so; one that hangs, or is stopped, hears nothing.
     def _look_at_those_out(self, status: dict[str, Any], now: float) -> None:
+        out_since = {}
         for out in status.get("out", []):
-            lives, seconds = self._lives(int(out["replica"])), out.get("for_ms", 0) / 1000
-            if lives is None or seconds < _HANGS_SECONDS or not out["next"].endswith(_ITS_SCRIPT):
+            replica, lives = int(out["replica"]), self._lives(int(out["replica"]))
+            if lives is None:
                 continue
-            process, since = lives
-            if process in self._hang or now - since < seconds + _BEGUN_SECONDS:
+            process, began = lives
+            # A coordinator that was started again does not know it of who was out before.
+            since = now - out["for_ms"] / 1000 if "for_ms" in out else self._out_since.get((replica, process), now)
+            out_since[replica, process] = since
+            if now - since < _HANGS_SECONDS or not out["next"].endswith(_ITS_SCRIPT):
+                continue
+            if process in self._hang or since - began < _BEGUN_SECONDS:
                 continue
             self._hang.add(process)
             self._say(
-                f"replica {out['replica']} is out of the job for {seconds:.0f} s, and its script, process {process}, "
-                f"does not end: it hangs, or is stopped. See where (py-spy dump --pid {process}), and end it (kill -9 "
-                f"{process}): it is started again. The job goes on without it: {out['reason']}"
+                f"replica {replica} is out of the job for {now - since:.0f} s, and its {self._how_to_end(process)}: it "
+                f"is started again. The job goes on without it: {out['reason']}"
             )
+        self._out_since = out_since
+
+    def _how_to_end(self, process: int) -> str:
+        end = f"and end it (kill -9 {process})"
+        if self._by_torchrun:
+            return (
+                f"torchrun, process {process}, does not end: one of the ranks that it has started hangs, or is "
+                f"stopped. See which and where (py-spy dump --pid of each that pgrep -P {process} gives), {end}"
+            )
+        return (
+            f"script, process {process}, does not end: it hangs, or is stopped. See where (py-spy dump --pid "
+            f"{process}), {end}"
+        )
 
     def _goes_on(self, committed: int, now: float) -> None:
         if self.has_begun:

@@ -64,7 +64,7 @@ class Job:
         self._ending = False
         self._asked_at = 0.0
         self._kill_at = math.inf  # the replicas that have not left
-        self._waits = Waits(self._status, self._say, self._on_begun, self._lives)
+        self._waits = Waits(self._status, self._say, self._on_begun, self._lives, arguments.ranks > 1)
         self._was_finished = False  # before anything was trained
         self._died_at_the_end: set[str] = set()  # replicas, after the last commit
         self._full_said_at = self._left_out_said_at = -math.inf
