@@ -20,10 +20,11 @@ std::uint64_t accepts_without_descriptor() { return without.load(std::memory_ord
 
 Fd Acceptor::next(const Fd& epoll, const Fd& listener, TimePoint now) {
   Fd socket(::accept4(listener.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
-  if (socket || !without_descriptors(errno)) return socket;
+  const int why = errno;
+  if (socket || !without_descriptors(why)) return socket;
   without.fetch_add(1, std::memory_order_relaxed);
   if (without_descriptors_.may_say(now))
-    logger().warn("no data connection can be accepted: {}; raise the limit with 'ulimit -n'", std::strerror(errno));
+    logger().warn("no data connection can be accepted: {}; raise the limit with 'ulimit -n'", std::strerror(why));
   listen(epoll, listener, false);
   again_ = now + kWithoutDescriptors;
   return {};

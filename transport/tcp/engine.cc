@@ -143,11 +143,18 @@ void TcpEngine::take_up(Endpoint& endpoint, Fd socket) {
                std::strerror(errno));
 }
 
-// Until it is open. Addresses that have to be tried one after the other share the time that there is for all of them.
+// Until it is open, and from its end on. Addresses that have to be tried one after the other share the time that there
+// is for all of them.
 void TcpEngine::limit_unacknowledged(const Endpoint& endpoint) const {
   const std::int64_t parts = endpoint.stage == Stage::connecting ? endpoint.addresses : 1;
   set_option(endpoint.socket, IPPROTO_TCP, TCP_USER_TIMEOUT,
              static_cast<int>(milliseconds(deadlines::kUnacknowledged.of(silence_)) / parts));
+}
+
+// Nobody looks any more at what the kernel still has of it, for a peer that may never read.
+void TcpEngine::part(Endpoint& endpoint) {
+  if (::getpid() == process_) limit_unacknowledged(endpoint);
+  hang_up(epoll_, endpoint.socket, process_);
 }
 
 // What lies between keeps a connection in mind for as long as it sees something of it. One that was forgotten all the
@@ -322,7 +329,7 @@ void TcpEngine::fail_endpoint(Endpoint& endpoint, ErrorCode code, std::string wh
   calls_.remove(endpoint.id);
   names_.forget(endpoint.id.value);
   if (unseen) refuse(endpoint, code);
-  hang_up(epoll_, endpoint.socket, process_);  // the fence
+  part(endpoint);  // the fence
   endpoint.out.clear();
   endpoint.unsent.clear();
   const Error error{
@@ -362,7 +369,7 @@ void TcpEngine::close(EndpointId id) {
   if (endpoint = find(id); endpoint == nullptr) return;
   calls_.remove(id);
   names_.forget(id.value);
-  hang_up(epoll_, endpoint->socket, process_);
+  part(*endpoint);
   fail_operations(*endpoint, {ErrorCode::cancelled, "the endpoint was closed"});
   endpoints_.erase(id.value);
 }

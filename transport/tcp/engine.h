@@ -154,6 +154,7 @@ class TcpEngine final : public Engine {
   Endpoint& adopt(Fd socket, Stage stage);
   void take_up(Endpoint& endpoint, Fd socket);
   void limit_unacknowledged(const Endpoint& endpoint) const;
+  void part(Endpoint& endpoint);
   Result<> begin_connection(Endpoint& endpoint, std::deque<SocketAddress> addresses);
   void look_at_names();
   void probe_when_idle(const Fd& socket) const;
