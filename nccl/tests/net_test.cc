@@ -275,6 +275,8 @@ TEST_F(Setup, DevicesOfOtherFamiliesHearWhichBothHaveAndWhatToSet) {
   EXPECT_TRUE(told->connect(calls_itself));
   EXPECT_TRUE(other->connect(calls_old));
   told->close(*listening);
+  clock.advance(std::chrono::minutes(3));
+  for (const auto& device : {told, other}) device->close(**device->listen(its));  // gives up what was begun above
   receiver->close(*listener);
 }
 

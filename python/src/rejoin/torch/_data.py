@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Sampler
 
-from rejoin.errors import InvalidArgument, RejoinError, Unavailable
+from rejoin.errors import InvalidArgument, Unavailable
 from rejoin.torch._watch import Watch, end_stopped, end_with_trainer, state_of
 
 Ranges = tuple[tuple[int, int], ...]
@@ -273,9 +273,9 @@ class Fetcher:
                 data = self._next()
                 self.hits += 1
                 return data
-        except RejoinError:  # of the watch
-            raise
         except Exception as error:  # a dead worker shows as what was read last; what the data raises comes again
+            if error is self._watch.why:
+                raise
             self._give_up(error)
         self.misses += 1
         self._in_the_midst = False  # what the data set raises loses nothing of the workers'

@@ -85,7 +85,7 @@ class Watch:
         self._iterator: Any = None  # that is waited for
         self._since: float | None = None  # when the wait began
         self._told = False
-        self._why: BaseException | None = None
+        self.why: BaseException | None = None  # what has ended a wait
 
     def wait(self, iterator: Iterator[Data]) -> Data:
         """Give the next of torch's iterator, which waits for its workers, or raise what has ended that."""
@@ -99,10 +99,11 @@ class Watch:
         try:
             return next(iterator)
         finally:
+            self._since = None  # also where Ctrl-C ends the next line
             with self._lock:
-                self._iterator, self._since = None, None
-            if self._why is not None:
-                raise self._why
+                self._iterator = None
+            if self.why is not None:
+                raise self.why
 
     def stop(self) -> None:
         """End the thread."""
@@ -113,7 +114,7 @@ class Watch:
     def look(self) -> None:
         """Look once."""
         with self._lock:
-            if self._since is None or self._why is not None:
+            if self._since is None or self.why is not None:
                 return
             waited = time.monotonic() - self._since
             if waited >= _TOLD_AFTER_SECONDS and not self._told:
@@ -121,7 +122,7 @@ class Watch:
             try:
                 self._look()
             except BaseException as why:
-                self._why = why
+                self.why = why
                 log.warning("a step has waited for its data for %.0f s: the DataLoader's workers are killed", waited)
                 kill_workers(self._iterator)
 
