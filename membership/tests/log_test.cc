@@ -4,6 +4,7 @@
 
 #include <cstring>
 
+#include "base/sanitized.h"
 #include "membership/tests/log_file.h"
 
 namespace rejoin::membership {
@@ -85,16 +86,16 @@ TEST_F(LogFile, NoFlippedBitAnywhereLosesAnAcknowledgedRecordSilently) {
   const auto written = write_groups(12);
   const Bytes sound = bytes();
   ASSERT_FALSE(lost_silently(sound, written));
-  std::size_t errors = 0;
-  for (std::size_t bit = 0; bit < 8 * sound.size(); ++bit) {
+  const auto mark = log_bytes({}, sound.size()).size();  // it alone may go: whatever it speaks for is there
+  std::size_t errors = 0, guarded = 0;
+  for (std::size_t bit = 0; bit < 8 * sound.size(); bit += kSanitized ? 5 : 1) {
     Bytes damaged = sound;
     damaged[bit / 8] ^= std::byte{1} << static_cast<int>(bit % 8);
     ASSERT_FALSE(lost_silently(damaged, written)) << "bit " << bit << " of " << 8 * sound.size();
     errors += !parse_log(damaged, "log").has_value();
+    guarded += bit / 8 < sound.size() - mark;
   }
-  // The last mark alone may go: whatever it speaks for is there.
-  const auto mark = log_bytes({}, sound.size()).size();
-  EXPECT_EQ(errors, 8 * (sound.size() - mark));
+  EXPECT_EQ(errors, guarded);
 }
 
 TEST_F(LogFile, ManyFlippedBitsLoseARecordSilentlyOnlyWhereTheyHitTheLastMarkToo) {
@@ -102,7 +103,7 @@ TEST_F(LogFile, ManyFlippedBitsLoseARecordSilentlyOnlyWhereTheyHitTheLastMarkToo
   const Bytes sound = bytes();
   const auto mark = parse_log(sound, path)->intact;
   std::mt19937_64 random(20);
-  for (int round = 0; round < 3000; ++round) {
+  for (int round = 0; round < (kSanitized ? 600 : 3000); ++round) {
     Bytes damaged = sound;
     bool hit = false;
     for (std::uint64_t flips = 1 + random() % 6; flips > 0; --flips) {

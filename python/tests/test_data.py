@@ -287,11 +287,12 @@ SYSTEMS = {
     "nobody has it": "import os; os.pidfd_open = lambda pid: (_ for _ in ()).throw(PermissionError(1, 'no'))",
 }
 KILLED = """
-import time, torch
+import multiprocessing, time, torch
 from torch.utils.data import DataLoader, TensorDataset
 from rejoin.torch import Batches
 from rejoin.torch._data import Fetcher
 
+multiprocessing.set_forkserver_preload(["torch"])  # once, and not in each worker
 loader = DataLoader(TensorDataset(torch.arange(101)), batch_sampler=Batches(101), num_workers=2,
                     multiprocessing_context="forkserver")
 fetcher = Fetcher(loader)
