@@ -247,8 +247,9 @@ class Coordinator {
   bool last_complete(const MemberState& member) const;
   bool may_be_complete(const MemberState& member) const;
   bool another_holds(ReplicaId replica) const;
-  bool hears(ReplicaId replica, Incarnation incarnation) const;
+  TimePoint last_heard(ReplicaId replica, Incarnation incarnation) const;
   TimePoint holder_last_heard() const;
+  bool is_lately(TimePoint heard) const;
   bool hears_holder() const;
   void forgive_what_nobody_was_heard_in();
   void block_on(ReplicaId replica, const std::string& why);

@@ -89,8 +89,9 @@ void Coordinator::settle_absent() {
 // time once more when the first of them is.
 void Coordinator::settle_recovery() {
   if (now_ < *recovering_until_) return;
-  const bool somebody = std::any_of(members_.begin(), members_.end(),
-                                    [&](const auto& m) { return !m.catching_up && hears(m.replica, m.incarnation); });
+  const bool somebody = std::any_of(members_.begin(), members_.end(), [&](const auto& m) {
+    return !m.catching_up && is_lately(last_heard(m.replica, m.incarnation));
+  });
   const bool found = !somebody && hears_holder() && (take_back(Whom::connected) || promote_caught_up(Whom::connected));
   if (!somebody && !found) {
     // Who only may have it is given up at an operator's word, after the time that a start has.

@@ -38,36 +38,34 @@ std::vector<ReplicaId> Coordinator::blocked_on() const {
   return held;
 }
 
-// It is there, and something of it was heard so lately that it has not fallen silent since.
-bool Coordinator::hears(ReplicaId id, Incarnation incarnation) const {
-  if (!present(id, incarnation)) return false;
-  return std::ranges::any_of(registration(id, incarnation)->ranks, [&](const RankState& rank) {
-    const auto node = nodes_.find(rank.node);
-    return node != nodes_.end() && now_ - node->second.heard <= ConnectedNode::longest_gap(config_.silence);
-  });
+// When something of it was last heard, if all of it is there.
+TimePoint Coordinator::last_heard(ReplicaId id, Incarnation incarnation) const {
+  TimePoint last{};
+  if (!present(id, incarnation)) return last;
+  for (const auto& rank : registration(id, incarnation)->ranks)
+    if (const auto node = nodes_.find(rank.node); node != nodes_.end()) last = std::max(last, node->second.heard);
+  return last;
 }
 
-// When anybody who has the state was last heard, of those who are there with all of their ranks; to the tick.
+// When anybody who has the state was; to the tick.
 TimePoint Coordinator::holder_last_heard() const {
   TimePoint last{};
   const auto lately = [&] { return now_ - last <= config_.silence / 16; };
-  const auto look = [&](ReplicaId id, Incarnation incarnation) {
-    if (!present(id, incarnation)) return;
-    for (const auto& rank : registration(id, incarnation)->ranks)
-      if (const auto node = nodes_.find(rank.node); node != nodes_.end()) last = std::max(last, node->second.heard);
-  };
   for (const auto& m : members_)
-    if (!lately() && (!m.catching_up || caught_up(m))) look(m.replica, m.incarnation);
+    if (!lately() && (!m.catching_up || caught_up(m))) last = std::max(last, last_heard(m.replica, m.incarnation));
   for (const auto& out : suspended_)
-    if (!lately() && !out.ended) look(out.replica, out.incarnation);
+    if (!lately() && !out.ended) last = std::max(last, last_heard(out.replica, out.incarnation));
   return last;
+}
+
+// So lately that it has not fallen silent since.
+bool Coordinator::is_lately(TimePoint heard) const {
+  return heard != TimePoint{} && now_ - heard <= ConnectedNode::longest_gap(config_.silence);
 }
 
 // Where nobody is, it may be the way to this coordinator that is broken, and who was found silent first is no more lost
 // than who will be next.
-bool Coordinator::hears_holder() const {
-  return now_ - holder_last_heard() <= ConnectedNode::longest_gap(config_.silence);
-}
+bool Coordinator::hears_holder() const { return is_lately(holder_last_heard()); }
 
 // The time in which nobody was heard who has the state, beyond what lies between heartbeats, is nobody's silence. Where
 // that was a whole silence, all others have one from now on, and longer while ranks still come, whatever they have used

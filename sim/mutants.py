@@ -55,7 +55,7 @@ MUTANTS = [
     ("who is found silent first is out although nobody is heard", "membership/coordinator_absence.cc",
      "const bool goes = heard && (", "const bool goes = ("),
     ("who has come back and is heard no more is enough to go on", "membership/coordinator_absence.cc",
-     "return !m.catching_up && hears(m.replica, m.incarnation);", "return !m.catching_up && is_back(m);"),
+     "return !m.catching_up && is_lately(last_heard(m.replica, m.incarnation));", "return !m.catching_up && is_back(m);"),
     ("an end is forgotten while it may be waited for", "membership/node_gone.cc",
      "(one.out_since && plan_.committed() > *one.out_since)", "true"),
     ("who leads a step changes with its epochs", "membership/rank.cc", "if (plan_.has_leader()) return", "if (false) return"),

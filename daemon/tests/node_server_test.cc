@@ -112,7 +112,6 @@ struct AProcessThatEnds : OneNode {
     register_as(0, trainer);
     process.kill();
     if (hangs_up) trainer.socket.reset();
-    const auto down = [this] { return std::ranges::find_if(reports, &proto::FromNode::has_rank_down); };
     ASSERT_TRUE(comes_true([&] { return down() != reports.end(); }));
     EXPECT_TRUE(down()->rank_down().ended());
     EXPECT_EQ(down()->rank_down().reason(), fmt::format("its process {} ended", process.pid()));

@@ -40,7 +40,6 @@ TEST_F(OneNode, PutsOutATrainerThatSendsAndReadsNothingForASilence) {
   proto::ToNode sign;
   sign.mutable_heartbeat();
   TimePoint signed_at{};
-  const auto down = [this] { return std::ranges::find_if(reports, &proto::FromNode::has_rank_down); };
   EXPECT_TRUE(comes_true([&] {
     if (!trainer.hung_up() && trainer.unread() == 0) trainer.say(heartbeat());
     if (const TimePoint now = SteadyClock().now(); now - signed_at > milliseconds(50)) {
@@ -61,7 +60,6 @@ TEST_F(OneNode, PutsOutATrainerThatCanNotBeToldSomething) {
   proto::ToNode message;
   message.mutable_waits()->set_why(std::string(12 * MiB, 'w'));
   coordinator.send(node, message.SerializeAsString());
-  const auto down = [this] { return std::ranges::find_if(reports, &proto::FromNode::has_rank_down); };
   EXPECT_TRUE(comes_true([&] { return trainer.hung_up() && down() != reports.end(); }));
   ASSERT_NE(down(), reports.end());
   EXPECT_EQ(down()->rank_down().reason(), "a message could not be sent to it: Message too long");

@@ -7,6 +7,7 @@
 #include <sys/ioctl.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -112,6 +113,8 @@ struct OneNode : testing::Test {
       return heard && heard->has_welcome();
     }));
   }
+  // Its first report of a process that is gone; the end: there is none.
+  auto down() const { return std::ranges::find_if(reports, &proto::FromNode::has_rank_down); }
   // Of a large job, about 0.5 MiB.
   void tell_of_peers() {
     proto::ToNode message;

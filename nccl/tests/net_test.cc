@@ -185,6 +185,24 @@ struct Setup : testing::Test {
   std::shared_ptr<Device> make(const Family& family = {}, const std::string& transport = "tcp") const {
     return *Device::make(*transport::make_engine(transport), "127.0.0.1", clock, family);
   }
+  // Both ends of a connection, which are closed again; false: there was none within some time.
+  static bool connects(Device& calls, Handle& to, Device& listens, Listener& at) {
+    std::unique_ptr<Connection> here, there;
+    const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+    while (!(here && there) && std::chrono::steady_clock::now() < deadline) {
+      if (!here) {
+        auto connected = calls.connect(to);
+        EXPECT_TRUE(connected) << connected.error().message;
+        if (!connected) break;
+        here = std::move(*connected);
+      }
+      if (!there) there = *listens.accept(at);
+    }
+    const bool both = here && there;
+    if (here) calls.close(*here);
+    if (there) listens.close(*there);
+    return both;
+  }
 };
 
 TEST_F(Setup, ACallerThatABusyListenerTurnsAwayComesAgain) {
@@ -240,14 +258,9 @@ TEST_F(Setup, AcceptingFailsWhereThereHasBeenNoDescriptorForACallerForSomeSecond
     EXPECT_NE(accepted.error().message.find("raise the limit with 'ulimit -n'"), std::string::npos);
   }
   set_most(limit.rlim_cur);
-  std::unique_ptr<Connection> here, there;
-  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);
-  while (!(here && there) && std::chrono::steady_clock::now() < deadline) {
-    if (!here) here = *sender->connect(handle);
-    if (!there) there = *receiver->accept(*listener);
-  }
-  ASSERT_TRUE(here && there) << "the last one for whom there is a descriptor is taken";
-  sender->close(*here), receiver->close(*there), receiver->close(*listener);
+  ASSERT_TRUE(connects(*sender, handle, *receiver, *listener))
+      << "the last one for whom there is a descriptor is taken";
+  receiver->close(*listener);
 }
 
 TEST_F(Setup, AListenerThatHasGoneIsAnErrorAfterAFewTries) {
@@ -287,18 +300,8 @@ TEST_F(Setup, DevicesOfTwoAndOfThreeRailsConnect) {
   for (const auto& [calls, listens] : {std::pair(two, three), std::pair(three, two)}) {
     Handle its;
     auto listening = *listens->listen(its);
-    std::unique_ptr<Connection> here, there;
-    const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);
-    while (!(here && there) && std::chrono::steady_clock::now() < deadline) {
-      if (!here) {
-        auto connected = calls->connect(its);
-        ASSERT_TRUE(connected) << connected.error().message;
-        here = std::move(*connected);
-      }
-      if (!there) there = *listens->accept(*listening);
-    }
-    ASSERT_TRUE(here && there);
-    calls->close(*here), listens->close(*there), listens->close(*listening);
+    ASSERT_TRUE(connects(*calls, its, *listens, *listening));
+    listens->close(*listening);
   }
   receiver->close(*listener);
 }
