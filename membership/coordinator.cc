@@ -30,6 +30,10 @@ Actions Coordinator::on_message(NodeId node, const proto::FromNode& message, Tim
   }
   switch (message.kind_case()) {
     case proto::FromNode::kHello:  // the shell has checked it
+      if (message.hello().relay() && message.hello().introduction() == 0 && !nodes_[node].name.empty()) {
+        lose_node(node, now, Connected::anew);
+        nodes_[node].hear(now, config_.silence);
+      }
       nodes_[node].name = message.hello().node();
       nodes_[node].address = message.hello().address();
       nodes_[node].silence_ms = message.hello().silence_ms();
@@ -71,7 +75,9 @@ Actions Coordinator::on_node_lost(NodeId node, TimePoint now) {
   return take();
 }
 
-void Coordinator::lose_node(NodeId node, TimePoint since) {
+// A relay that followed somebody else, or nobody, meanwhile has forgotten whom it spoke for over the same connection.
+// Who has ended since is said by nobody, as who does not come back to a relay's next connection.
+void Coordinator::lose_node(NodeId node, TimePoint since, Connected connected) {
   const auto gone = nodes_.extract(node);
   announcer_.forget(node);
   waits_.untold.erase(node);
@@ -90,9 +96,10 @@ void Coordinator::lose_node(NodeId node, TimePoint since) {
         rank.connected_node = false;
         rank.lost_at = since;
         const std::string own = node_name(rank);
-        rank.lost_why = name == own
-                            ? fmt::format("its node {} is not connected", own)
-                            : fmt::format("relay {}, through which its node {} reports, is not connected", name, own);
+        rank.lost_why =
+            connected == Connected::anew ? fmt::format("its node {} has not come back to relay {}", own, name)
+            : name == own                ? fmt::format("its node {} is not connected", own)
+                          : fmt::format("relay {}, through which its node {} reports, is not connected", name, own);
       }
   }
   if (!gone.empty()) ask_the_other_nodes(node, gone.mapped(), dropped);

@@ -152,7 +152,7 @@ class Coordinator {
   void welcome(NodeId node, const proto::RankUp& up, Incarnation incarnation);
   void welcome_back(NodeId node, const proto::RankUp& up, const ReplicaState& replica);
   void on_rank_down(NodeId node, const proto::RankDown& down);
-  void lose_node(NodeId node, TimePoint since);
+  void lose_node(NodeId node, TimePoint since, Connected connected = Connected::no_more);
   void on_reduced(NodeId node, const proto::Reduced& reduced);
   void on_replica_status(NodeId node, const proto::ReplicaStatus& status);
   void on_accusation(NodeId node, const proto::Accusation& accusation);

@@ -71,6 +71,9 @@ struct ConnectedNode {
   }
 };
 
+// How a node is that says nothing more of those of whom it spoke.
+enum class Connected { no_more, anew };
+
 // Of a job that does not start, as its trainers are told.
 struct WaitOfStart {
   std::string why;  // without times
