@@ -105,8 +105,7 @@ class Coordinator {
   const Ledger& ledger() const { return ledger_; }
   const DriftAudit& audit() const { return audit_; }
   const std::optional<std::string>& stopped() const { return stopped_; }  // an operator must say which one is wrong
-  // Whom the step under way waits for, for people.
-  std::vector<std::string> waiting_for(TimePoint now) const;
+  std::vector<std::string> waiting_for(TimePoint now) const;              // whom the step under way does, for people
   // The last that hold the state of the last committed step, and silent: nothing goes on without them.
   std::vector<ReplicaId> blocked_on() const;
   std::vector<ReplicaOutage> outages(TimePoint now) const;
@@ -120,9 +119,8 @@ class Coordinator {
   // The job waits for an operator's word: the step that roll_back_to would have to allow; and the word that does.
   std::optional<Step> wants_roll_back() const { return wants_roll_back_; }
   JobConfig::RollBack word_for(Step step) const { return {step, steps_ever()}; }
-  bool wants_log() const {
-    return outdated_ || (!runs() && !strangers().empty());
-  }  // its own is an older copy, or another job's
+  // Its own is an older copy, or another job's.
+  bool wants_log() const { return outdated_ || (!runs() && !strangers().empty()); }
   // Ranks that were refused for what they declare, one of a replica, and have not come back otherwise.
   const Declarations::Refused& refused() const { return declarations_.refused(); }
   std::uint64_t steps_rolled_back() const { return steps_rolled_back_; }  // ever, by the log
@@ -198,10 +196,12 @@ class Coordinator {
   std::string missing_line(const MemberState& member, TimePoint now) const;
   bool runs() const;  // somebody does
   void tell_why_it_waits();
+  void tell_incomplete_replicas();
   // coordinator_accusations.cc
   bool mend();
   void put_out_for_now(ReplicaId id, const std::string& why);
   void hold_back(ReplicaId id, const std::string& why);
+  std::string who_hangs(const MemberState& member) const;
   enum class Begun : bool { maybe, fresh };  // whether somebody may have begun the step before an epoch
   bool could_say(const MemberState& m) const;
   void judge();

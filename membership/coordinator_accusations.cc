@@ -122,7 +122,8 @@ void Coordinator::judge() {
     explained = true;
   }
   if (!explained && known == Known::hangs && m->reduced.size() < config_.ranks)
-    what = fmt::format("it hangs: its processes are heard, wait for nobody and do not go on; {}", what);
+    what =
+        fmt::format("it hangs: its processes are heard, wait for nobody and do not go on{}; {}", who_hangs(*m), what);
   // Who was back last has to hear of the step first, in which the others wait for it, and to do it.
   if (std::exchange(nobody_was_heard_, false))
     return next_epoch(fmt::format("all members wait anew, since nobody was heard for a while: {}", what));
@@ -130,6 +131,22 @@ void Coordinator::judge() {
   if (m->catching_up && !caught_up(*m)) return put_out_for_now(guilty, what);
   if (!others_contribute(guilty) && !promote_caught_up(Whom::connected)) return block_on(guilty, what);
   put_out_for_now(guilty, what);
+}
+
+// Of the processes of a replica those that have not reduced the step, where others have.
+std::string Coordinator::who_hangs(const MemberState& m) const {
+  const ReplicaState* here = registration(m.replica, m.incarnation);
+  if (m.reduced.empty() || here == nullptr) return {};
+  std::string who;
+  constexpr std::size_t most = 8;
+  std::size_t named = 0;
+  for (std::uint32_t number = 0; number < here->ranks.size(); ++number) {
+    if (m.reduced.contains(number) || ++named > most) continue;
+    const RankState& rank = here->ranks[number];
+    who += fmt::format("{}rank {} (process {} on node {})", named == 1 ? "" : ", ", number, rank.pid, node_name(rank));
+  }
+  return fmt::format("; {}{} {} not reduced the step", who,
+                     named > most ? fmt::format(" and {} more", named - most) : "", named == 1 ? "has" : "have");
 }
 
 // A member that lives, and whose state, if it has one, is right.

@@ -16,10 +16,10 @@ Screened Coordinator::screen_declaration(NodeId node, const proto::RankUp& up) {
   // In a log from before this was written down: that a member, who comes back, is right, and not somebody new.
   if (!declarations_.first() && !members_.empty()) {
     if (up.incarnation() == 0) return Screened::goes_on;
-    declarations_.set_first({ReplicaId(up.replica()), declaration.plan_hash, declaration.settings});
+    declarations_.set_first({ReplicaId(up.replica()), {{declaration.plan_hash, declaration.settings}}});
   }
   const auto binding = binding_declaration();
-  if (!binding || Declarations::fits(declaration, *binding)) return Screened::goes_on;
+  if (!binding || Declarations::fits(declaration, binding->of(up.rank()))) return Screened::goes_on;
   if (declarations_.too_many_for(up)) {
     refuse(node, up, refusals::Why::declaration,
            "it declares something else than the job's replicas, as others in its place do");
@@ -41,11 +41,11 @@ void Coordinator::settle_declarations() {
   const auto binding = binding_declaration();
   if (!binding) return settle_without_majority();
   if (members_.empty() && dissent()) turn_out_those_who_differ(*binding);
-  Declaration* right = declarations_.behind(*binding);
   bool any = false;
   for (auto& one : declarations_.take_mismatches()) {
     Declaration& its = *one.declaration;
-    switch (declarations_.fate_of(one, *binding, right, now_)) {
+    Declaration* right = declarations_.behind(binding->of(one.up.rank()));
+    switch (declarations_.fate_of(one, binding->of(one.up.rank()), right, now_)) {
       case Declarations::Fate::registers: on_rank_up(one.node, one.up); break;
       case Declarations::Fate::waits:
         declarations_.add(std::move(one));
@@ -53,7 +53,7 @@ void Coordinator::settle_declarations() {
         if (right != nullptr) ask_for(*right);
         break;
       case Declarations::Fate::refused: {
-        auto why = Declarations::difference(its, right, *binding, replicas_);
+        auto why = declarations_.difference(its, one.up.rank(), right, *binding, replicas_);
         declarations_.note_refused(one.up, why);
         refuse(one.node, one.up, refusals::Why::declaration, std::move(why));
         any = true;

@@ -177,7 +177,7 @@ std::vector<ReplicaId> Coordinator::candidates() const {
   std::vector<std::pair<Incarnation, ReplicaId>> by_incarnation;
   for (const auto& [id, replica] : replicas_) {
     if (!fully_registered(replica) || others.contains(id) || readmissions_.until(id, now_)) continue;
-    if (first && (replica.mixed || !Declarations::fits(*replica.declaration, *first))) continue;
+    if (first && !Declarations::fits(replica, *first)) continue;
     by_incarnation.emplace_back(replica.incarnation, id);
   }
   std::ranges::sort(by_incarnation);

@@ -44,11 +44,17 @@ void Coordinator::note_outages(const proto::LogRecord::EpochBegun& begun, std::o
   }
 }
 
-// With what is known of the way to it.
+// With what is known of the way to it. Its other ranks hear this, too.
 std::string Coordinator::why_silent(const ReplicaState& replica) const {
-  for (const auto& rank : replica.ranks)
-    if (rank.registered && !rank.connected_node && !may_come_back(rank) && !rank.lost_why.empty())
-      return fmt::format("it is silent: {}", rank.lost_why);
+  for (std::size_t number = 0; number < replica.ranks.size(); ++number) {
+    const RankState& rank = replica.ranks[number];
+    if (!rank.registered || rank.connected_node || may_come_back(rank) || rank.lost_why.empty()) continue;
+    const std::string node = node_name(rank);
+    std::string whose = config_.ranks == 1 ? "" : fmt::format("rank {}", number);
+    if (config_.ranks > 1 && rank.lost_why.find(node) == std::string::npos)
+      whose += fmt::format(" (process {} on node {})", rank.pid, node);
+    return fmt::format("it is silent: {}{}{}", whose, whose.empty() ? "" : ": ", rank.lost_why);
+  }
   return "it is silent";
 }
 
@@ -80,7 +86,8 @@ std::vector<ReplicaOutage> Coordinator::outages(TimePoint now) const {
         suspended_, [&](const auto& one) { return one.replica == id && one.incarnation == replica.incarnation; });
     if (suspended) return fmt::format("it may be taken back until step {} is committed", committed_.value + 1);
     if (!fully_registered(replica))
-      return fmt::format("{} of its {} ranks have registered again", replica.registered, config_.ranks);
+      return fmt::format("{} of its {} ranks have registered again, {}", replica.registered, config_.ranks,
+                         missing_ranks(replica));
     if (members_.empty()) return "it has registered, and waits for the others";
     if (const auto until = readmissions_.until(id, now))
       return fmt::format(

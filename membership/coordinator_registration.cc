@@ -240,7 +240,7 @@ void Coordinator::welcome_back(NodeId node, const proto::RankUp& up, const Repli
   if (dissent()) {
     unannounced_ = true;
   } else if (recovering_until_) {
-    end_recovery_if_all_are_back();  // which announces all to everybody
+    if (fully_registered(replica)) end_recovery_if_all_are_back();  // which announces all to everybody
   } else {
     announcer_.add_pending(node, RankSet(up.rank()), now_);
     if (fully_registered(replica))
@@ -266,8 +266,6 @@ RankState& Coordinator::keep(ReplicaState& replica, NodeId node, const proto::Ra
   prospect_.stale = true;
   if (!rank.registered) rank.registered = true, ++replica.registered;
   rank.declaration = &declarations_.of(up);
-  replica.mixed = replica.mixed || (replica.declaration != nullptr && replica.declaration != rank.declaration);
-  if (replica.declaration == nullptr) replica.declaration = rank.declaration;
   declarations_.forget_refused(up);
   const auto process = ProcessId::of(up);
   if (const auto before = nodes_.find(rank.node);

@@ -75,9 +75,9 @@ bool Coordinator::has_recovered_like(const Coordinator& other) const {
     for (const auto& [replica, one] : of.out_) out.emplace_back(replica, one.why);
     const auto first = of.declarations_.first().value_or(FirstDeclared{});
     return std::tuple(of.ledger_, of.epoch_, of.committed_, of.job_, of.most_committed_, of.last_incarnation_,
-                      std::tuple(first.replica, first.plan_hash, first.settings), of.never_members_,
-                      of.incarnations_before_epoch_, of.steps_rolled_back_, members, suspended, out, of.last_roll_back_,
-                      of.stopped_, of.differing_, of.protocol_.version(), of.leader_);
+                      std::pair(first.replica, first.ranks), of.never_members_, of.incarnations_before_epoch_,
+                      of.steps_rolled_back_, members, suspended, out, of.last_roll_back_, of.stopped_, of.differing_,
+                      of.protocol_.version(), of.leader_);
   };
   return all_of(*this) == all_of(other);
 }

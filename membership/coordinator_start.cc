@@ -288,11 +288,9 @@ void Coordinator::start_with(const std::vector<ReplicaId>& replicas, Step from) 
     actions_.append.push_back(record);
     REJOIN_CHECK(replay(record));
   }
-  if (const Declaration* binding = replicas_.at(replicas.front()).declaration) {
-    const FirstDeclared first{replicas.front(), binding->plan_hash, binding->settings};
-    first.to(*actions_.append.emplace_back().mutable_declared());
-    declarations_.set_first(first);
-  }
+  auto first = Declarations::declared_by(replicas.front(), replicas_.at(replicas.front()));
+  first.to(*actions_.append.emplace_back().mutable_declared());
+  declarations_.set_first(std::move(first));
   incomplete_since_.reset();
   sent_back_.clear();
   (void)members_.take();

@@ -2,6 +2,7 @@
 // for a place. All belong to the coordinator (coordinator.h).
 #pragma once
 
+#include <algorithm>
 #include <map>
 #include <optional>
 #include <string>
@@ -134,21 +135,20 @@ struct KnownNeighbourhoods {
   bool stale = true;  // other round trips have been reported since
 };
 
-// The first of those whose plan and settings are the job's.
+// The first of those whose plans and settings are the job's.
 struct FirstDeclared {
+  struct OfRank {
+    std::uint64_t plan_hash = 0;
+    std::string settings;
+    bool operator==(const OfRank&) const = default;
+  };
   ReplicaId replica;
-  std::uint64_t plan_hash = 0;
-  std::string settings;
+  std::vector<OfRank> ranks{{}};  // by number, or one for all
 
   bool operator==(const FirstDeclared&) const = default;
-  static FirstDeclared from(const proto::LogRecord::Declared& declared) {
-    return {ReplicaId(declared.replica()), declared.plan_hash(), declared.settings()};
-  }
-  void to(proto::LogRecord::Declared& declared) const {
-    declared.set_replica(replica.value);
-    declared.set_plan_hash(plan_hash);
-    declared.set_settings(settings);
-  }
+  const OfRank& of(std::uint32_t rank) const { return ranks[std::min<std::size_t>(rank, ranks.size() - 1)]; }
+  static FirstDeclared from(const proto::LogRecord::Declared& declared);
+  void to(proto::LogRecord::Declared& declared) const;
 };
 
 // A process that asks for a place which another one has.

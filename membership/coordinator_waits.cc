@@ -8,6 +8,14 @@
 
 namespace rejoin::membership {
 
+std::string missing_ranks(const ReplicaState& replica) {
+  RankSet missing;
+  for (std::uint32_t rank = 0; rank < replica.ranks.size(); ++rank)
+    if (!replica.ranks[rank].registered) missing.add(RankSet(rank));
+  const bool one = missing.size() == 1;
+  return fmt::format("rank{} {} {} not", one ? "" : "s", shortened(missing.text(), 80), one ? "has" : "have");
+}
+
 std::vector<std::string> Coordinator::waiting_for(TimePoint now) const {
   std::vector<std::string> lines = strangers();
   if (outdated_) return {"the whole log: " + *outdated_};
@@ -20,12 +28,11 @@ std::vector<std::string> Coordinator::waiting_for(TimePoint now) const {
       auto found = replicas_.find(ReplicaId(r));
       const std::uint32_t up = found == replicas_.end() ? 0 : found->second.registered;
       const auto refused = declarations_.refused().find(ReplicaId(r));
+      std::string more = up == 0 ? "" : ", " + missing_ranks(found->second);
+      if (refused != declarations_.refused().end())
+        more = fmt::format("; rank {} was refused: {}", refused->second.first, refused->second.second);
       if (up < config_.ranks)
-        lines.push_back(
-            fmt::format("replica {}: {} of {} ranks have registered{}", r, up, config_.ranks,
-                        refused == declarations_.refused().end()
-                            ? ""
-                            : fmt::format("; rank {} was refused: {}", refused->second.first, refused->second.second)));
+        lines.push_back(fmt::format("replica {}: {} of {} ranks have registered{}", r, up, config_.ranks, more));
       else there.push_back(ReplicaId(r));
     }
     for (auto& line : declarations_.dissent_lines(replicas_)) lines.push_back(std::move(line));
@@ -73,6 +80,7 @@ bool Coordinator::runs() const {
 void Coordinator::tell_why_it_waits() {
   std::vector<std::string> lines;
   if (!started() || members_.empty()) lines = waiting_for(now_);
+  else tell_incomplete_replicas();
   constexpr std::size_t most = 8;
   if (lines.size() > most) lines.resize(most);
   const auto why = fmt::format("{}", fmt::join(lines, "; "));
@@ -98,6 +106,28 @@ void Coordinator::tell_why_it_waits() {
   proto::ToNode message;
   message.mutable_waits()->set_why(why);
   send_to(std::move(to), std::move(message));
+}
+
+// Those of its ranks that have come back, while the job runs.
+void Coordinator::tell_incomplete_replicas() {
+  for (auto& [id, replica] : replicas_) {
+    if (fully_registered(replica)) {
+      replica.incomplete = {};
+      continue;
+    }
+    auto& [registered, since, told] = replica.incomplete;
+    if (registered != replica.registered) replica.incomplete = {replica.registered, now_};
+    if (told || now_ - since < 2 * config_.silence) continue;
+    told = true;
+    std::set<NodeId> nodes;
+    for (const auto& rank : replica.ranks)
+      if (rank.registered && rank.connected_node) nodes.insert(rank.node);
+    proto::ToNode message;
+    message.mutable_waits()->set_why(
+        fmt::format("nobody and goes on; replica {} is taken in when all of its {} ranks have registered: {}", id,
+                    config_.ranks, missing_ranks(replica)));
+    if (!nodes.empty()) send_to({nodes.begin(), nodes.end()}, std::move(message));
+  }
 }
 
 // With whom it can't connect, so that it can't start, or be admitted.

@@ -22,14 +22,53 @@ std::string names(const std::vector<ReplicaId>& replicas) {
   return fmt::format("replica{} {}", replicas.size() == 1 ? "" : "s", fmt::join(replicas, ", "));
 }
 
-std::vector<ReplicaId> who_declared(const Declaration& declaration, const Replicas& replicas) {
+// Of a rank that is registered; null: it is not.
+Declaration* declared(const ReplicaState& replica, std::size_t rank) {
+  return rank < replica.ranks.size() && replica.ranks[rank].registered ? replica.ranks[rank].declaration : nullptr;
+}
+
+std::vector<ReplicaId> who_declared(const Declaration& declaration, std::uint32_t rank, const Replicas& replicas) {
   std::vector<ReplicaId> who;
   for (const auto& [id, replica] : replicas)
-    if (replica.declaration == &declaration && !replica.mixed) who.push_back(id);
+    if (declared(replica, rank) == &declaration) who.push_back(id);
   return who;
 }
 
+// The first rank for which both have declared something, and not the same.
+std::optional<std::uint32_t> first_that_differs(const ReplicaState& one, const ReplicaState& other) {
+  for (std::uint32_t rank = 0; rank < one.ranks.size(); ++rank) {
+    const auto *const its = declared(one, rank), *const others = declared(other, rank);
+    if (its != nullptr && others != nullptr && its != others) return rank;
+  }
+  return std::nullopt;
+}
+
 }  // namespace
+
+FirstDeclared FirstDeclared::from(const proto::LogRecord::Declared& declared) {
+  FirstDeclared first{ReplicaId(declared.replica()), {{declared.plan_hash(), declared.settings()}}};
+  if (!declared.of_ranks().empty()) first.ranks.clear();
+  for (const auto& one : declared.of_ranks()) first.ranks.push_back({one.plan_hash(), one.settings()});
+  return first;
+}
+
+void FirstDeclared::to(proto::LogRecord::Declared& declared) const {
+  declared.set_replica(replica.value);
+  declared.set_plan_hash(ranks.front().plan_hash);
+  declared.set_settings(ranks.front().settings);
+  if (ranks.size() == 1) return;
+  for (const auto& one : ranks) {
+    auto& of_rank = *declared.add_of_ranks();
+    of_rank.set_plan_hash(one.plan_hash);
+    of_rank.set_settings(one.settings);
+  }
+}
+
+// Where it matters which ones of a replica they are.
+std::string Declarations::names(const std::vector<ReplicaId>& replicas, std::uint32_t rank) const {
+  const std::string all = membership::names(replicas);
+  return ranks_ == 1 ? all : fmt::format("rank {} of {}", rank, all);
+}
 
 Declaration& Declarations::of(const proto::RankUp& up) {
   const auto [found, fresh] = declarations_.try_emplace({up.plan_hash(), shortened(up.settings(), kLongestSettings)});
@@ -38,12 +77,10 @@ Declaration& Declarations::of(const proto::RankUp& up) {
 }
 
 void Declarations::forget_unused(const Replicas& replicas) {
-  if (declarations_.size() <= kMostDeclarations) return;
+  if (declarations_.size() <= kMostDeclarations + ranks_) return;
   std::set<const Declaration*> used;
-  for (const auto& [id, replica] : replicas) {
-    used.insert(replica.declaration);
+  for (const auto& [id, replica] : replicas)
     for (const auto& rank : replica.ranks) used.insert(rank.declaration);
-  }
   for (const auto& one : mismatches_) used.insert(one.declaration);
   std::erase_if(declarations_, [&](const auto& one) { return !used.contains(&one.second); });
 }
@@ -51,22 +88,47 @@ void Declarations::forget_unused(const Replicas& replicas) {
 // ---- what binds
 
 // Logs from before there were settings have none.
-bool Declarations::fits(const Declaration& declaration, const FirstDeclared& binding) {
+bool Declarations::fits(const Declaration& declaration, const FirstDeclared::OfRank& binding) {
   const std::string& settings = declaration.settings;
   return declaration.plan_hash == binding.plan_hash &&
          (settings == binding.settings || settings.empty() || binding.settings.empty());
 }
 
-std::optional<FirstDeclared> Declarations::binding(const Replicas& replicas, bool has_members) const {
-  if (has_members) return first_;
-  std::map<const Declaration*, std::uint32_t> votes;
-  for (const auto& [id, replica] : replicas)
-    if (replica.registered == ranks_ && !replica.mixed && 2 * ++votes[replica.declaration] > replicas_)
-      return FirstDeclared{id, replica.declaration->plan_hash, replica.declaration->settings};
-  return std::nullopt;
+bool Declarations::fits(const ReplicaState& replica, const FirstDeclared& binding) {
+  for (std::uint32_t rank = 0; rank < replica.ranks.size(); ++rank)
+    if (const auto* its = declared(replica, rank); its != nullptr && !fits(*its, binding.of(rank))) return false;
+  return true;
 }
 
-Declaration* Declarations::behind(const FirstDeclared& binding) {
+FirstDeclared Declarations::declared_by(ReplicaId id, const ReplicaState& replica) {
+  FirstDeclared first{id, {}};
+  for (const auto& rank : replica.ranks)
+    first.ranks.push_back({rank.declaration->plan_hash, rank.declaration->settings});
+  if (std::ranges::all_of(first.ranks, [&](const auto& one) { return one == first.ranks.front(); }))
+    first.ranks.resize(1);
+  return first;
+}
+
+// By the majority vote of Boyer and Moore (1981): of all who have it only one can be left. It is counted then.
+std::optional<FirstDeclared> Declarations::binding(const Replicas& replicas, bool has_members) const {
+  if (has_members) return first_;
+  const auto votes = [&](const ReplicaState& replica) { return replica.registered == ranks_; };
+  const Replicas::value_type* left = nullptr;
+  std::uint32_t ahead = 0;
+  for (const auto& one : replicas) {
+    if (!votes(one.second)) continue;
+    if (ahead == 0) left = &one;
+    if (left == &one || !first_that_differs(left->second, one.second)) ++ahead;
+    else --ahead;
+  }
+  if (left == nullptr) return std::nullopt;
+  const auto count = std::ranges::count_if(
+      replicas, [&](const auto& one) { return votes(one.second) && !first_that_differs(left->second, one.second); });
+  if (2 * static_cast<std::uint64_t>(count) <= replicas_) return std::nullopt;
+  return declared_by(left->first, left->second);
+}
+
+Declaration* Declarations::behind(const FirstDeclared::OfRank& binding) {
   Declaration* right = nullptr;
   for (auto& [key, declaration] : declarations_)
     if (fits(declaration, binding) && (right == nullptr || declaration.content)) right = &declaration;
@@ -85,13 +147,11 @@ std::optional<Declarations::Question> Declarations::question(Declaration& declar
   };
   for (const auto& one : mismatches_)
     if (one.declaration == &declaration) return ask(one.node, one.up.replica(), one.up.rank(), one.up.instance());
-  for (const auto& [id, replica] : replicas) {
-    if (replica.declaration != &declaration && !replica.mixed) continue;
+  for (const auto& [id, replica] : replicas)
     for (std::uint32_t number = 0; number < replica.ranks.size(); ++number)
       if (const RankState& rank = replica.ranks[number];
-          rank.declaration == &declaration && rank.registered && rank.connected_node)
+          declared(replica, number) == &declaration && rank.connected_node)
         return ask(rank.node, id.value, number, rank.instance);
-  }
   return std::nullopt;
 }
 
@@ -108,12 +168,11 @@ bool Declarations::on_content(const proto::Declaration& content, Declaration* re
 
 bool Declarations::dissent(const Replicas& replicas) const {
   if (declarations_.size() < 2) return false;
-  const Declaration* common = nullptr;
-  for (const auto& [id, replica] : replicas) {
-    if (replica.declaration == nullptr) continue;
-    if (replica.mixed || (common != nullptr && replica.declaration != common)) return true;
-    common = replica.declaration;
-  }
+  std::vector<const Declaration*> common(ranks_);
+  for (const auto& [id, replica] : replicas)
+    for (std::size_t rank = 0; rank < replica.ranks.size(); ++rank)
+      if (const auto* its = declared(replica, rank); its != nullptr)
+        if (const auto* before = std::exchange(common[rank], its); before != nullptr && before != its) return true;
   return false;
 }
 
@@ -128,37 +187,36 @@ Declarations::Dissent Declarations::without_majority(const Replicas& replicas, T
     if (const auto asked = question(declaration, replicas, now)) result.questions.push_back(*asked);
   };
   bool known = true;
-  for (const auto& [id, replica] : replicas) {
-    if (!replica.mixed) {
-      ask_for(*replica.declaration);
-      known = known && replica.declaration->content;
-    }
-    for (std::uint32_t number = 0; replica.mixed && number < replica.ranks.size(); ++number)
-      if (replica.ranks[number].registered) ask_for(*replica.ranks[number].declaration);
-  }
+  for (const auto& [id, replica] : replicas)
+    for (std::size_t rank = 0; rank < replica.ranks.size(); ++rank)
+      if (auto* its = declared(replica, rank); its != nullptr) {
+        ask_for(*its);
+        known = known && its->content;
+      }
   if (known || now - *dissent_since_ >= silence_ / 2) result.lines = dissent_lines(replicas);
   return result;
 }
 
 std::vector<std::string> Declarations::dissent_lines(const Replicas& replicas) const {
   std::vector<std::string> lines;
-  const ReplicaState* first = nullptr;
-  for (const auto& [id, replica] : replicas) {
-    if (replica.mixed) {
-      lines.push_back(fmt::format("replica {}: its own ranks differ in tensors, buckets or how they all-reduce", id));
-    } else if (first == nullptr) {
-      first = &replica;
-    } else if (replica.declaration != first->declaration &&
-               who_declared(*replica.declaration, replicas).front() == id) {
-      const std::string its = names(who_declared(*replica.declaration, replicas));
-      const FirstDeclared as_first{ReplicaId{}, first->declaration->plan_hash, first->declaration->settings};
+  std::vector<std::pair<ReplicaId, Declaration*>> first(ranks_);  // of each number
+  std::set<std::pair<std::size_t, const Declaration*>> told;
+  for (const auto& [id, replica] : replicas)
+    for (std::uint32_t rank = 0; rank < replica.ranks.size(); ++rank) {
+      Declaration* its = declared(replica, rank);
+      if (its == nullptr) continue;
+      auto& [first_id, common] = first[rank];
+      if (common == nullptr) first[rank] = {id, its};
+      if (its == common || !told.insert({rank, its}).second) continue;
+      const auto others = who_declared(*its, rank, replicas);
+      const FirstDeclared as_first{first_id, {{common->plan_hash, common->settings}}};
       lines.push_back(
           fmt::format("{} and {}: they declare different things, and more than half of the job's {} replicas must "
                       "declare the same: of {}, {}",
-                      names(who_declared(*first->declaration, replicas)), its, replicas_, its,
-                      difference(*replica.declaration, first->declaration, as_first, replicas)));
+                      membership::names(who_declared(*common, rank, replicas)), membership::names(others), replicas_,
+                      names(others, rank), difference(*its, rank, common, as_first, replicas)));
+      break;  // one rank's is enough to look for
     }
-  }
   return lines;
 }
 
@@ -168,17 +226,11 @@ std::vector<std::uint64_t> Declarations::turn_out_mismatches(Replicas& replicas,
                                                              TimePoint now) {
   std::vector<std::uint64_t> gone;
   for (auto& [id, replica] : replicas) {
-    if (!replica.mixed && (replica.declaration == nullptr || fits(*replica.declaration, binding))) continue;
+    if (fits(replica, binding)) continue;
     gone.push_back(replica.incarnation.value);
-    replica.declaration = nullptr;
-    replica.mixed = false;
     for (std::uint32_t number = 0; number < replica.ranks.size(); ++number) {
       RankState& rank = replica.ranks[number];
-      if (!rank.registered) continue;
-      if (fits(*rank.declaration, binding)) {
-        replica.declaration = rank.declaration;
-        continue;
-      }
+      if (!rank.registered || fits(*rank.declaration, binding.of(number))) continue;
       rank.registered = false;
       --replica.registered;
       if (!rank.connected_node) continue;
@@ -195,7 +247,7 @@ std::vector<std::uint64_t> Declarations::turn_out_mismatches(Replicas& replicas,
 
 bool Declarations::too_many_for(const proto::RankUp& up) const { return too_many(mismatches_, up); }
 
-Declarations::Fate Declarations::fate_of(const Mismatch& mismatch, const FirstDeclared& binding,
+Declarations::Fate Declarations::fate_of(const Mismatch& mismatch, const FirstDeclared::OfRank& binding,
                                          const Declaration* right, TimePoint now) const {
   const Declaration& its = *mismatch.declaration;
   if (fits(its, binding) && !mismatch.was_registered) return Fate::registers;  // others have come, and gone
@@ -204,24 +256,25 @@ Declarations::Fate Declarations::fate_of(const Mismatch& mismatch, const FirstDe
   return known || only_settings || now - mismatch.since >= silence_ / 2 ? Fate::refused : Fate::waits;
 }
 
-std::string Declarations::difference(const Declaration& declaration, const Declaration* right,
-                                     const FirstDeclared& binding, const Replicas& replicas) {
-  auto who = right != nullptr ? who_declared(*right, replicas) : std::vector<ReplicaId>{};
-  if (who.empty()) who.push_back(binding.replica);
-  if (declaration.plan_hash == binding.plan_hash)
-    return fmt::format("it all-reduces over {}, and {} over {}; give all replicas the same", declaration.settings,
-                       names(who), binding.settings);
+std::string Declarations::difference(const Declaration& declaration, std::uint32_t rank, const Declaration* right,
+                                     const FirstDeclared& binding, const Replicas& replicas) const {
+  auto replicas_with_it = right != nullptr ? who_declared(*right, rank, replicas) : std::vector<ReplicaId>{};
+  if (replicas_with_it.empty()) replicas_with_it.push_back(binding.replica);
+  const std::string who = names(replicas_with_it, rank);
+  const auto& right_one = binding.of(rank);
+  if (declaration.plan_hash == right_one.plan_hash)
+    return fmt::format("it all-reduces over {}, and {} over {}; give all replicas the same", declaration.settings, who,
+                       right_one.settings);
   std::string tensor, fingerprint;
   if (declaration.content && right != nullptr && right->content) {
     tensor = first_difference(*declaration.content, *right->content);
     fingerprint = fingerprint_difference(*declaration.content, *right->content);
   }
   if (tensor.empty() && !fingerprint.empty())
-    return fmt::format("its fingerprint is not that of {}: {}; all replicas must have the same", names(who),
-                       fingerprint);
+    return fmt::format("its fingerprint is not that of {}: {}; all replicas must have the same", who, fingerprint);
   return fmt::format(
-      "its tensors or buckets differ from those of {}: {}; all replicas must declare the same state and plan",
-      names(who), tensor.empty() ? "where, is not known here" : tensor);
+      "its tensors or buckets differ from those of {}: {}; all replicas must declare the same state and plan", who,
+      tensor.empty() ? "where, is not known here" : tensor);
 }
 
 void Declarations::note_refused(const proto::RankUp& up, const std::string& why) {

@@ -1,7 +1,8 @@
-// What replicas declare, and who differs. All must declare alike: tensors, buckets, how they all-reduce. The job that
-// runs has declared it; before, it is what the majority of its replicas declares. The coordinator has hashes, and asks
-// one rank of each declaration for what is behind its own, so that who differs is refused with the difference. This
-// class remembers and compares, and says what is to be done: it is the coordinator that asks, refuses and registers.
+// What replicas declare, and who differs. The ranks of one number must declare alike in all of them: tensors, buckets,
+// how they all-reduce; those of a replica may differ from each other, as the stages of a pipeline do. The job that runs
+// has declared it; before, it is what the majority of its replicas declares. The coordinator has hashes, and asks one
+// rank of each declaration for what is behind its own, so that who differs is refused with the difference. This class
+// remembers and compares, and says what is to be done: it is the coordinator that asks, refuses and registers.
 #pragma once
 
 #include <map>
@@ -37,9 +38,11 @@ class Declarations {
   void set_first(FirstDeclared first) { first_ = std::move(first); }
   // What binds everybody: that, where there are members, or what a majority declares, if there is one.
   std::optional<FirstDeclared> binding(const Replicas& replicas, bool has_members) const;
-  static bool fits(const Declaration& declaration, const FirstDeclared& binding);
+  static bool fits(const Declaration& declaration, const FirstDeclared::OfRank& binding);
+  static bool fits(const ReplicaState& replica, const FirstDeclared& binding);  // all ranks that have registered
+  static FirstDeclared declared_by(ReplicaId id, const ReplicaState& replica);  // of which all have
   // One that fits, if possible one of which it is known what is behind it. Nothing: nobody here has declared it.
-  Declaration* behind(const FirstDeclared& binding);
+  Declaration* behind(const FirstDeclared::OfRank& binding);
 
   // Replicas that have registered differ.
   bool dissent(const Replicas& replicas) const;
@@ -74,10 +77,11 @@ class Declarations {
   std::vector<Mismatch> take_mismatches() { return std::exchange(mismatches_, {}); }
   void forget_if(const auto& is_it) { std::erase_if(mismatches_, is_it); }
   enum class Fate { registers, waits, refused };
-  Fate fate_of(const Mismatch& mismatch, const FirstDeclared& binding, const Declaration* right, TimePoint now) const;
-  // In what they differ, in words. `right`: what is behind `binding`, where somebody here has declared it.
-  static std::string difference(const Declaration& declaration, const Declaration* right, const FirstDeclared& binding,
-                                const Replicas& replicas);
+  Fate fate_of(const Mismatch& mismatch, const FirstDeclared::OfRank& binding, const Declaration* right,
+               TimePoint now) const;
+  // In what a rank's differs, in words. `right`: what is behind its `binding`, where somebody here has declared it.
+  std::string difference(const Declaration& declaration, std::uint32_t rank, const Declaration* right,
+                         const FirstDeclared& binding, const Replicas& replicas) const;
 
   // Ranks that were refused, one of a replica, with the reason, until they come back otherwise.
   using Refused = std::map<ReplicaId, std::pair<std::uint32_t, std::string>>;
@@ -86,6 +90,8 @@ class Declarations {
   void forget_refused(const proto::RankUp& up);
 
  private:
+  std::string names(const std::vector<ReplicaId>& replicas, std::uint32_t rank) const;
+
   std::uint32_t replicas_, ranks_;
   Duration silence_;
   std::map<std::pair<std::uint64_t, std::string>, Declaration> declarations_;  // by hash and settings

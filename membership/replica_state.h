@@ -33,21 +33,28 @@ struct RankState {
   bool registered : 1 = false, connected_node : 1 = false, weighs : 1 = false, passes_on : 1 = false;
   std::uint16_t versions = 0;  // names what it and its daemon speak
   std::int32_t pid = 0;
-  std::uint64_t daemon = 0;  // that it is behind
-  Declaration* declaration = nullptr;
+  std::uint64_t daemon = 0;            // that it is behind
+  Declaration* declaration = nullptr;  // null: it has never registered
   RankTexts texts;
 };
 
 struct ReplicaState {
   Incarnation incarnation;
-  bool begun_here = false;             // this coordinator has given it out, and so knows who was given which place
-  std::vector<RankState> ranks;        // all of the job's, by number
-  std::uint32_t registered = 0;        // of them
-  Declaration* declaration = nullptr;  // what its ranks have declared, or the first of them where `mixed`
-  bool mixed = false;                  // its ranks have declared different things
+  bool begun_here = false;       // this coordinator has given it out, and so knows who was given which place
+  std::vector<RankState> ranks;  // all of the job's, by number
+  std::uint32_t registered = 0;  // of them
+  // Some of its ranks have registered, and some have not: how many, and since when it has been so many.
+  struct Incomplete {
+    std::uint32_t registered = 0;
+    TimePoint since{};
+    bool told = false;
+  } incomplete{};
   Statuses statuses;
   RankSet caught_up;  // of this incarnation, ever: a daemon that is started again has to find it out anew
 };
+
+// "rank 3 has not", "ranks 3, 5-7 have not".
+std::string missing_ranks(const ReplicaState& replica);
 
 using Replicas = std::map<ReplicaId, ReplicaState>;
 

@@ -157,6 +157,8 @@ MUTANTS = [
      "if (peer == nullptr || bucket.coding == nullptr) return false;"),
     ("who waits for a place is answered once behind a relay", "membership/coordinator_claims.cc",
      "(claim.asked == holder.node && claim.asked_of == holder.instance)", "claim.asked == holder.node"),
+    ("what a replica's first rank declares binds all of them", "membership/coordinator_state.h",
+     "ranks[std::min<std::size_t>(rank, ranks.size() - 1)]", "ranks[std::min<std::size_t>(rank, 0)]"),
     ("a daemon says that its ranks have heard all that it has", "membership/node.cc",
      "*up.mutable_rank_up() = rank.up;",
      "*up.mutable_rank_up() = rank.up; up.mutable_rank_up()->set_heard_epoch(plan_.epoch());"),

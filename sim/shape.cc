@@ -66,6 +66,7 @@ Shape Shape::of(std::uint64_t seed) {
           .measured = often("measured", 2),
           .codings = one_of(kCodingsDrawn, seed, "codings"),
           .clips = often("clips", 2),
+          .stages = often("stages", 3),
           .old = often("old", 3)};
 }
 
@@ -102,6 +103,7 @@ std::map<std::string, std::string> Shape::values() const {
           {"measured", measured ? "y" : "n"},
           {"codings", std::string(kCodingsNames[static_cast<std::size_t>(codings)])},
           {"clips", clips ? "y" : "n"},
+          {"stages", stages ? "y" : "n"},
           {"old", old ? "y" : "n"}};
 }
 
@@ -109,7 +111,7 @@ std::map<std::string, std::string> Shape::values() const {
 std::uint64_t direct_bytes(const Shape& shape) { return !shape.direct ? 0 : shape.coded() ? 1024 : 32768; }
 
 std::size_t pairs_of_values() {
-  constexpr std::array<std::size_t, 27> sizes{kReplicas.size(),
+  constexpr std::array<std::size_t, 28> sizes{kReplicas.size(),
                                               kRanks.size(),
                                               2,
                                               2,
@@ -126,6 +128,7 @@ std::size_t pairs_of_values() {
                                               kCheckpointSteps.size(),
                                               kCodings,
                                               4,  // numbers of relays
+                                              2,
                                               2,
                                               2,
                                               2,

@@ -26,12 +26,13 @@ Trainer::Trainer(World& world, std::uint32_t replica_number, std::uint32_t rank_
   engine = world.make_engine(machine, rails);
   address_ = engine->listen({}).value().text;
   state_ = std::make_unique<TrainingState>(world.planted(Plant::log_too_much) ? 1 << 20 : model_.gradient_log_budget());
+  const std::string stage = world.shape.stages ? fmt::format("stage{} t", rank) : "t";
   std::vector<std::vector<TensorId>> buckets;
   const auto& tensors = model_.tensors();
   for (std::size_t t = 0; t < tensors.size(); ++t) {
     buckets.resize(std::max<std::size_t>(buckets.size(), tensors[t].bucket + 1));
     buckets[tensors[t].bucket].push_back(state_
-                                             ->add({.name = fmt::format("t{}", t),
+                                             ->add({.name = fmt::format("{}{}", stage, t),
                                                     .count = tensors[t].count,
                                                     .moments = tensors[t].moments,
                                                     .elementwise = tensors[t].elementwise})

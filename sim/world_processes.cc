@@ -164,12 +164,15 @@ void World::end_trainer(Trainer& trainer, const std::string& why, bool gave_up) 
   check_survivors();
   processes_.erase(trainer.instance);
   const auto connection = trainer.connection;
+  const bool registered = trainer.incarnation() != Incarnation{};
   if (place.get() != &trainer) end_rival(trainer);
   else if (auto rival = take_rival(replica, rank)) place = std::move(rival);
   else place.reset();
   Random& random = supervisor_random_[node];
   Daemon* daemon = daemons_[node].get();
-  if (!place && daemon != nullptr && daemon->knows(connection)) ends_.on_end({replica, rank}, daemon->instance, now());
+  // The end of one that has never had the place says nothing of who has.
+  if (!place && registered && daemon != nullptr && daemon->knows(connection))
+    ends_.on_end({replica, rank}, daemon->instance, now());
   if (daemon != nullptr && connection.value != 0)
     deliver(*daemon, random.between(10us, 2ms),
             [daemon, connection] { daemon->drop(connection, "its process ended", membership::Node::Gone::ended); });

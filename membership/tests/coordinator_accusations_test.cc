@@ -19,6 +19,26 @@ TEST(Coordinator, OfAWaitForGraphTheOneThatWaitsForNobodyIsOut) {
             "the reduce-scatter");
 }
 
+// The other one has done its part, and hears the same reason when its replica is out.
+TEST(Coordinator, OfAReplicaThatHangsTheRanksThatHaveNotReducedAreNamed) {
+  Bench bench;
+  bench.start();
+  proto::FromNode message;
+  auto& done = *message.mutable_reduced();
+  done.set_replica(1);
+  done.set_epoch(bench.coordinator.epoch().value);
+  done.set_step(bench.coordinator.committed().value + 1);
+  done.set_incarnation(bench.incarnations[1]);
+  RankSet(1).to(done.mutable_ranks());
+  bench.send(1, message);
+  bench.accuse(0, 2), bench.accuse(2, 1);
+  bench.pass(300ms);
+  ASSERT_EQ(bench.coordinator.suspended().size(), 1u);
+  EXPECT_NE(bench.coordinator.suspended()[0].reason.find("do not go on; rank 0 (process 0 on node ) has not reduced"),
+            std::string::npos)
+      << bench.coordinator.suspended()[0].reason;
+}
+
 // Of a process that has been there for few steps: it has more patience, and says all the same whom it waits for.
 TEST(Coordinator, WhoHasNotWaitedForTooLongDoesNotHang) {
   Bench bench;

@@ -216,7 +216,8 @@ TEST(Coordinator, AnotherPlanOrAPlaceOutsideTheJobIsRefusedWithTheReason) {
   bench.down(1);
   bench.up(1, 2, 0, 5, /*plan=*/10);
   bench.pass(600ms);
-  EXPECT_NE(bench.refusal(1).find("tensors or buckets differ from those of replicas 0, 2"), std::string::npos);
+  EXPECT_NE(bench.refusal(1).find("tensors or buckets differ from those of rank 1 of replicas 0, 2"),
+            std::string::npos);
   bench.up(7);
   EXPECT_TRUE(bench.inbox[7].back().has_refused());
 }

@@ -28,10 +28,9 @@ struct Declared {
     ReplicaState& replica = replicas[ReplicaId(number)];
     replica.incarnation = Incarnation(number + 1);
     replica.registered = 1;
-    replica.declaration = &declarations.of(declaring(number, plan_hash));
     replica.ranks = {{.node = NodeId(number), .instance = std::uint64_t{100} + number}};
     replica.ranks[0].registered = replica.ranks[0].connected_node = true;
-    replica.ranks[0].declaration = replica.declaration;
+    replica.ranks[0].declaration = &declarations.of(declaring(number, plan_hash));
   }
   Mismatch mismatch(std::uint32_t number, std::uint64_t plan_hash, const std::string& settings = "ring") {
     const auto up = declaring(number, plan_hash, settings);
@@ -49,29 +48,29 @@ TEST(Declarations, WhatMoreThanHalfOfTheReplicasDeclareBinds) {
   all.registers(3, 5);
   const auto binding = all.declarations.binding(all.replicas, false);
   ASSERT_TRUE(binding);
-  EXPECT_EQ(binding->plan_hash, 5u);
+  EXPECT_EQ(binding->of(0).plan_hash, 5u);
 }
 
 TEST(Declarations, WhatTheMembersHaveDeclaredBindsWhateverMostDeclare) {
   Declared all;
   for (std::uint32_t number = 0; number < 4; ++number) all.registers(number, 5);
-  all.declarations.set_first({ReplicaId(0), 6, "ring"});
-  EXPECT_EQ(all.declarations.binding(all.replicas, true)->plan_hash, 6u);
-  EXPECT_EQ(all.declarations.binding(all.replicas, false)->plan_hash, 5u);
+  all.declarations.set_first({ReplicaId(0), {{6, "ring"}}});
+  EXPECT_EQ(all.declarations.binding(all.replicas, true)->of(0).plan_hash, 6u);
+  EXPECT_EQ(all.declarations.binding(all.replicas, false)->of(0).plan_hash, 5u);
 }
 
 TEST(Declarations, SettingsThatALogDoesNotHaveFitAny) {
   Declared all;
   const Declaration& its = all.declarations.of(declaring(0, 5, "ring"));
-  EXPECT_TRUE(Declarations::fits(its, {ReplicaId(1), 5, ""}));
-  EXPECT_FALSE(Declarations::fits(its, {ReplicaId(1), 5, "tree"}));
-  EXPECT_FALSE(Declarations::fits(its, {ReplicaId(1), 6, "ring"}));
+  EXPECT_TRUE(Declarations::fits(its, {5, ""}));
+  EXPECT_FALSE(Declarations::fits(its, {5, "tree"}));
+  EXPECT_FALSE(Declarations::fits(its, {6, "ring"}));
 }
 
 TEST(Declarations, OneOfThoseWhoHaveDeclaredItIsAskedAndAgainOnlyAfterAWhile) {
   Declared all;
   all.registers(2, 5), all.registers(3, 5);
-  Declaration& its = *all.replicas.at(ReplicaId(2)).declaration;
+  Declaration& its = *all.replicas.at(ReplicaId(2)).ranks[0].declaration;
   const auto question = all.declarations.question(its, all.replicas, kStart);
   ASSERT_TRUE(question);
   EXPECT_EQ(question->replica, 2u);
@@ -86,13 +85,13 @@ TEST(Declarations, WhoDiffersIsRefusedWhenTheDifferenceIsKnownOrHasBeenAskedForL
   Declared all;
   for (std::uint32_t number = 0; number < 3; ++number) all.registers(number, 5);
   const auto binding = *all.declarations.binding(all.replicas, false);
-  const Declaration* right = all.declarations.behind(binding);
+  const Declaration* right = all.declarations.behind(binding.of(0));
   const Mismatch tensors = all.mismatch(3, 6), settings = all.mismatch(3, 5, "tree"), none = all.mismatch(3, 5);
-  EXPECT_EQ(all.declarations.fate_of(tensors, binding, right, kStart), Fate::waits);
-  EXPECT_EQ(all.declarations.fate_of(tensors, binding, right, kStart + kSilence / 2), Fate::refused);
-  EXPECT_EQ(all.declarations.fate_of(settings, binding, right, kStart), Fate::refused);
-  EXPECT_EQ(all.declarations.fate_of(none, binding, right, kStart), Fate::registers);
-  EXPECT_EQ(Declarations::difference(*settings.declaration, right, binding, all.replicas),
+  EXPECT_EQ(all.declarations.fate_of(tensors, binding.of(0), right, kStart), Fate::waits);
+  EXPECT_EQ(all.declarations.fate_of(tensors, binding.of(0), right, kStart + kSilence / 2), Fate::refused);
+  EXPECT_EQ(all.declarations.fate_of(settings, binding.of(0), right, kStart), Fate::refused);
+  EXPECT_EQ(all.declarations.fate_of(none, binding.of(0), right, kStart), Fate::registers);
+  EXPECT_EQ(all.declarations.difference(*settings.declaration, 0, right, binding, all.replicas),
             "it all-reduces over tree, and replicas 0, 1, 2 over ring; give all replicas the same");
 }
 
@@ -100,7 +99,7 @@ TEST(Declarations, ThoseWhoDifferFromAMajorityAreRegisteredNoLonger) {
   Declared all;
   all.registers(0, 6);
   for (std::uint32_t number = 1; number < 4; ++number) all.registers(number, 5);
-  const auto gone = all.declarations.turn_out_mismatches(all.replicas, {ReplicaId(1), 5, "ring"}, kStart);
+  const auto gone = all.declarations.turn_out_mismatches(all.replicas, {ReplicaId(1), {{5, "ring"}}}, kStart);
   EXPECT_EQ(gone, std::vector<std::uint64_t>{1});
   EXPECT_FALSE(all.replicas.contains(ReplicaId(0)));
   EXPECT_FALSE(all.declarations.dissent(all.replicas));
@@ -126,11 +125,11 @@ TEST(Declarations, OfManyOnlyThoseThatSomebodyHasAreKept) {
   all.registers(0, 5);
   all.declarations.add(all.mismatch(1, 6));
   for (std::uint64_t hash = 100; hash < 130; ++hash) (void)all.declarations.of(declaring(2, hash));
-  EXPECT_TRUE(all.declarations.behind({ReplicaId(2), 110, "ring"}));
+  EXPECT_TRUE(all.declarations.behind({110, "ring"}));
   all.declarations.forget_unused(all.replicas);
-  EXPECT_FALSE(all.declarations.behind({ReplicaId(2), 110, "ring"}));
-  EXPECT_TRUE(all.declarations.behind({ReplicaId(0), 5, "ring"}));
-  EXPECT_TRUE(all.declarations.behind({ReplicaId(1), 6, "ring"}));
+  EXPECT_FALSE(all.declarations.behind({110, "ring"}));
+  EXPECT_TRUE(all.declarations.behind({5, "ring"}));
+  EXPECT_TRUE(all.declarations.behind({6, "ring"}));
 }
 
 }  // namespace
