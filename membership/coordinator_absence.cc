@@ -235,8 +235,8 @@ void Coordinator::lose(const proto::RankDown& ended) {
 void Coordinator::lose_everybody() {
   for (const auto& m : members_.take()) drop_registration(m.replica, "no contributor is left to catch up from");
   for (const auto& out : std::exchange(suspended_, {})) ledger_.hand_back(out.replica);
-  warn("no process is left that has the state of step {}; the job waits for replicas that bring a checkpoint",
-       committed_);
+  warn("no process is left that has the state of step {}; the job waits for replicas{}", committed_,
+       committed_ == Step{} ? ", which begin as at its start" : " that bring a checkpoint");
 }
 
 void Coordinator::next_epoch(const std::string& reason, Begun step) {

@@ -138,6 +138,25 @@ def test_ranks_whose_scripts_leave_alike_wait_for_each_other():
         leaves.result(10)
 
 
+def test_where_the_job_ends_a_rank_without_metrics_waits_for_those_that_have_some():
+    one, other = ranks_of(torch.distributed.HashStore(), 2)
+
+    def ends(ranks: _ranks.Ranks, names: list[str]) -> None:
+        session = SimpleNamespace(
+            _ranks=ranks, _in_step=False, _leaving=_leaving.Leaving(), _contributed=True, _beginning=False, _group=None,
+            _native=SimpleNamespace(begin_step=lambda: None),
+            _metrics=SimpleNamespace(names=names, keep=lambda: None),
+        )  # fmt: skip
+        assert _loop.begin_step(session) is None and session._finished
+
+    with ThreadPoolExecutor() as threads:
+        ended = threads.submit(ends, one, [])  # the first stage of a pipeline
+        while not one._store.check(["leaves/0"]):
+            assert not ended.done()
+        ends(other, ["loss"])
+        ended.result(10)
+
+
 def test_sigterm_of_one_rank_lets_all_leave_after_the_next_step():
     one, other = ranks_of(torch.distributed.HashStore(), 2)
     for step in range(1, 12):

@@ -81,9 +81,10 @@ def begin_step(session: Session) -> Step | None:
             session._beginning = begun is not None
         if begun is None:
             session._finished = True
-            if session._metrics.names:  # a slower rank may ask for the last step's, and this one have the store
+            if session._metrics.names:
                 session._metrics.keep()
-                session._ranks.leave_together()
+            # A slower rank may ask for the last step's mean, which this one has the store of, or no part in.
+            session._ranks.leave_together()
             return None
         _attach.refuse_averaged(session)  # not before: behind the last step it does no harm
         number, contributes, leads, contributors, batch, weight, epoch, settled = begun
