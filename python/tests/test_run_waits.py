@@ -1,6 +1,10 @@
 """What rejoin-run says that a job waits for."""
 
 import math
+import os
+import re
+import signal
+import subprocess
 from types import SimpleNamespace
 
 from rejoin import _run_waits
@@ -117,3 +121,22 @@ def test_of_several_ranks_that_do_not_end_it_is_not_torchrun_that_hangs(monkeypa
     (line,) = job.goes_on(10, step=5)
     assert "its torchrun, process 7, does not end: one of the ranks" in line
     assert "pgrep -P 7" in line and "py-spy dump --pid 7" not in line and "kill -9 7" in line
+
+
+def test_ranks_that_do_not_end_are_named_and_of_them_those_that_are_stopped(monkeypatch):
+    job = Waiting(monkeypatch, by_torchrun=True)
+    out = {"replica": 1, "reason": "it hangs", "next": "its trainers have to be started again", "for_ms": 90_000}
+    job.status["out"], job.script = [out], (os.getpid(), job.now - 200)  # this process is the torchrun
+    ranks = [subprocess.Popen(["sleep", "1000"], env={**os.environ, "RANK": str(rank)}) for rank in range(2)]
+    try:
+        (line,) = job.goes_on(10, step=5)
+        assert re.search(r"is stopped: rank 0, process \d+; rank 1, process \d+\. See where", line), line
+        os.kill(ranks[1].pid, signal.SIGSTOP)
+        assert os.waitpid(ranks[1].pid, os.WUNTRACED)[0] == ranks[1].pid
+        job.waits._hang.clear()
+        (line,) = job.goes_on(10, step=5)
+        assert f"or is stopped: rank 1, process {ranks[1].pid}, is stopped (SIGSTOP). See where" in line, line
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()

@@ -95,6 +95,7 @@ def main() -> None:
     parser.add_argument("--flags", action="store_true")
     parser.add_argument("--save-every", type=int, default=0)
     parser.add_argument("--leave-within", type=float)
+    parser.add_argument("--longest-standing", type=float, default=10.0)
     parser.add_argument("--group", action="store_true")
     parser.add_argument("--sample-ms", type=float, nargs="+")  # what a sample takes longer, by replica
     given = parser.parse_args()
@@ -102,7 +103,7 @@ def main() -> None:
         _leaving.LONGEST_WAIT_SECONDS = given.leave_within
 
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    session = rj.Session.from_environment()
+    session = rj.Session.from_environment(longest_standing=given.longest_standing)
     me = session.replica
     model = make_model(given.optimizer)
     if ranks > 1:

@@ -60,9 +60,17 @@ class _Process:
 
     def has_variable(self, setting: bytes) -> bool:
         """Say whether it was started with it."""
+        return setting in self._environment()
+
+    def variable(self, name: bytes) -> str:
+        """Give what it was started with; nothing, without it."""
+        values = (one[len(name) + 1 :] for one in self._environment() if one.startswith(name + b"="))
+        return next(values, b"").decode(errors="replace")
+
+    def _environment(self) -> list[bytes]:
         with contextlib.suppress(OSError):
-            return setting in Path(f"/proc/{self.pid}/environ").read_bytes().split(b"\0")
-        return False
+            return Path(f"/proc/{self.pid}/environ").read_bytes().split(b"\0")
+        return []
 
 
 def _processes() -> Iterator[_Process]:
@@ -70,6 +78,18 @@ def _processes() -> Iterator[_Process]:
         with contextlib.suppress(OSError):  # no process any more
             state, parent, _, session = Path(f"/proc/{entry}/stat").read_bytes().rpartition(b")")[2].split()[:4]
             yield _Process(int(entry), state.decode(), int(parent), int(session))
+
+
+def ranks_of(torchrun: int) -> list[str]:
+    """Name those that it has started and that live; where some of them are stopped, these alone."""
+    live, stopped = [], []
+    for one in _processes():
+        rank = one.variable(b"RANK") if one.parent == torchrun and one.state != "Z" else ""
+        if rank:
+            live.append(f"rank {rank}, process {one.pid}")
+            if one.state == "T":
+                stopped.append(f"{live[-1]}, is stopped (SIGSTOP)")
+    return stopped or live
 
 
 def bury(own: Sequence[Kept]) -> None:

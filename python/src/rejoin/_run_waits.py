@@ -10,6 +10,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from rejoin._kept import ranks_of
+
 LOOKS_EVERY_SECONDS = 10.0
 STANDS_SECONDS = 30.0  # without a step, once the job has begun; a job of long steps stands still for so many of them:
 _STANDS_STEPS = 3.0
@@ -117,6 +119,11 @@ class Waits:
     def _how_to_end(self, process: int) -> str:
         end = f"and end it (kill -9 {process})"
         if self._by_torchrun:
+            if ranks := ranks_of(process):
+                return (
+                    f"torchrun, process {process}, does not end: one of the ranks that it has started hangs, or is "
+                    f"stopped: {'; '.join(ranks)}. See where (py-spy dump --pid of each), {end}"
+                )
             return (
                 f"torchrun, process {process}, does not end: one of the ranks that it has started hangs, or is "
                 f"stopped. See which and where (py-spy dump --pid of each that pgrep -P {process} gives), {end}"

@@ -323,6 +323,7 @@ def leave(session: Session) -> None:
 def end(session: Session) -> None:
     """End this replica's part in the job, wherever it is, and wait for nobody."""
     session._ended = True
+    session._standing.stop()
     with ExitStack() as ends:  # the others wait for none of these: torch gives each worker 5 s to end
         for fetcher in session._fetchers.values():
             ends.callback(fetcher.stop)

@@ -18,7 +18,7 @@ from rejoin import _native
 from rejoin._daemon import local_daemon
 from rejoin.errors import InvalidArgument, RejoinError
 from rejoin.launch import Place, place_from_environment
-from rejoin.torch import _attach, _loop
+from rejoin.torch import _attach, _loop, _standing
 from rejoin.torch._attributes import told
 from rejoin.torch._buckets import Buckets
 from rejoin.torch._busy import Busy
@@ -52,7 +52,13 @@ class Session:
     to end, and to be started again. `replica`, `rank` and `device` say which part it is.
     """
 
-    def __init__(self, device: torch.device | str = "cpu", **settings: Any) -> None:
+    def __init__(
+        self,
+        device: torch.device | str = "cpu",
+        *,
+        longest_standing: float = _standing.LONGEST_SECONDS,
+        **settings: Any,
+    ) -> None:
         """Open a session with these settings, named as a trainer's flags (`socket`, `replica`, `rank`, `transport` …).
 
         What is not given comes from REJOIN_* variables; replica and rank also from a launcher's variables
@@ -60,6 +66,10 @@ class Session:
         says where that is, and REJOIN_COORDINATOR says where the coordinator is, the process of local rank 0 starts a
         daemon, which ends with it: at log level warn, and as replicaR-HOST, where REJOIN_LOG_LEVEL and REJOIN_NODE do
         not say otherwise.
+
+        `longest_standing`: of a replica with several ranks. Where it is out of the job, and this rank's thread does not
+        go on for so many seconds, since it waits for another rank in a collective, the process ends: it would not come
+        to the session's next call, which says so.
         """
         refuse_in_worker()
         self.device = torch.device(device)
@@ -95,6 +105,7 @@ class Session:
         self._ranks: Ranks | None = None
         self._position: str | None = None
         self._compares = True  # the state with the position's digest
+        self._standing = _standing.Standing(self.replica, self.rank, self._native.check, longest_standing)
         self._busy = Busy(self._native)
         self._fetchers: dict[int, Fetcher] = {}
         self._data: list[str] = []  # what batches() was told
@@ -210,6 +221,8 @@ class Session:
         with self._leaving.waiting(at_once=True), remedy_in_python():
             self._native.join(self._position, self._compares)
         self._joined = True
+        if self._ranks.several:
+            self._standing.begin()
 
     def leave(self) -> None:
         """End this replica's part in the job; the other replicas go on at once.

@@ -69,6 +69,12 @@ def kill_stopped() -> None:
             worker.kill()
 
 
+def kill_workers_at_end() -> None:
+    """Kill all workers of this process, which ends without those calls of multiprocessing."""
+    for worker in [*_waited_for]:
+        worker.kill()
+
+
 class Watch:
     """Looks, while a step waits for workers, whether this replica still has something to wait for.
 
@@ -92,7 +98,10 @@ class Watch:
         if self._over is None:
             self._over = threading.Event()
             threading.Thread(
-                target=_watch, args=(weakref.ref(self), self._over), name="rejoin-workers", daemon=True
+                target=watch,
+                args=(weakref.ref(self), self._over, _LOOKS_EVERY_SECONDS),
+                name="rejoin-workers",
+                daemon=True,
             ).start()
         with self._lock:
             self._iterator, self._since, self._told = iterator, time.monotonic(), False
@@ -137,11 +146,12 @@ class Watch:
                 )  # fmt: skip
 
 
-# Without a reference to the watch, and by that to the session, but while it looks.
-def _watch(of: weakref.ref[Watch], over: threading.Event) -> None:
-    while not over.wait(_LOOKS_EVERY_SECONDS):
-        watch = of()
-        if watch is None:
+# Without a reference to who looks, and by that to the session, but while it does.
+def watch(of: weakref.ref[Any], over: threading.Event, every: float) -> None:
+    """Let it look once in so many seconds, as long as it is there, and until that is over."""
+    while not over.wait(every):
+        looks = of()
+        if looks is None:
             return
-        watch.look()
-        del watch
+        looks.look()
+        del looks
