@@ -91,7 +91,7 @@ def test_a_rank_ends_that_waits_for_another_one_of_its_replica_which_is_out_and_
         for rank in range(2)
     )
     try:
-        told, errors = one.communicate(60)
+        told, errors = one.communicate(120)
         assert one.returncode == 1, errors
         assert told.splitlines()[:-1] == [
             "a collective of a replica that is not out", "computed", "waited for a process", "waited for a thread",
