@@ -37,16 +37,22 @@ std::optional<fs::path> folder_of(int pidfd, const fs::path& proc) {
   return std::nullopt;
 }
 
-// `folder`: a thread's, or a process's, which tells of its first thread.
-bool has_flag(const fs::path& folder) {
+// What proc(5) says of a thread, or a process, which tells of its first thread, from field 2 on, the rest of its name.
+std::vector<std::string> fields_of(const fs::path& folder) {
   std::ifstream in(folder / "stat");
   const std::string stat(std::istreambuf_iterator<char>(in), {});
   const auto name_ends = stat.rfind(')');  // a name may hold blanks and brackets, too
-  if (name_ends == std::string::npos) return false;
-  constexpr std::size_t flags = 7;  // field 9 of proc(5), of which two are the number and the name
-  const auto fields = split(std::string_view(stat).substr(name_ends + 1), ' ');
-  const auto number = fields.size() > flags ? number_in<std::uint64_t>(fields[flags]) : std::nullopt;
-  return number && (*number & kExiting) != 0;
+  if (name_ends == std::string::npos) return {};
+  return split(std::string_view(stat).substr(name_ends), ' ');
+}
+
+std::optional<std::uint64_t> field(const std::vector<std::string>& fields, std::size_t number) {
+  return fields.size() > number - 2 ? number_in<std::uint64_t>(fields[number - 2]) : std::nullopt;
+}
+
+bool has_flag(const fs::path& folder) {
+  const auto flags = field(fields_of(folder), 9);
+  return flags && (*flags & kExiting) != 0;
 }
 
 std::vector<fs::path> threads_of(const fs::path& process) {
@@ -70,6 +76,13 @@ bool is_exiting(int pidfd, const fs::path& proc) {
   return !since.empty() && std::ranges::all_of(since, [&](const fs::path& thread) {
     return std::ranges::find(threads, thread) != threads.end();
   });
+}
+
+std::optional<std::uint64_t> began(pid_t process, const fs::path& proc) {
+  if (process <= 0) return std::nullopt;  // of another PID namespace
+  const auto fields = fields_of(proc / std::to_string(process));
+  const bool ended = fields.size() < 2 || fields[1] == "Z" || fields[1] == "X";
+  return ended ? std::nullopt : field(fields, 22);
 }
 
 }  // namespace rejoin::daemon

@@ -1,6 +1,9 @@
 // How the node's trainers go: they leave, end, hang, or are dropped.
+#include <algorithm>
+
 #include "base/events.h"
 #include "base/log.h"
+#include "daemon/exiting.h"
 #include "daemon/node_server.h"
 
 namespace rejoin::daemon {
@@ -38,6 +41,40 @@ void NodeServer::answer_leavers() {
   for (const auto id : late) say_left(id);
 }
 
+// What is no part of the job had no place in it.
+void NodeServer::remember(const Trainer& trainer, const std::string& reason) {
+  if (trainer.outside) return;
+  const auto& plan = machine_.plan();
+  GoneTrainer gone{.pid = trainer.credentials.pid,
+                   .began = began(trainer.credentials.pid),
+                   .reason = reason,
+                   .at = now(),
+                   .job = trainer.job,
+                   .incarnation = trainer.incarnation};
+  if (has_ended(trainer)) gone.began.reset();
+  if (gone.incarnation == 0) {  // the plan may still name the one before it
+    gone.job = plan.job();
+    for (const auto& member : plan.members())
+      if (member.replica() == trainer.key->replica.value) gone.incarnation = member.incarnation();
+  }
+  gone_[*trainer.key] = std::move(gone);
+  forget_gone();
+}
+
+// What has a place elsewhere is not gone.
+void NodeServer::forget_gone() {
+  const auto& plan = machine_.plan();
+  std::erase_if(gone_, [&](const auto& one) {
+    const auto& [key, gone] = one;
+    return std::ranges::any_of(plan.members(), [&](const auto& member) {
+      return member.replica() == key.replica.value &&
+             (plan.job() != gone.job || member.incarnation() > gone.incarnation);
+    });
+  });
+  while (gone_.size() > kMostGone)
+    gone_.erase(std::ranges::min_element(gone_, {}, [](const auto& one) { return one.second.at; }));
+}
+
 // It hung, and its process has ended now, so that nobody need wait for it any more.
 void NodeServer::drop_silent(membership::RankConnection id, const std::string& reason, Gone how) {
   const auto silent = silent_.extract(id);
@@ -48,7 +85,7 @@ void NodeServer::drop_silent(membership::RankConnection id, const std::string& r
                  {.replica = key.replica.value, .number = key.rank.value, .a = static_cast<std::uint64_t>(pid)},
                  reason);
   if (const auto gone = gone_.find(key); gone != gone_.end() && gone->second.pid == pid)
-    gone->second = {pid, reason, now()};
+    gone->second.began.reset(), gone->second.reason = reason, gone->second.at = now();
   carry_out(machine_.on_rank_gone(id, reason, how));
 }
 
@@ -65,7 +102,7 @@ void NodeServer::drop(membership::RankConnection id, const std::string& reason, 
                     .a = static_cast<std::uint64_t>(trainer.credentials.pid)},
                    reason);
     progress_.erase(*trainer.key);
-    gone_[*trainer.key] = {trainer.credentials.pid, reason, now()};
+    remember(trainer, reason);
     if (trainer.own) {  // its stream goes with it
       served_by_gone_ += trainer.own->bytes_served;
       passed_on_by_gone_ += trainer.own->bytes_passed_on;

@@ -39,6 +39,7 @@ NodeServer::NodeServer(asio::io_context& io, const NodeOptions& options, const J
                          [this](const proto::ToNode& message) {
                            if (message.has_inquiry()) look_after(message.inquiry());
                            record_plan(message);
+                           note_answer(message);
                            if (message.has_registered()) coordinator_page_ = message.registered().page();
                            carry_out(machine_.on_coordinator_message(message, now()));
                            if (message.has_plan() || message.has_peers()) follow_plan(message.has_peers());
@@ -205,6 +206,7 @@ void NodeServer::carry_out(const membership::Node::Actions& actions) {
 // Starts, updates and ends the streams into local joiners as the plan says.
 void NodeServer::follow_plan(bool other_peers) {
   const Step committed(machine_.plan().committed());
+  forget_gone();
   for (const auto& stream : streams_.of(machine_, other_peers)) {
     const auto& [connection, key, catching_up, job, serves, sources, chain, strange] = *stream;
     for (const auto& one : strange) warn_of(one);

@@ -71,8 +71,10 @@ class NodeServer {
     std::optional<Offering> offering;
     bool opening = false;  // its state, and a stream for its GPU, are being opened, or were
     std::optional<catchup::RankKey> key;
-    std::string listens;               // its engine's own address
-    std::string card, card_listening;  // as it has told them
+    std::string listens;                     // its engine's own address
+    std::string card, card_listening;        // as it has told them
+    std::uint64_t job = 0, incarnation = 0;  // as the coordinator has registered it
+    bool outside = false;                    // it is no part of the job, says the coordinator
     bool catching_up = false;
     std::optional<Incarnation> serves;
     proto::Heartbeat ring;      // the last one, with the counters of its all-reduces
@@ -99,6 +101,9 @@ class NodeServer {
   void drop_silent(membership::RankConnection id, const std::string& reason, membership::Node::Gone how);
   void on_hang_up(membership::RankConnection id, const Error& why);
   std::map<membership::RankConnection, Trainer>::iterator find_trainer(const catchup::RankKey& key);
+  void note_answer(const proto::ToNode& message);
+  void remember(const Trainer& trainer, const std::string& reason);
+  void forget_gone();
   void record_plan(const proto::ToNode& message) const;
   static void record_progress(const catchup::RankKey& key, const catchup::CatchUpProgress& progress);
   void on_leave(membership::RankConnection id, const proto::LocalLeave& leave);
@@ -188,9 +193,12 @@ class NodeServer {
   TimePoint sign_given_{};                                // when trainers were last sent a Heartbeat
   struct GoneTrainer {
     pid_t pid = 0;
+    std::optional<std::uint64_t> began;  // when the process did (exiting.h); none: it has ended
     std::string reason;
     TimePoint at{};
+    std::uint64_t job = 0, incarnation = 0;  // whoever is a member later has its place
   };
+  static constexpr std::size_t kMostGone = 256;   // the oldest are forgotten
   std::map<catchup::RankKey, GoneTrainer> gone_;  // for each place that nobody has, who had it last
   std::uint64_t next_trainer_ = 1;
   const std::uint64_t reports_as_;  // random

@@ -1,12 +1,11 @@
 // What the node tells of itself (/status).
-#include <signal.h>
-
 #include <algorithm>
 #include <cmath>
 #include <nlohmann/json.hpp>
 
 #include "base/fail.h"
 #include "base/release.h"
+#include "daemon/exiting.h"
 #include "daemon/metrics.h"
 #include "daemon/node_server.h"
 
@@ -95,7 +94,7 @@ nlohmann::json NodeServer::status() const {
     json["gone"].push_back({{"replica", key.replica.value},
                             {"rank", key.rank.value},
                             {"pid", gone.pid},
-                            {"lives", gone.pid > 0 && ::kill(gone.pid, 0) == 0},
+                            {"lives", gone.began && gone.began == began(gone.pid)},
                             {"reason", gone.reason},
                             {"for_ms", milliseconds(now() - gone.at)}});
   json["serving"] = nlohmann::json::array();

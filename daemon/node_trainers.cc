@@ -208,6 +208,8 @@ NodeServer::Taken NodeServer::admit(Trainer& trainer, const proto::LocalHello& h
   if (!place) return tl::unexpected(place.error());
   if (auto cleared = clear_place(trainer, key, hello.up()); !cleared) return cleared;
   trainer.key = key;
+  trainer.job = hello.up().job();
+  trainer.incarnation = hello.up().incarnation();
   gone_.erase(key);
   std::erase_if(silent_, [&, pid = trainer.credentials.pid](const auto& one) {
     return one.second.key == key && one.second.pid == pid;
@@ -248,6 +250,25 @@ NodeServer::Taken NodeServer::admit(Trainer& trainer, const proto::LocalHello& h
   return {};
 }
 
+// The coordinator's to a registration.
+void NodeServer::note_answer(const proto::ToNode& message) {
+  const auto note = [&](const auto& answer, auto change) {
+    for (auto& [id, trainer] : trainers_)
+      if (const auto rank = machine_.ranks().find(id);
+          rank != machine_.ranks().end() && rank->second.up.replica() == answer.replica() &&
+          rank->second.up.rank() == answer.rank() && rank->second.up.instance() == answer.instance())
+        change(trainer);
+  };
+  if (message.has_registered())
+    note(message.registered(), [&](Trainer& trainer) {
+      trainer.job = message.registered().job();
+      trainer.incarnation = message.registered().incarnation();
+    });
+  if (message.has_refused())
+    note(message.refused(),
+         [&](Trainer& trainer) { trainer.outside = message.refused().why() == static_cast<std::uint32_t>(Why::job); });
+}
+
 // One process has a place. Whoever else asks for it gets it when that one has ended; one that is silent for too long is
 // not among the trainers any more.
 NodeServer::Taken NodeServer::clear_place(const Trainer& newcomer, const catchup::RankKey& key,
@@ -257,14 +278,15 @@ NodeServer::Taken NodeServer::clear_place(const Trainer& newcomer, const catchup
     if (other.key != key) continue;
     const Gone how = has_ended(other) ? Gone::ended : machine_.gone_for(id, up);
     const pid_t pid = other.credentials.pid;  // 0: of another PID namespace, where it tells nobody from another
-    const bool connects_anew = pid != 0 && readable_now(other.socket.get()) && pid == newcomer.credentials.pid;
-    if (how == Gone::ended && !has_ended(other) && !connects_anew)
+    const bool same = pid != 0 && pid == newcomer.credentials.pid;
+    if (how == Gone::ended && !has_ended(other) && !(same && hung_up(other.socket)))
       return refused_as(
           Why::place,
-          fmt::format("process {} of this node, {}, is replica {} rank {}, and gave its last sign of life {:.0f} ms "
-                      "ago: end that process, or give this one another replica or rank",
-                      other.credentials.pid, options_.name, key.replica, key.rank,
-                      milliseconds(now() - machine_.ranks().at(id).heard)));
+          fmt::format("process {} of this node, {}, is replica {} rank {}{}, and gave its last sign of life {:.0f} ms "
+                      "ago: {}, or give this one another replica or rank",
+                      pid, options_.name, key.replica, key.rank, same ? " already, by another session" : "",
+                      milliseconds(now() - machine_.ranks().at(id).heard),
+                      same ? "close that session first" : "end that process"));
     older.emplace_back(id, how);
   }
   for (const auto& [id, how] : older)

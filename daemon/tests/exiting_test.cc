@@ -89,5 +89,26 @@ TEST(Exiting, IsKnownBeforeThePidfdTellsOfTheEnd) {
   }
 }
 
+TEST(Exiting, ANumberIsThatOfTheSameProcessWhereItBeganAtTheSameTime) {
+  const MadeUpProc proc;
+  EXPECT_FALSE(began(42, proc.folder));
+  const auto says = [&](const std::string& state) {
+    proc.write("42/stat", "42 (a) Z 1) " + state + " 1 42 42 0 -1 4194560 8 9 10 11 12 13 14 15 16 17 18 19 4711 21\n");
+    return began(42, proc.folder);
+  };
+  EXPECT_EQ(says("S"), 4711u);
+  EXPECT_EQ(says("T"), 4711u) << "it is stopped";
+  EXPECT_FALSE(says("Z"));
+  EXPECT_FALSE(says("X"));
+  for (const auto& stat : {"", "42 (a", "42 (a)", "42 (a) S 1 42"}) {
+    proc.write("42/stat", stat);
+    EXPECT_FALSE(began(42, proc.folder)) << stat;
+  }
+  EXPECT_FALSE(began(0)) << "it has no number here";
+  const auto own = began(::getpid());
+  ASSERT_TRUE(own);
+  EXPECT_EQ(own, began(::getpid()));
+}
+
 }  // namespace
 }  // namespace rejoin::daemon

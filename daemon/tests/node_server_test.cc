@@ -12,6 +12,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <nlohmann/json.hpp>
 #include <thread>
 
 #include "base/log.h"
@@ -115,6 +116,10 @@ struct AProcessThatEnds : OneNode {
     ASSERT_TRUE(comes_true([&] { return down() != reports.end(); }));
     EXPECT_TRUE(down()->rank_down().ended());
     EXPECT_EQ(down()->rank_down().reason(), fmt::format("its process {} ended", process.pid()));
+    const auto gone = server->status().at("gone");
+    ASSERT_EQ(gone.size(), 1u);
+    EXPECT_EQ(gone[0].at("pid"), process.pid());
+    EXPECT_EQ(gone[0].at("lives"), false);
   }
 };
 
@@ -171,6 +176,31 @@ TEST_F(OneNode, AnswersWhoLeavesWhenTheThreadThatWritesIntoItsMemoryHasEndedThat
   sinks.pop_back();
 }
 
+// As of a notebook's cell that is run twice. What the first has said and nobody has read yet is no hang-up.
+TEST_F(OneNode, RefusesASecondSessionOfOneProcessForAPlaceWhileTheFirstLives) {
+  start(std::chrono::seconds(20));
+  RawTrainer first(socket), second(socket);
+  register_as(0, first);
+  const std::string bytes = heartbeat().SerializeAsString();
+  second.instance = 2;
+  second.register_as(0);
+  std::optional<proto::ToTrainer> heard;
+  EXPECT_TRUE(comes_true([&] {
+    while (send_with_fds(first.socket, as_bytes(bytes), {}))
+      ;
+    return (heard = second.hear()).has_value();
+  }));
+  EXPECT_NE(heard->refusal().find("is replica 0 rank 0 already, by another session"), std::string::npos)
+      << heard->DebugString();
+  EXPECT_FALSE(first.hung_up());
+  first.socket.reset();
+  RawTrainer third(socket);
+  third.instance = 3;
+  third.register_as(0);
+  EXPECT_TRUE(comes_true([&] { return (heard = third.hear()).has_value(); }));
+  EXPECT_TRUE(heard->has_welcome()) << heard->DebugString();
+}
+
 // What is wrong with it is the offer, whatever code its error has.
 TEST_F(OneNode, CountsAnOfferWithoutSealsAsAnOffer) {
   start(std::chrono::seconds(20));
@@ -215,6 +245,85 @@ TEST_F(OneNode, DropsATrainerAtOnceWhoseMessageIsTooLong) {
   if (!send_with_fds(trainer.socket, as_bytes(message.SerializeAsString()), {}))
     GTEST_SKIP() << "net.core.wmem_max is too small for a local message of 513 KiB";
   EXPECT_TRUE(comes_true([&] { return trainer.hung_up(); }));
+}
+
+struct GoneTrainers : OneNode {
+  void leaves(const RawTrainer& trainer) {
+    proto::FromTrainer leave;
+    leave.mutable_leave();
+    trainer.say(leave);
+    ASSERT_TRUE(comes_true([&] { return trainer.hung_up(); }));
+  }
+  void say(const proto::ToNode& message) { coordinator.send(node, message.SerializeAsString()); }
+  void plan(std::uint64_t epoch, std::uint64_t incarnation) {
+    proto::ToNode message;
+    auto& plan = *message.mutable_plan();
+    plan.set_job(7);
+    plan.set_epoch(epoch);
+    auto& member = *plan.add_members();
+    member.set_replica(0);
+    member.set_incarnation(incarnation);
+    say(message);
+    ASSERT_TRUE(comes_true([&] { return server->status().at("epoch") == epoch; }));
+  }
+  nlohmann::json gone() const { return server->status().at("gone"); }
+};
+
+TEST_F(GoneTrainers, AreToldOfUntilAnotherHasTheirPlaceElsewhere) {
+  start(std::chrono::seconds(20));
+  RawTrainer trainer(socket);
+  register_as(0, trainer);
+  proto::ToNode answer;
+  auto& registered = *answer.mutable_registered();
+  registered.set_instance(1);
+  registered.set_incarnation(3);
+  registered.set_job(7);
+  say(answer);
+  plan(1, 3);
+  EXPECT_TRUE(gone().empty());
+  leaves(trainer);
+  ASSERT_EQ(gone().size(), 1u);
+  EXPECT_EQ(gone()[0].at("reason"), "of its own accord");
+  EXPECT_EQ(gone()[0].at("lives"), true);
+  plan(2, 3);
+  EXPECT_EQ(gone().size(), 1u) << "that is the one that has gone";
+  RawTrainer second(socket);
+  register_as(0, second);
+  EXPECT_TRUE(gone().empty());
+  leaves(second);
+  EXPECT_EQ(gone().size(), 1u) << "it had not been registered";
+  plan(3, 4);
+  EXPECT_TRUE(gone().empty());
+}
+
+TEST_F(GoneTrainers, AreNoneThatAreNoPartOfTheJob) {
+  start(std::chrono::seconds(20));
+  RawTrainer trainer(socket);
+  register_as(9, trainer);
+  proto::ToNode answer;
+  auto& refused = *answer.mutable_refused();
+  refused.set_replica(9);
+  refused.set_instance(10);
+  refused.set_why(static_cast<std::uint32_t>(refusals::Why::job));
+  say(answer);
+  ASSERT_TRUE(comes_true([&] {
+    const auto heard = trainer.hear();
+    return heard && heard->control().has_refused();
+  }));
+  leaves(trainer);
+  EXPECT_TRUE(gone().empty());
+}
+
+TEST_F(GoneTrainers, AreForgottenWhereTheyAreTooMany) {
+  start(std::chrono::seconds(20));
+  constexpr std::uint32_t most = 256;
+  for (std::uint32_t replica = 0; replica <= most; ++replica) {
+    RawTrainer trainer(socket);
+    register_as(replica, trainer);
+    leaves(trainer);
+  }
+  ASSERT_EQ(gone().size(), most);
+  EXPECT_EQ(gone()[0].at("replica"), 1);
 }
 
 }  // namespace

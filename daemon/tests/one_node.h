@@ -52,7 +52,7 @@ struct RawTrainer {
     hello.set_descriptors(static_cast<std::uint32_t>(fds.size()));
     hello.set_device("host");
     hello.mutable_up()->set_replica(replica);
-    hello.mutable_up()->set_instance(replica + 1);
+    hello.mutable_up()->set_instance(instance.value_or(replica + 1));
     hello.mutable_up()->set_address(listens);
     hello.mutable_up()->set_card(card);
     hello.mutable_up()->set_card_listening(card_listening);
@@ -80,6 +80,7 @@ struct RawTrainer {
   Fd socket;
   std::string listens = "127.0.0.1:1";  // what it says of an engine
   std::string card, card_listening;
+  std::optional<std::uint64_t> instance;
 };
 
 struct OneNode : testing::Test {
