@@ -73,6 +73,13 @@ std::optional<Line> MemoryServer::next() {
   return line;
 }
 
+bool MemoryServer::end_served(Duration longest) {
+  std::unique_lock lock(mutex_);
+  const auto number = ++ends_wanted_;
+  signal_eventfd(wake_);
+  return ended_one_.wait_for(lock, longest, [&] { return ends_done_ >= number; });
+}
+
 std::size_t MemoryServer::release_ended() {
   std::vector<std::unique_ptr<Served>> ended;
   {
@@ -115,15 +122,23 @@ void MemoryServer::run() {
   };
   for (bool logged = false;;) {
     bool wanted = false;
+    std::uint64_t ends = 0;
     std::vector<std::unique_ptr<Served>> taken;
     {
       const std::lock_guard lock(mutex_);
       if (stop_) break;
+      ends = ends_wanted_ - ends_done_;
       taken = std::exchange(taken_, {});
       wanted = next_.size() < kPrepared;
     }
     if (!taken.empty()) end(std::exchange(served, std::move(taken.back())));
     for (auto& before : taken) end(std::move(before));  // the last has gone from it
+    if (ends > 0) {
+      end(std::move(served));
+      const std::lock_guard lock(mutex_);
+      ends_done_ += ends;
+      ended_one_.notify_all();
+    }
     if (wanted) {
       auto made = prepare();
       if (!made && !std::exchange(logged, true))
@@ -155,7 +170,7 @@ void MemoryServer::run() {
 // Somebody else is to be served, or nobody any more.
 bool MemoryServer::changed() {
   const std::lock_guard lock(mutex_);
-  return stop_ || !taken_.empty();
+  return stop_ || !taken_.empty() || ends_wanted_ > ends_done_;
 }
 
 bool MemoryServer::is_served(std::uint64_t address, std::uint64_t size) const {

@@ -7,9 +7,11 @@
 // there. Neither side trusts the other: a request outside the memory that is served ends the line.
 #pragma once
 
+#include <condition_variable>
 #include <mutex>
 #include <thread>
 
+#include "base/clock.h"
 #include "device/access.h"
 #include "device/device.h"
 
@@ -33,6 +35,11 @@ class MemoryServer {
   // For the next process to be served; who had one before is served no longer. Any thread; calls no driver. Nothing: it
   // is still being made, or could not be, which the log says: again later.
   std::optional<Line> next();
+
+  // Ends the line of whoever is served: when it returns true, nothing that was asked for over it is done any more, also
+  // where the other end had shut it behind its requests. Any thread but the server's; false: the driver has not come to
+  // the end of it for that long.
+  bool end_served(Duration longest);
 
   // Unpins the memory by which processes were served that have gone, and returns how many these were. It enters the
   // driver, which waits for all streams and lets no other thread queue anything meanwhile: for a thread of whoever
@@ -58,6 +65,8 @@ class MemoryServer {
   std::vector<std::unique_ptr<Served>> taken_;  // the last is to be served; those before it are at their end
   std::vector<std::unique_ptr<Served>> ended_;  // to be unpinned
   bool stop_ = false;
+  std::uint64_t ends_wanted_ = 0, ends_done_ = 0;  // of end_served()
+  std::condition_variable ended_one_;
   std::thread thread_;
 };
 

@@ -94,8 +94,8 @@ Result<> ProgressThread::leave() {
   std::unique_lock lock(mutex_);
   leaving_ = true;
   signal_eventfd(wake_);
-  // The thread itself waits up to a silence for the daemon's word.
-  const auto longest = std::max<Duration>(config_.patience, 2 * silence_);
+  // The thread itself waits up to a silence for the daemon's word, and up to another one for a GPU.
+  const auto longest = std::max<Duration>(config_.patience, 3 * silence_);
   if (!changed_.wait_for(lock, longest, [&] { return left_.has_value(); }))
     return rejoin::fail(ErrorCode::timeout,
                         "this session's progress thread has stood still for {} ms: end the process, and the others go "
@@ -143,6 +143,7 @@ void ProgressThread::part() {
   events::record(events::Kind::left, {}, why);
   if (streams_) streams_->release();
   if (server_) wait_for_answer();
+  const bool quiet = !server_ || server_->end_served(silence_);
   const bool unheard = wanted && why.empty() && !farewell_heard_ && !driver_->finished();
   {
     const std::lock_guard lock(mutex_);
@@ -152,13 +153,18 @@ void ProgressThread::part() {
                            "the daemon at {} was not there to hear that this replica leaves: the others go on when "
                            "this process has ended, or after a silence of {:.1f} s",
                            config_.socket, milliseconds(silence_) / 1000);
+    if (!quiet)
+      left_ = rejoin::fail(ErrorCode::timeout,
+                           "what the daemon at {} has copied into this state on a GPU is not over after {:.1f} s: the "
+                           "GPU is busy or hangs. Leave this memory as it is until the session is closed",
+                           config_.socket, milliseconds(silence_) / 1000);
   }
   changed_.notify_all();
   if (streams_) finish_updates();
 }
 
 // Memory of a GPU is the framework's, and may be something else when the session has gone. So the daemon answers
-// before, and writes nothing into it from then on.
+// before, and asks for no copy into it from then on. Of those that it has asked for, some may still be queued here.
 void ProgressThread::wait_for_answer() {
   if (leave_by_ == TimePoint{}) leave_by_ = clock_.now() + silence_;
   while (farewell_sent_ && !farewell_heard_ && clock_.now() < leave_by_) {

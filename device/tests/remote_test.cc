@@ -206,6 +206,30 @@ TEST_F(Served, WhoeverComesNextEndsTheLineBefore) {
   EXPECT_EQ(back, some_bytes(64, 4));
 }
 
+// As of a trainer that leaves, and uses the memory otherwise: what a daemon has asked for by then may still be queued,
+// also where that has gone since.
+TEST_F(Served, NothingIsDoneAnyMoreForALineThatHasBeenEnded) {
+  constexpr std::size_t size = 4 * MiB;
+  for (int round = 0; round < 5; ++round) {
+    auto remote = connect();
+    auto stream = *remote->make_stream();
+    auto pinned = *remote->allocate_pinned(size);
+    auto state = import(*remote, memory.bytes);
+    std::ranges::fill(pinned.bytes, std::byte{0x55});
+    for (int i = 0; i < 8; ++i) ASSERT_TRUE(stream->copy(state.bytes.data(), pinned.bytes.data(), size));
+    remote->disconnect();
+    ASSERT_TRUE(server->end_served(20s));
+    ASSERT_TRUE(here->write(memory.bytes.data(), Bytes(size, std::byte{0x11})));
+    // Its successor is served behind whatever was still to be done.
+    const auto next = connect();
+    Bytes back(size);
+    ASSERT_TRUE((*next->make_access())->read(import(*next, memory.bytes).bytes.first(size), back.data()));
+    EXPECT_EQ(std::ranges::count(back, std::byte{0x11}), static_cast<std::ptrdiff_t>(size)) << round;
+  }
+  EXPECT_TRUE(server->end_served(20s)) << "once more, and nobody is served";
+  EXPECT_TRUE(server->end_served(20s));
+}
+
 TEST_F(Served, AfterTheServersEndThereAreErrors) {
   const auto remote = connect();
   const auto there = *remote->make_access();
