@@ -81,7 +81,7 @@ void Framed::start(Handlers handlers, std::chrono::milliseconds deadline) {
     // A coordinator may be stopped for a while, or have too much to do: that is no refusal, and says nothing of its
     // key.
     if (self->server_) self->refuse(refusals::Why::no_proof, "it did not prove the job key in time");
-    else self->end("it takes the call and does not answer (it is stopped, or too busy)");
+    else self->end("it takes the call and does not answer (it is stopped or too busy, or this process was)");
   });
   using asio::ssl::stream_base;
   tls_->stream.async_handshake(server_ ? stream_base::server : stream_base::client,

@@ -96,9 +96,18 @@ void NodeListener::greet(asio::ip::tcp::socket socket) {
                            spdlog::info("node {} at {} is gone: {}", gone.mapped().name,
                                         gone.mapped().connection->remote(), why);
                            events::record(events::Kind::node_lost, {}, gone.mapped().name + "\n" + why);
-                           handlers_.lost(id);
+                           lose(id);
                          }},
                     proof_deadline());
+}
+
+// A message may end its connection. Whoever sends has others to send, of one decision, and what follows from this end
+// goes out behind them.
+void NodeListener::lose(NodeId node) {
+  if (!sending_) return handlers_.lost(node);
+  asio::post(acceptor_.get_executor(), [this, node, there = std::weak_ptr(there_)] {
+    if (!there.expired()) handlers_.lost(node);
+  });
 }
 
 std::chrono::milliseconds NodeListener::proof_deadline() const {
@@ -195,7 +204,12 @@ void NodeListener::record_heard(const proto::FromNode& message, std::string_view
 }
 
 void NodeListener::send(NodeId node, const std::string& message) {
-  if (auto found = nodes_.find(node); found != nodes_.end()) found->second.connection->send(message);
+  const auto found = nodes_.find(node);
+  if (found == nodes_.end()) return;
+  const auto connection = found->second.connection;
+  sending_ = true;
+  connection->send(message);
+  sending_ = false;
 }
 
 void NodeListener::close(NodeId node) {

@@ -20,7 +20,7 @@ class NodeListener {
  public:
   struct Handlers {
     std::function<void(membership::NodeId, const proto::FromNode&)> message;
-    std::function<void(membership::NodeId)> lost;  // not after close()
+    std::function<void(membership::NodeId)> lost;  // not after close(), nor within send()
     bool takes_relays = true;
   };
   // `silence`: the job's, of which the deadline for a caller's proof is made.
@@ -43,6 +43,7 @@ class NodeListener {
   static constexpr auto kRefusalsApart = std::chrono::seconds(60);  // in the log
   void greet(asio::ip::tcp::socket socket);
   void make_room();
+  void lose(membership::NodeId node);
   void never_a_node(const Framed& connection, const std::string& why);
   void log_refusal(spdlog::level::level_enum level, const std::string& remote, const std::string& line);
   void accept();
@@ -68,6 +69,8 @@ class NodeListener {
   std::pair<std::uint64_t, std::set<std::tuple<std::uint32_t, std::uint32_t, bool>>> accusations_;
   std::uint64_t next_node_ = 1, rejected_ = 0;
   std::string address_;
+  bool sending_ = false;
+  const std::shared_ptr<bool> there_ = std::make_shared<bool>();  // as long as this is
 };
 
 }  // namespace rejoin::daemon

@@ -270,11 +270,15 @@ void ProgressThread::send_all(TimePoint now) {
 void ProgressThread::lose_daemon(const std::string& why) {
   const Duration pause = driver_->recent_pause(clock_.now());
   if (driver_->finished()) logger().debug("the daemon has ended, and so has the job");
-  else if (pause > (dropped_.empty() ? silence_ : Duration{}))
+  else if (pause > Duration{} && !dropped_.empty())
     logger().warn(
         "this process was silent for {:.1f} s, so the daemon put it out ({}); it registers again, and goes on "
         "unless the job has gone on without it",
-        seconds(pause), dropped_.empty() ? why : dropped_);
+        seconds(pause), dropped_);
+  else if (pause > silence_)
+    logger().warn(
+        "the daemon is gone, or has put this process out, which was silent for {:.1f} s ({}); looking for it again",
+        seconds(pause), why);
   else logger().warn("the daemon is gone ({}); looking for it again", dropped_.empty() ? why : dropped_);
   events::record(events::Kind::daemon_lost, {}, dropped_.empty() ? why : dropped_);
   dropped_.clear();

@@ -3,6 +3,8 @@
 
 #include <gtest/gtest.h>
 
+#include <optional>
+
 #include "base/clock.h"
 #include "daemon/tests/meeting.h"
 
@@ -50,6 +52,35 @@ TEST(NodeListener, AnIPv6AddressIsNamedInBrackets) {
   while (listener.rejected() < 1 && SteadyClock().now() < deadline) io.run_one_for(std::chrono::seconds(1));
   const std::string lines = testing::internal::GetCapturedStdout();
   EXPECT_NE(lines.find("a connection from [::1]:" + std::to_string(from) + " was refused"), lines.npos) << lines;
+}
+
+// The rest of a decision is still to be sent when one message of it ends a connection.
+TEST(NodeListener, WhoIsLostByWhatItIsSentIsToldOfWhenThatIsOver) {
+  asio::io_context io{1};
+  const JobKeys keys{test::kKey};
+  std::optional<membership::NodeId> heard;
+  int lost = 0;
+  NodeListener listener(io, keys, std::chrono::seconds(2),
+                        {.message = [&](auto node, const auto&) { heard = node; }, .lost = [&](auto) { ++lost; }});
+  ASSERT_TRUE(listener.listen("127.0.0.1:0"));
+  tcp::socket socket(io);
+  const auto port = std::stoi(listener.address().substr(listener.address().rfind(':') + 1));
+  socket.connect({asio::ip::address_v4::loopback(), static_cast<std::uint16_t>(port)});
+  const auto node = std::make_shared<Framed>(std::move(socket), keys, false);
+  proto::FromNode message;
+  message.mutable_rank_down();
+  node->start(
+      {.ready = [&] { node->send(message.SerializeAsString()); }, .message = [](auto) {}, .closed = [](auto) {}},
+      std::chrono::seconds(10));
+  const TimePoint deadline = SteadyClock().now() + std::chrono::seconds(10);
+  while (!heard && SteadyClock().now() < deadline) io.run_one_for(std::chrono::seconds(1));
+  ASSERT_TRUE(heard);
+  listener.send(*heard, std::string(Framed::kMaxFrame + 1, 'x'));
+  EXPECT_EQ(lost, 0);
+  EXPECT_EQ(listener.nodes(), 0u);
+  while (lost == 0 && SteadyClock().now() < deadline) io.run_one_for(std::chrono::seconds(1));
+  EXPECT_EQ(lost, 1);
+  node->close();
 }
 
 }  // namespace
