@@ -10,7 +10,7 @@
 
 using rejoin::ErrorCode, rejoin::Result;
 using rejoin::c::all_bytes_of, rejoin::c::bytes_of, rejoin::c::code, rejoin::c::failed, rejoin::c::guarded,
-    rejoin::c::last_error, rejoin::c::milliseconds_of;
+    rejoin::c::last_error, rejoin::c::milliseconds_of, rejoin::c::null_argument;
 
 struct rejoin_session {
   std::unique_ptr<rejoin::Session> session;
@@ -71,6 +71,7 @@ rejoin_code rejoin_set_log_level(int level) {
 
 rejoin_code rejoin_open(const char* const* settings, size_t count, rejoin_session** session) {
   return guarded([&] {
+    if (settings == nullptr && count > 0) return null_argument("the list of settings");
     std::vector<std::string> arguments;
     rejoin::SessionConfig config;
     for (std::size_t i = 0; i < count; ++i) {
@@ -81,6 +82,7 @@ rejoin_code rejoin_open(const char* const* settings, size_t count, rejoin_sessio
         return failed(
             {ErrorCode::invalid_argument, fmt::format("setting {} of {}, '{}', {}", i, count, setting, what)});
       };
+      if (setting.starts_with('-')) return wrong("is named as a flag: leave out the dashes");
       if (name.empty() || name.size() == setting.size() || name == "help" || name == "version")
         return wrong("is none: give NAME=VALUE");
       if (name.size() + 1 == setting.size()) return wrong("has no value: leave it out for its default");
@@ -111,6 +113,7 @@ void rejoin_while_waiting(rejoin_session* session, void (*call)(void*), void* wi
 rejoin_code rejoin_add(rejoin_session* session, const rejoin_tensor_spec* spec, const rejoin_memory* memory,
                        uint32_t* tensor) {
   return guarded([&] {
+    if (spec == nullptr) return null_argument("what a tensor is");
     if (spec->name == nullptr) return failed({ErrorCode::invalid_argument, "a tensor without a name"});
     rejoin::TensorSpec added{.name = spec->name,
                              .type = static_cast<rejoin::DataType>(spec->type),
@@ -141,6 +144,7 @@ rejoin_code rejoin_add(rejoin_session* session, const rejoin_tensor_spec* spec, 
 rejoin_code rejoin_bucket(rejoin_session* session, const uint32_t* tensors, size_t count,
                           const rejoin_memory* gradients, uint32_t* bucket) {
   return guarded([&] {
+    if (tensors == nullptr && count > 0) return null_argument("the list of tensors");
     std::vector<rejoin::TensorId> ids;
     for (std::size_t i = 0; i < count; ++i) ids.push_back({tensors[i]});
     const auto id =

@@ -3,7 +3,8 @@
  * What each call means, when it is due, and which memory it hands out for how long is described there, at the function
  * of the same name. One thread calls all of a session's but rejoin_interrupt() and rejoin_intact(). Every call
  * that can fail returns REJOIN_OK or another code, and then rejoin_error() has the sentence; what it would have put out
- * is left as it was.
+ * is left as it was. No pointer may be null but where it says so, and a session is one that rejoin_open() has given and
+ * rejoin_close() has not taken; likewise whatever else is opened.
  */
 #ifndef REJOIN_C_H
 #define REJOIN_C_H

@@ -8,6 +8,7 @@
 #include "base/fail.h"
 #include "base/flight.h"
 #include "base/unix_socket.h"
+#include "rejoin/card.h"
 #include "rejoin/prepare_process.h"
 #include "rejoin/progress_thread.h"
 #include "rejoin/step.h"
@@ -57,9 +58,7 @@ class SessionImpl final : public Session {
   }
   Result<> set_card(std::string card, std::string listening) override {
     if (progress_) return fail(ErrorCode::invalid_argument, "set_card() comes after join()");
-    const auto longest = std::max(card.size(), listening.size());
-    if (longest > membership::kMostCardBytes)
-      return fail(ErrorCode::invalid_argument, "a card of {} bytes, over {}", longest, membership::kMostCardBytes);
+    if (auto right = check_card(card, listening); !right) return right;
     card_ = std::move(card), card_listening_ = std::move(listening);
     return {};
   }

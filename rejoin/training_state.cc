@@ -50,6 +50,11 @@ Result<BucketId> TrainingState::bucket(const std::vector<TensorId>& tensors, std
   if (!own.empty() && own.size() != *bytes)
     return fail(ErrorCode::invalid_argument, "bucket {}: its gradients are {} bytes, and the memory for them {}", id,
                 *bytes, own.size());
+  for (BucketId other = 0; other < id; ++other)
+    if (own.data() < own_[other].data() + own_[other].size() && own_[other].data() < own.data() + own.size())
+      return fail(ErrorCode::invalid_argument,
+                  "bucket {}: the memory for its gradients and that of {} have bytes in common: give each its own", id,
+                  name_of(other));
   for (auto t : tensors) bucket_of_[t.index] = id;
   buckets_.push_back(tensors);
   own_.push_back(own);

@@ -7,6 +7,7 @@
 #include "base/bytes.h"
 #include "base/longest_time.h"
 #include "rejoin/c.h"
+#include "rejoin/card.h"
 #include "rejoin/session.h"
 #include "rejoin/training_state.h"
 
@@ -58,6 +59,7 @@ TEST(SettingsInC, WhatIsNoNameWithAValueIsNamed) {
       {"help=1", "'help=1', is none: give NAME=VALUE"},
       {"version", "'version', is none: give NAME=VALUE"},
       {"version=1", "'version=1', is none: give NAME=VALUE"},
+      {"--replica=1", "'--replica=1', is named as a flag: leave out the dashes"},
       {"replica=", "'replica=', has no value: leave it out for its default"},
       {"replica=-1", "--replica: '-1' is not a whole number from 0 to 42949"},
       {"replica=4294967296", "is not a whole number from 0 to 4294967295"},
@@ -116,6 +118,52 @@ TEST(TrainingState, GradientsInTheTrainersMemoryAreAllocatedNowhereElse) {
   EXPECT_TRUE(none->gradients().empty());
   EXPECT_EQ(none->buckets()[0].input.data(), own.data());
   EXPECT_EQ(none->reduced(TensorId{0}).size(), large);
+}
+
+// Others are told another host in the place of the one that is listened on, and nothing else than the card says.
+TEST(Card, WhatItSaysOfAnAddressThatIsListenedOnForAllIsThat) {
+  EXPECT_TRUE(check_card("what it likes", ""));
+  EXPECT_TRUE(check_card("its secret 10.0.0.1:7004", "its secret 0.0.0.0:7004"));
+  EXPECT_TRUE(check_card("[fe80::1]:7004", "[::]:7004"));
+  for (const auto& none : {"nonsense", "its secret ", "its secret 10.0.0.1:7004", "0.0.0.0:7004 its secret"}) {
+    const auto checked = check_card("its secret 10.0.0.1:7004", none);
+    ASSERT_FALSE(checked) << none;
+    EXPECT_EQ(checked.error().code, ErrorCode::invalid_argument);
+    EXPECT_NE(checked.error().message.find(none), std::string::npos) << checked.error().message;
+  }
+  EXPECT_FALSE(check_card("another 10.0.0.1:7004", "its secret 0.0.0.0:7004"));
+  EXPECT_FALSE(check_card(std::string(1025, 'c'), ""));
+}
+
+TEST(TrainingState, BucketsWhoseMemoryLiesOnEachOtherAreRefused) {
+  TrainingState state(1 << 20);
+  std::vector<TensorId> tensors;
+  for (const auto* name : {"a", "b", "c"}) tensors.push_back(*state.add({.name = name, .count = 1000}));
+  Bytes memory(12000);
+  const auto own = std::span(memory);
+  ASSERT_TRUE(state.bucket({tensors[0]}, own.subspan(4000, 4000)));
+  for (const std::size_t at : {2000, 4000, 7999}) {
+    const auto bucket = state.bucket({tensors[1]}, own.subspan(at, 4000));
+    ASSERT_FALSE(bucket) << at;
+    EXPECT_NE(bucket.error().message.find("bucket 1: the memory for its gradients and that of bucket 0 ('a')"),
+              std::string::npos)
+        << bucket.error().message;
+  }
+  EXPECT_TRUE(state.bucket({tensors[1]}, own.first(4000)));
+  EXPECT_TRUE(state.bucket({tensors[2]}, own.last(4000)));
+  EXPECT_TRUE(state.allocate());
+}
+
+TEST(C, NullIsRefusedInPlaceOfAList) {
+  rejoin_session* session = nullptr;
+  EXPECT_EQ(rejoin_open(nullptr, 1, &session), REJOIN_INVALID_ARGUMENT);
+  EXPECT_STREQ(rejoin_error(), "the list of settings is null");
+  const char* settings[] = {"socket=@nobody", "flight-dir=off"};
+  ASSERT_EQ(rejoin_open(settings, 2, &session), REJOIN_OK) << rejoin_error();
+  std::uint32_t number = 0;
+  EXPECT_EQ(rejoin_add(session, nullptr, nullptr, &number), REJOIN_INVALID_ARGUMENT);
+  EXPECT_EQ(rejoin_bucket(session, nullptr, 1, nullptr, &number), REJOIN_INVALID_ARGUMENT);
+  rejoin_close(session);
 }
 
 }  // namespace
