@@ -166,7 +166,7 @@ class Session {
   virtual Result<BucketId> bucket(const std::vector<TensorId>& tensors) = 0;
   // Makes a bucket of gradients in the trainer's own memory, one tensor's after the other's in this order: a flat
   // gradient buffer that its framework has allocated on the session's device, anywhere in an allocation or over
-  // several. The buffer outlives the session.
+  // several. The buffer outlives the session, and lies on no other bucket's.
   virtual Result<BucketId> bucket(const std::vector<TensorId>& tensors, std::span<std::byte> gradients) = 0;
   // Says that what a bucket reduces is no gradient, but for example statistics that become their mean: it travels as it
   // is where others are coded (SessionConfig::coding). Nothing may be lost of it, since no later step makes up for
@@ -376,7 +376,8 @@ class Session {
   // is nobody's. All later calls but version(), committed(), position(), state_digest() and those that give memory are
   // refused with `cancelled`; calling it again, after a failure or before join() tells nobody anything. Errors:
   // `unavailable` where the daemon is away, `timeout` where this process has stood still: the others go on when the
-  // process has ended; `invalid_argument` within an optimizer.
+  // process has ended; `timeout`, too, where a GPU is not done with copies into the state, which is then to be left
+  // alone until the session has gone; `invalid_argument` within an optimizer.
   virtual Result<> leave() = 0;
   // Has join(), begin_step() and commit() return with `cancelled` if they wait, and these and all_reduce() from then
   // on. The caller calls leave() next. Thread: any, and a signal's handler (async-signal-safe), while the session

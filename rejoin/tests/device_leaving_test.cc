@@ -31,12 +31,21 @@ struct Served {
     stands = true;
     may_go_on.wait(false);
   }
+  static void go_on() {
+    may_go_on = true;
+    may_go_on.notify_all();
+  }
 };
 
 struct Leaving : testing::Test {
   static constexpr std::size_t kElements = 1 << 16;
   static constexpr auto kSilence = 20s;
 
+  Leaving() { Served::stands = Served::may_go_on = false; }
+  ~Leaving() override {  // also of a test that has failed in the middle
+    Served::go_on();
+    if (fake.set_hook != nullptr) fake.set_hook(nullptr);
+  }
   void say(const proto::ToTrainer& message) {
     ASSERT_TRUE(send_with_fds(daemon, as_bytes(message.SerializeAsString()), {}));
   }
@@ -110,24 +119,24 @@ TEST_F(Leaving, NothingIsCopiedIntoItsStateOnceItHasLeft) {
   hear([](const auto& one) { return one.has_leave(); });
   if (fake.set_hook != nullptr) fake.set_hook(&Served::on_call);
   for (int i = 0; i < 3; ++i) ASSERT_TRUE(stream->copy(there.bytes.data(), pinned.bytes.data(), weights.size()));
-  while (fake.set_hook != nullptr && !Served::stands) std::this_thread::yield();
+  const auto deadline = std::chrono::steady_clock::now() + kSilence;
+  while (fake.set_hook != nullptr && !Served::stands && std::chrono::steady_clock::now() < deadline)
+    std::this_thread::yield();
   remote->disconnect();
   proto::ToTrainer answer;
   answer.mutable_left();
   say(answer);
   const bool early = fake.set_hook != nullptr && left.wait_for(100ms) == std::future_status::ready;
-  const auto go_on = [] { Served::may_go_on = true, Served::may_go_on.notify_all(); };
-  if (!early) go_on();
+  if (!early) Served::go_on();
   const auto gone = left.get();
   EXPECT_TRUE(gone) << gone.error().message;
   const Bytes others(weights.size(), std::byte{0x11});
   ASSERT_TRUE(access->write(weights.data(), others));
-  go_on();
+  Served::go_on();
   trainer.reset();  // with whatever it had still to do
   Bytes back(weights.size());
   ASSERT_TRUE(access->read(weights, back.data()));
   EXPECT_EQ(std::ranges::count(back, std::byte{0x11}), static_cast<std::ptrdiff_t>(back.size()));
-  if (fake.set_hook != nullptr) fake.set_hook(nullptr);
 }
 
 }  // namespace
