@@ -57,6 +57,7 @@ constexpr Deadline kRailStall{1, 2};          // a rail on which nothing moves w
 constexpr Deadline kFirstRailRetry{1, 20};    // the first try to use a dead rail again; the pause doubles
 constexpr Deadline kLongestRailRetry{5, 1};   // the longest pause between two tries to use a dead rail again
 constexpr Deadline kUnreachableSource{5, 1};  // a source of a catch-up that can't be reached
+constexpr Deadline kSignOfSource{1, 2};       // a source that owes something and sends nothing: it is asked for a sign
 constexpr Deadline kStillFellow{1, 2};  // another joiner that owes slices and sends nothing; more over a slow link
 constexpr Deadline kFellowRetry{8, 1};  // the longest pause until it is asked again; the pause doubles
 constexpr Deadline kIdleStream{1, 8};   // a joiner to which nobody sends: it asks contributors for more

@@ -80,13 +80,14 @@ void Joiner::expect(const std::map<ReplicaId, Incarnation>& sources, TimePoint n
 }
 
 void Joiner::on_source_up(ReplicaId source, transport::EndpointId endpoint) {
-  sources_[source] = endpoint;
+  sources_[source] = {.endpoint = endpoint, .moved_at = now_};
   events::record(events::Kind::source_up, {.replica = source.value});
   if (const auto round_trip = engine_.round_trip(endpoint)) round_trips_[source] = length_of(*round_trip);
   ranks_.reset();
-  planner_.on_source_up(source);
+  if (!stands_still(source)) planner_.on_source_up(source);
   if (auto known = expected_.find(source); known != expected_.end()) known->second.connected_at = now_;
   recheck_verified();
+  ask_for_sign(sources_[source]);
 }
 
 void Joiner::on_source_down(ReplicaId source) {
@@ -110,6 +111,16 @@ Result<> Joiner::on_message(ReplicaId source, const proto::Stream& message) {
   const bool fellow = fellows_.contains(source);
   if (!sources_.contains(source) && !fellow) return {};
   if (auto known = expected_.find(source); known != expected_.end()) heard(known->second);
+  if (auto connected = sources_.find(source); connected != sources_.end()) {
+    Source& its = connected->second;
+    its.moved_at = now_;
+    its.older = its.older || (!its.gives_signs && !message.has_sign());
+    if (message.has_sign()) {
+      its.gives_signs = true;
+      its.asked_at.reset();
+      return {};
+    }
+  }
   if (message.has_sent()) heard_of(source);
   if (message.has_sent()) return on_sent(source, message.sent());
   if (fellow && message.has_offers()) return on_offers(source, message.offers());
@@ -275,7 +286,8 @@ void Joiner::work(TimePoint now, bool busy) {
   make_up_for_pause(now);
   for (auto& [source, known] : expected_) {
     const bool before = waited_for(known);
-    if (known.missing_since && sources_.contains(source) && now - known.connected_at > silence_) heard(known);
+    if (known.missing_since && !known.stood_still && sources_.contains(source) && now - known.connected_at > silence_)
+      heard(known);
     if (before && known.missing_since && now - *known.missing_since > deadlines::kUnreachableSource.of(silence_)) {
       logger().warn("the state is not compared with replica {}'s: it can't be reached", source);
       now_ = now;
@@ -284,6 +296,7 @@ void Joiner::work(TimePoint now, bool busy) {
   }
   mind_fellows(now);
   now_ = now;
+  mind_sources(now);
   planner_.on_time(now);
   if (!arrivals_.empty()) take_in_arrivals();
   std::erase_if(questions_, [&](Question& question) { return settle(question); });
@@ -318,6 +331,7 @@ bool Joiner::waited_for(const Expected& source) const {
 void Joiner::heard(Expected& source) {
   const bool again = !waited_for(source);
   source.missing_since.reset();
+  if (std::exchange(source.stood_still, false)) ranks_.reset();  // it may be asked again
   if (again) recheck_verified();
 }
 

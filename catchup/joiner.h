@@ -10,7 +10,11 @@
 //      is behind its state up to date, from its gradient log.
 //   5. The joiner sends Verify with a version and current slices to every source that has not been compared with them.
 //   6. The source answers with VerifyReply: its digests at that version, or that its state is past it.
-// When every slice has been verified by every source, the joiner is done.
+// When every slice has been verified by every source, the joiner is done. What a source owes may wait for its trainer,
+// so the joiner asks for a Sign now and then, in a Fetch, which is also the first message of the connection. A source
+// that owes something and sends nothing for five silences, or longer over a slow link, stands still: it is given up, as
+// below, and neither asked for anything nor compared with until it is heard again. Who sends something else first is of
+// an older release, and may be silent.
 //
 // Several joiners pass on to each other what they have proven: what has been equal to a contributor's bytes. Such a
 // fellow is a source of bytes, never of proof: what it has sent is compared with contributors' digests like everything.
@@ -21,7 +25,7 @@
 //      fence, and others are asked for its slices.
 //
 // joiner.cc: what comes from whom. joiner_requests.cc: who is asked for what. joiner_proofs.cc: whether what comes is
-// right. joiner_fellows.cc: other joiners.
+// right. joiner_fellows.cc: other joiners, and who stands still.
 #pragma once
 
 #include <map>
@@ -66,9 +70,9 @@ struct Drift {
   std::uint64_t offset = 0, total = 0;                       // bytes: of a column before it, of the whole column
 };
 
-// A fellow that the joiner does not ask any more.
+// A source or a fellow that the joiner does not ask any more.
 struct GivenUp {
-  ReplicaId fellow;
+  ReplicaId source;
   std::string why;
   bool wrong = false;  // it has sent something wrong; otherwise it stands still, and may be asked again later
 };
@@ -134,6 +138,7 @@ class Joiner {
     std::optional<TimePoint> missing_since;
     TimePoint connected_at{};
     std::vector<bool> agrees;    // by slice: its bytes are the same as ours
+    bool stood_still = false;    // it was given up for that, and nothing has been heard of it since
     std::uint64_t at_least = 0;  // the version of its state, by its last message
   };
   // A slice that differed from one source while the digest of another one is older or not known.
@@ -142,6 +147,12 @@ class Joiner {
     TimePoint again_at{};
   };
 
+  struct Source {
+    transport::EndpointId endpoint;
+    TimePoint moved_at{};                     // when it sent something last, or owed nothing
+    std::optional<TimePoint> asked_at;        // for a Sign, which has not come yet
+    bool gives_signs = false, older = false;  // older: of a release that gives none
+  };
   struct Fellow {
     transport::EndpointId endpoint;
     TimePoint moved_at{};  // when it sent something last, or was asked while nothing was outstanding
@@ -167,8 +178,13 @@ class Joiner {
   void heard_of(ReplicaId source);
   void make_up_for_pause(TimePoint now);
   void mind_fellows(TimePoint now);
+  void mind_sources(TimePoint now);
+  void ask_for_sign(Source& source);
+  bool owes(ReplicaId source) const;
+  bool stands_still(ReplicaId source) const;
+  Duration patience(Duration shortest) const;
   Duration usual() const;  // between two slices that came
-  void give_up(ReplicaId fellow, std::string why, bool wrong);
+  void give_up(ReplicaId source, std::string why, bool wrong);
   void sent_wrong(std::uint32_t slice, std::optional<ReplicaId> source);
   void ask_for_slices();
   std::vector<std::size_t> sources_soon() const;
@@ -209,7 +225,7 @@ class Joiner {
   // were asked for with too low a version have a gap, and are fetched again.)
   bool foreign_;
   const Duration silence_;
-  std::map<ReplicaId, transport::EndpointId> sources_;
+  std::map<ReplicaId, Source> sources_;
   std::map<ReplicaId, Expected> expected_;
   std::map<ReplicaId, std::size_t> distances_;             // as set_distances() has them
   std::map<ReplicaId, RoundTripLength> round_trips_;       // of connected sources, where they have been measured

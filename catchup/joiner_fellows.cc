@@ -1,7 +1,11 @@
-// Other joiners, which pass on what they have proven. What they say decides who is asked, and nothing else.
+// Other joiners, which pass on what they have proven. What they say decides who is asked, and nothing else. And who
+// stands still, of these and of sources.
+#include <algorithm>
+
 #include "base/deadlines.h"
 #include "base/events.h"
 #include "base/fail.h"
+#include "base/log.h"
 #include "catchup/joiner.h"
 
 namespace rejoin::catchup {
@@ -28,6 +32,7 @@ Result<> Joiner::on_offers(ReplicaId fellow, const proto::Offers& offers) {
 void Joiner::heard_of(ReplicaId source) {
   came_at_ = now_;
   if (auto fellow = fellows_.find(source); fellow != fellows_.end()) fellow->second.moved_at = now_;
+  if (auto known = sources_.find(source); known != sources_.end()) known->second.moved_at = now_;
 }
 
 // Up to the last time that anything came: a wait that is under way would otherwise be usual itself.
@@ -43,6 +48,7 @@ void Joiner::make_up_for_pause(TimePoint now) {
   if (paused > deadlines::kIdleStream.of(silence_)) {
     later(came_at_);
     for (auto& [id, fellow] : fellows_) later(fellow.moved_at);
+    for (auto& [id, source] : sources_) later(source.moved_at);
   }
   if (paused <= silence_) return;  // a source is waited for much longer, and meanwhile there may be little to look at
   for (auto& [id, source] : expected_) {
@@ -51,20 +57,72 @@ void Joiner::make_up_for_pause(TimePoint now) {
   }
 }
 
+// Over a slow link slices come seldom, and in turn from all.
+Duration Joiner::patience(Duration shortest) const {
+  const auto all = static_cast<std::int64_t>(sources_.size() + fellows_.size());
+  return std::max(shortest, kUsual * all * usual());
+}
+
 // Nobody is waited for that owes something and sends nothing.
 void Joiner::mind_fellows(TimePoint now) {
-  // Over a slow link slices come seldom, and in turn from all.
-  const auto all = static_cast<std::int64_t>(sources_.size() + fellows_.size());
-  const Duration patience = std::max(deadlines::kStillFellow.of(silence_), kUsual * all * usual());
+  const Duration longest = patience(deadlines::kStillFellow.of(silence_));
   for (const auto& [id, fellow] : fellows_)
-    if (planner_.under_way(id) > 0 && now - fellow.moved_at > patience)
+    if (planner_.under_way(id) > 0 && now - fellow.moved_at > longest)
       give_up(id, "it has sent nothing for too long", false);
 }
 
-void Joiner::give_up(ReplicaId fellow, std::string why, bool wrong) {
+// See "Sources that stand still" in docs/design-notes.md.
+void Joiner::mind_sources(TimePoint now) {
+  const Duration longest = patience(deadlines::kUnreachableSource.of(silence_));
+  for (auto& [id, source] : sources_) {
+    if (!owes(id)) {
+      source.moved_at = now;
+      continue;
+    }
+    const Duration still = now - source.moved_at;
+    if (source.gives_signs && !source.asked_at && still > deadlines::kSignOfSource.of(silence_)) ask_for_sign(source);
+    if (source.older || still <= longest) continue;
+    give_up(id, fmt::format("its daemon's catch-up thread stands still: no sign of it for {:.1f} s", seconds(still)),
+            false);
+    const auto known = expected_.find(id);
+    if (known == expected_.end()) continue;
+    const bool waited = waited_for(known->second);
+    known->second.missing_since = source.moved_at;
+    known->second.stood_still = true;
+    if (!waited) continue;
+    logger().warn(
+        "the state is not compared with replica {}'s before it is heard again: its daemon's catch-up thread has given "
+        "no sign for {:.1f} s; if that lasts, end that daemon, and it is started again",
+        id, seconds(still));
+    recheck_verified();
+  }
+}
+
+// One question is under way at a time, so that nothing piles up at one who stands still.
+void Joiner::ask_for_sign(Source& source) {
+  source.asked_at = now_;
+  proto::Stream message;
+  message.mutable_fetch()->set_sign(true);
+  (void)send(source.endpoint, message);  // a failed connection ends in on_source_down
+}
+
+bool Joiner::owes(ReplicaId source) const {
+  return planner_.under_way(source) > 0 || std::ranges::any_of(questions_, [&](const Question& question) {
+           const auto asked = question.asked.find(source);
+           return asked != question.asked.end() && !asked->second.over;
+         });
+}
+
+// Its transport may take the call although it stands.
+bool Joiner::stands_still(ReplicaId source) const {
+  const auto known = expected_.find(source);
+  return known != expected_.end() && known->second.stood_still;
+}
+
+void Joiner::give_up(ReplicaId source, std::string why, bool wrong) {
   for (const auto& known : given_up_)
-    if (known.fellow == fellow) return;
-  given_up_.push_back({fellow, std::move(why), wrong});
+    if (known.source == source) return;
+  given_up_.push_back({source, std::move(why), wrong});
 }
 
 // Who has sent something that is not what contributors have, as a digest of theirs has shown (`source` is empty), is

@@ -68,7 +68,7 @@ void Joiner::request_verification(const std::set<std::uint32_t>& among, std::uin
     if (auto suspect = suspects_.find(i); suspect != suspects_.end() && now_ < suspect->second.again_at) continue;
     bool any = false;
     for (const auto& [source, known] : expected_) {
-      if (!sources_.contains(source) || *version < known.at_least || !asks(known, i)) continue;
+      if (!sources_.contains(source) || known.stood_still || *version < known.at_least || !asks(known, i)) continue;
       question.asked[source].which.push_back(question.slices.size());
       any = true;
     }
@@ -94,7 +94,7 @@ void Joiner::request_verification(const std::set<std::uint32_t>& among, std::uin
   question.number = next_question_++;
   std::vector<std::pair<transport::EndpointId, proto::Stream>> messages;
   for (const auto& [source, asked] : question.asked) {
-    auto& verify = *messages.emplace_back(sources_.at(source), proto::Stream()).second.mutable_verify();
+    auto& verify = *messages.emplace_back(sources_.at(source).endpoint, proto::Stream()).second.mutable_verify();
     verify.set_request(question.number);
     verify.set_version(question.version);
     for (auto which : asked.which) verify.add_slices(question.slices[which]);

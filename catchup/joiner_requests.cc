@@ -31,7 +31,7 @@ void Joiner::rank_sources() {
   };
   std::set<ReplicaId> sources;
   for (const auto& [source, known] : expected_) sources.insert(source);
-  for (const auto& [source, endpoint] : sources_) sources.insert(source);
+  for (const auto& [source, connection] : sources_) sources.insert(source);
   std::vector<Far> all;
   for (auto source : sources) {
     const auto declared = distances_.find(source);
@@ -47,7 +47,8 @@ void Joiner::rank_sources() {
     if (all[i].declared != before.declared || much_longer(all[i].measured, before.measured)) ++rank;
     ranks_->emplace(all[i].source, rank);
   }
-  for (const auto& [source, endpoint] : sources_) planner_.on_source_up(source, distance_to(source));
+  for (const auto& [source, connection] : sources_)
+    if (!stands_still(source)) planner_.on_source_up(source, distance_to(source));
 }
 
 std::size_t Joiner::distance_to(ReplicaId source) const { return ranks_->at(source); }
@@ -55,7 +56,8 @@ std::size_t Joiner::distance_to(ReplicaId source) const { return ranks_->at(sour
 // The distances, ascending, of those that are connected, and of those that should be at once.
 std::vector<std::size_t> Joiner::sources_soon() const {
   std::vector<std::size_t> distances;
-  for (const auto& [source, endpoint] : sources_) distances.push_back(distance_to(source));
+  for (const auto& [source, connection] : sources_)
+    if (!stands_still(source)) distances.push_back(distance_to(source));
   for (const auto& [source, known] : expected_)
     if (!sources_.contains(source) && known.missing_since && now_ - *known.missing_since < silence_ / 4)
       distances.push_back(distance_to(source));
@@ -91,8 +93,8 @@ void Joiner::ask_for_slices() {
   const auto near =
       static_cast<std::size_t>(reach_ ? std::ranges::upper_bound(distances, reach_->distance) - distances.begin() : 0);
   const bool idle = now_ - came_at_ > std::max(deadlines::kIdleStream.of(silence_), kUsual * usual());
-  for (const auto& [source, endpoint] : sources_)
-    if (!ask(source, endpoint, near, idle)) return;
+  for (const auto& [source, connection] : sources_)
+    if (!ask(source, connection.endpoint, near, idle)) return;
   for (auto& [source, fellow] : fellows_) {
     const bool outstanding = planner_.under_way(source) > 0;
     if (!ask(source, fellow.endpoint, near, idle)) return;

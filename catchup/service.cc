@@ -283,7 +283,7 @@ void Service::poll_again(TimePoint now) {
     busy_ |= !joined;  // its trainer is not watched yet
     rank.joiner->work(now, busy_);
     tell_of_unreached(key, rank, now);
-    for (const auto& fellow : rank.joiner->take_given_up()) part_from(rank, fellow, now);
+    for (const auto& source : rank.joiner->take_given_up()) part_from(rank, source, now);
     for (auto& drift : rank.joiner->take_drifts()) drifts_.emplace_back(key, std::move(drift));
     if (rank.joiner->done() && !rank.reported) {
       rank.reported = true;

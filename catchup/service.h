@@ -169,7 +169,7 @@ class Service {
                                               transport::Access access, const std::optional<device::DmaBuf>& buffer);
   void connect_missing(RankKey key, LocalRank& rank, TimePoint now);
   void connect(RankKey key, LocalRank& rank, const SourceAddress& source, bool fellow, TimePoint now);
-  void part_from(LocalRank& rank, const GivenUp& fellow, TimePoint now);
+  void part_from(LocalRank& rank, const GivenUp& from, TimePoint now);
   void give_up_silent_sources(TimePoint now);
   std::vector<local::View*> views_in_use() const;
   void handle(const transport::Event& event, TimePoint now);

@@ -31,18 +31,20 @@ void Service::connect(RankKey key, LocalRank& rank, const SourceAddress& source,
   fetching_[*endpoint] = {key, source, now, fellow};
 }
 
-// A joiner that stands still is tried again later, and later each time.
-void Service::part_from(LocalRank& rank, const GivenUp& fellow, TimePoint now) {
-  const auto found = std::find_if(rank.sources.begin(), rank.sources.end(), [&](const auto& one) {
-    return one.first.replica == fellow.fellow && fetching_.at(one.second).fellow;
-  });
+// A joiner that stands still is tried again later, and later each time; a contributor at once, since it does not take
+// the call before it goes on.
+void Service::part_from(LocalRank& rank, const GivenUp& from, TimePoint now) {
+  const auto found = std::find_if(rank.sources.begin(), rank.sources.end(),
+                                  [&](const auto& one) { return one.first.replica == from.source; });
   if (found == rank.sources.end()) return;
-  auto& retry = rank.given_up[found->first];
-  retry.never = retry.never || fellow.wrong;
-  retry.pause =
-      std::clamp<Duration>(2 * retry.pause, deadlines::kStillFellow.of(silence_), deadlines::kFellowRetry.of(silence_));
-  retry.at = now + retry.pause;
-  lose(found->second, fellow.why);
+  if (fetching_.at(found->second).fellow) {
+    auto& retry = rank.given_up[found->first];
+    retry.never = retry.never || from.wrong;
+    retry.pause = std::clamp<Duration>(2 * retry.pause, deadlines::kStillFellow.of(silence_),
+                                       deadlines::kFellowRetry.of(silence_));
+    retry.at = now + retry.pause;
+  }
+  lose(found->second, from.why);
 }
 
 // Of a connection that nobody answers, nobody tells.

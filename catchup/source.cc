@@ -72,6 +72,11 @@ Result<> Source::on_fetch(const proto::Fetch& fetch) {
     }
     requests_.push_back(request);
   }
+  if (fetch.sign()) {
+    proto::Stream message;
+    message.mutable_sign();
+    send(message);
+  }
   if (next != fetch.region_indexes_size())
     return fail(ErrorCode::corrupt, "{} region indexes too many", fetch.region_indexes_size() - next);
   return {};

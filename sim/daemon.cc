@@ -241,7 +241,12 @@ Duration Daemon::until_run() {
   return world_.shape.slow_streams && random.one_in(4) ? random.of_any_size(20us, 100ms) : random.between(1us, 20us);
 }
 
+void Daemon::stop_stream(TimePoint until) { stream_stands_until_ = std::max(stream_stands_until_, until); }
+
+bool Daemon::stream_stands() const { return world_.now() < stream_stands_until_; }
+
 void Daemon::run() {
+  if (stream_stands()) return;  // the next tick finds what has come
   const TimePoint now = local_now();
   for (const auto& command : std::exchange(commands_, {})) command(*service_, now);
   auto caught_up = service_->poll(now);
@@ -263,6 +268,9 @@ void Daemon::run() {
         if (ranks_.contains(connection) && ranks_.at(connection).key == key && world_.plant_due())
           caught_up.push_back({key, rank.up.instance()});
   for (const auto& completed : caught_up) {
+    for (std::uint32_t other = 0; other < world_.nodes(); ++other)
+      if (const Daemon* one = world_.daemon_of(other); one != nullptr && one->stream_stands())
+        world_.count("caught up while a stream stood still");
     world_.on_moment(Moment::caught_up, completed.key.replica.value);
     world_.deliver(*this, world_.in_order(reported_, until_run()), [this, completed] { on_caught_up(completed); });
   }

@@ -23,6 +23,8 @@ class Daemon final : public Process {
   bool hears_who_decides() const { return machine_.coordinator_up(); }
   Uplink& uplink() { return uplink_; }
   void lie(TimePoint until);  // it passes on what is not proven
+  void stop_stream(TimePoint until);
+  bool stream_stands() const;
   std::string describe(catchup::RankKey key) const;
   std::size_t ranks() const { return ranks_.size(); }
 
@@ -62,7 +64,8 @@ class Daemon final : public Process {
   std::vector<Command> commands_;
   Uplink uplink_;
   TimePoint reported_{}, lies_until_{};
-  std::uint64_t passed_on_ = 0;  // bytes, as they were counted last
+  TimePoint stream_stands_until_{};  // by the world's clock
+  std::uint64_t passed_on_ = 0;      // bytes, as they were counted last
 };
 
 }  // namespace rejoin::sim

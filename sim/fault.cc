@@ -64,7 +64,8 @@ constexpr std::array<std::string_view, kFaultKinds> kFaultNames{"kill_trainer",
                                                                 "store_read_only",
                                                                 "store_set_back",
                                                                 "stay_away",
-                                                                "cut_off_all"};
+                                                                "cut_off_all",
+                                                                "stop_stream"};
 
 constexpr std::array<std::string_view, kMoments> kMomentNames{"at once",        "commit",    "epoch",    "update",
                                                               "catch_up_begun", "caught_up", "promoted", "rank_up"};
@@ -146,6 +147,7 @@ Duration draw_lasting(FaultKind kind, Random& random) {
     case FaultKind::other_job:
     case FaultKind::older_log:
     case FaultKind::stop_relay:
+    case FaultKind::stop_stream:
     case FaultKind::slow_disk: return random.of_any_size(10us, 3s);
     case FaultKind::stay_away: return random.of_any_size(1s, 6s);
     case FaultKind::cut_off_all: return random.between(80ms, 1600ms);  // less than half a silence to eight

@@ -72,8 +72,9 @@ enum class FaultKind : std::uint8_t {
   // Anywhere:
   stay_away,    // a replica's processes end, and are started again only after this time
   cut_off_all,  // no node hears the coordinators for so long, nor they one; sometimes they are started again meanwhile
+  stop_stream,  // a daemon's catch-up thread alone stands still, as in a driver that does not return
 };
-constexpr std::size_t kFaultKinds = 55;
+constexpr std::size_t kFaultKinds = 56;
 std::string_view to_string(FaultKind kind);
 Result<FaultKind> parse_fault(std::string_view name);
 

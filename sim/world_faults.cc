@@ -107,6 +107,9 @@ void World::happen(const Fault& fault) {
     case FaultKind::stop_daemon:
       if (daemon != nullptr) stop(*daemon, fault.lasting);
       return;
+    case FaultKind::stop_stream:
+      if (daemon != nullptr) daemon->stop_stream(until);
+      return;
     case FaultKind::stop_coordinator:
       if (auto& one = coordinators_[draw_coordinator(random)]) stop(*one, fault.lasting);
       return;

@@ -29,6 +29,24 @@ TEST_F(Scenario, WhoeverWasStoppedCostsNobodyAPlaceAndNoStep) {
       }
 }
 
+// In the middle of a catch-up, and for longer than anybody waits: the other contributor is enough.
+TEST_F(Scenario, AContributorsCatchUpThreadThatStandsStillKeepsNobodyOut) {
+  std::uint64_t caught_up = 0;
+  for (const auto at : {1000, 1001, 1002, 1005})
+    for (std::uint64_t seed = 0; seed < kAFew; ++seed) {
+      const Fault killed{.at = std::chrono::seconds(1), .kind = FaultKind::kill_trainer, .replica = 2};
+      const Fault stands{.at = std::chrono::milliseconds(at),
+                         .moment = at == 1000 ? Moment::at_once : Moment::catch_up_begun,
+                         .kind = FaultKind::stop_stream,
+                         .lasting = std::chrono::seconds(20),
+                         .detail = seed};
+      Outcome outcome = play({.seed = seed, .replicas = 3, .ranks = 1, .faults = {{killed, stands}}});
+      ASSERT_TRUE(holds(outcome)) << "seed " << seed << ", " << at;
+      caught_up += outcome.counts["caught up while a stream stood still"];
+    }
+  EXPECT_GT(caught_up, 0u);
+}
+
 // One of three coordinators that share a store, or their store: nobody is put out for that, no step is lost, and where
 // the store answers others have taken over soon.
 TEST_F(Scenario, ALostCoordinatorOrItsStoreCostsNobodyAPlace) {
