@@ -38,7 +38,7 @@ TEST_F(Scenario, AContributorsCatchUpThreadThatStandsStillKeepsNobodyOut) {
       const Fault stands{.at = std::chrono::milliseconds(at),
                          .moment = at == 1000 ? Moment::at_once : Moment::catch_up_begun,
                          .kind = FaultKind::stop_stream,
-                         .lasting = std::chrono::seconds(20),
+                         .lasting = std::chrono::seconds(3),
                          .detail = seed};
       Outcome outcome = play({.seed = seed, .replicas = 3, .ranks = 1, .faults = {{killed, stands}}});
       ASSERT_TRUE(holds(outcome)) << "seed " << seed << ", " << at;
