@@ -16,8 +16,8 @@ constexpr const char* kBeginAnew =
     "--log-directory, and start it again, which begins a new copy";
 }  // namespace
 
-Result<std::unique_ptr<LogCopy>> LogCopy::open(const std::string& directory, membership::Disk disk) {
-  std::unique_ptr<LogCopy> copy(new LogCopy(directory));
+Result<LogCopy::Handle> LogCopy::open(const std::string& directory, membership::Disk disk, Duration longest_end) {
+  Handle copy(new LogCopy(directory), End{longest_end});
   std::error_code ignored;
   const bool there = std::filesystem::exists(directory + "/decisions.log", ignored);
   if (auto log = membership::Log::open(directory, std::move(disk))) {
@@ -57,13 +57,23 @@ Result<> LogCopy::take(const std::vector<proto::LogRecord>& records) {
   return {};
 }
 
-LogCopy::~LogCopy() {
-  {
-    const std::lock_guard lock(mutex_);
-    ending_ = true;
+// What is not written counts all the same: it is in the store, and the copy gets it when it is opened again.
+void LogCopy::End::operator()(LogCopy* copy) const {
+  std::unique_lock lock(copy->mutex_);
+  copy->ending_ = true;
+  copy->wake_.notify_one();
+  if (copy->thread_.joinable() && !copy->over_.wait_for(lock, longest, [&] { return copy->ended_; })) {
+    spdlog::warn(
+        "the copy of the decisions in {} is left without its end, which its disk has not written in {:.1f} s. It gets "
+        "that when this coordinator is started again; see to the disk",
+        copy->directory_, seconds(longest));
+    copy->left_ = true;
+    copy->thread_.detach();
+    return;
   }
-  wake_.notify_one();
-  if (thread_.joinable()) thread_.join();
+  lock.unlock();
+  if (copy->thread_.joinable()) copy->thread_.join();
+  delete copy;
 }
 
 void LogCopy::begin_with(const proto::LogRecord& snapshot) { put({snapshot}, How::begin); }
@@ -121,7 +131,7 @@ void LogCopy::write() {
   std::unique_lock lock(mutex_);
   while (true) {
     wake_.wait(lock, [this] { return ending_ || !waiting_.empty(); });
-    if (waiting_.empty()) return;
+    if (waiting_.empty()) break;
     Item next = std::move(waiting_.front());
     waiting_.pop_front();
     const auto appends = [](const Item& item) { return item.how == How::append; };
@@ -136,6 +146,11 @@ void LogCopy::write() {
     behind_ -= next.bytes;
     if (!written && given_up_.empty()) give_up(written.error(), false, true);
   }
+  ended_ = true;
+  over_.notify_one();
+  if (!left_) return;
+  lock.unlock();
+  delete this;
 }
 
 // A log without a record has nothing that could stay beside it.

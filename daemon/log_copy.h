@@ -16,6 +16,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/clock.h"
 #include "membership/log.h"
 
 namespace rejoin::daemon {
@@ -23,11 +24,17 @@ namespace rejoin::daemon {
 class LogCopy {
  public:
   static constexpr std::uint64_t kMostBehind = 64 * MiB;
+  static constexpr Duration kLongestEnd = std::chrono::seconds(10);
+  // When everything is written, or given up; where the disk stands still it is left to itself after so long.
+  struct End {
+    Duration longest = kLongestEnd;
+    void operator()(LogCopy* copy) const;
+  };
+  using Handle = std::unique_ptr<LogCopy, End>;
   // Errors: another process has it open (`refused`), or it does not say how many records of its job it stands for
   // (`mismatch`).
-  static Result<std::unique_ptr<LogCopy>> open(const std::string& directory,
-                                               membership::Disk disk = membership::Disk::real());
-  ~LogCopy();  // when everything is written, or given up
+  static Result<Handle> open(const std::string& directory, membership::Disk disk = membership::Disk::real(),
+                             Duration longest_end = kLongestEnd);
   // What was in it when it was opened: records, counted from the beginning of the job, and the job's id; 0: nothing.
   // Where none can be read of those that are there, it is one, of an unknown job.
   std::uint64_t position() const { return position_; }
@@ -45,6 +52,7 @@ class LogCopy {
 
  private:
   explicit LogCopy(std::string directory) : directory_(std::move(directory)) {}
+  ~LogCopy() = default;
   Result<> take(const std::vector<proto::LogRecord>& records);
   enum class How : std::uint8_t { append, begin, compact };
   void put(std::vector<proto::LogRecord> records, How how);
@@ -66,13 +74,13 @@ class LogCopy {
   std::uint64_t position_ = 0, job_ = 0;
   std::vector<proto::LogRecord> records_;  // that were in it, until they are taken
   std::atomic<std::uint64_t> size_ = 0;
-  // Keeps what is not written yet, why no more is, and that it is to end.
+  // Keeps what is not written yet, why no more is, that it is to end, has ended, and is nobody's any more.
   mutable std::mutex mutex_;
-  std::condition_variable wake_;
+  std::condition_variable wake_, over_;
   std::deque<Item> waiting_;
   std::uint64_t behind_ = 0;  // bytes, those that are being written included
   std::string given_up_;
-  bool ending_ = false;
+  bool ending_ = false, ended_ = false, left_ = false;
   std::thread thread_;
 };
 

@@ -23,7 +23,7 @@ std::uint64_t ms_since_1970() {
 }  // namespace
 
 ReplicatedServer::ReplicatedServer(asio::io_context& io, Options options, std::unique_ptr<membership::Store> store,
-                                   std::unique_ptr<LogCopy> copy, const JobKeys& keys)
+                                   LogCopy::Handle copy, const JobKeys& keys)
     : timer_(io),
       options_(std::move(options)),
       copy_(std::move(copy)),

@@ -43,7 +43,7 @@ class ReplicatedServer {
 
  private:
   ReplicatedServer(asio::io_context& io, Options options, std::unique_ptr<membership::Store> store,
-                   std::unique_ptr<LogCopy> copy, const JobKeys& keys);
+                   LogCopy::Handle copy, const JobKeys& keys);
   void tick();
   void carry_out(membership::ReplicatedCoordinator::Actions actions);
   void tell_of_lead();
@@ -53,7 +53,7 @@ class ReplicatedServer {
 
   asio::steady_timer timer_;
   const Options options_;
-  const std::unique_ptr<LogCopy> copy_;
+  const LogCopy::Handle copy_;
   std::uint64_t compact_at_ = options_.log_compact;             // bytes
   std::uint64_t compacting_ = 0;                                // its bytes when its thread was told to; 0: it is done
   std::unique_ptr<membership::ReplicatedCoordinator> machine_;  // once it listens

@@ -1,7 +1,12 @@
 // A copy of the decisions that can't be opened, or is taken away: the coordinators have a store, and go on without it.
+#include <unistd.h>
+
+#include <atomic>
 #include <cerrno>
 #include <fstream>
+#include <memory>
 #include <nlohmann/json.hpp>
+#include <thread>
 
 #include "daemon/tests/cluster.h"
 
@@ -129,6 +134,34 @@ TEST_F(LostCopy, WhereItIsCutOrTakenAwayInUseTheJobGoesOnAndTheWordsSaySo) {
   EXPECT_NE(alarm(0).find("was cut"), std::string::npos) << alarm(0);
   EXPECT_EQ(alarm(0).find("checkpoint"), std::string::npos) << alarm(0);
   ASSERT_TRUE(commit_more(5));
+}
+
+// The process ends then all the same: nothing waits for the copy.
+TEST_F(LostCopy, OneWhoseDiskStandsStillIsLeftToItself) {
+  struct Standing {
+    std::atomic<bool> stands{false}, written{false};
+  };
+  const auto standing = std::make_shared<Standing>();  // the thread outlives this test
+  auto disk = membership::Disk::real();
+  disk.write = [standing](int fd, const void* bytes, std::size_t size, off_t at) {
+    while (standing->stands) std::this_thread::yield();
+    const auto result = ::pwrite(fd, bytes, size, at);
+    standing->written = true;
+    return result;
+  };
+  const std::string in = log_directory(0);
+  std::filesystem::create_directories(in);
+  auto copy = LogCopy::open(in, disk, 20ms);
+  ASSERT_TRUE(copy) << copy.error().message;
+  standing->stands = true;
+  standing->written = false;
+  proto::LogRecord snapshot;
+  snapshot.mutable_snapshot()->set_position(1);
+  (*copy)->begin_with(snapshot);
+  copy->reset();
+  EXPECT_FALSE(standing->written);
+  standing->stands = false;
+  EXPECT_TRUE(until([&] { return standing->written.load(); })) << "it ends by itself when its disk goes on";
 }
 
 TEST_F(LostCopy, OneThatAnotherProcessHasOpenIsAnError) {
