@@ -6,7 +6,9 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
+#include "base/deadlines.h"
 #include "base/events.h"
 #include "base/fail.h"
 #include "base/log.h"
@@ -40,6 +42,10 @@ Error not_allowed(const std::string& socket) {
                       "directories that it is in: run rejoind and its trainers as one user",
                       ours, socket)};
 }
+
+constexpr const char* kDoesNotAnswer =
+    "it is stopped, hangs, or has too much to do. Let it go on (SIGCONT), or end it, and it is started "
+    "again";
 
 // Whether the daemon has closed the connection: what it said before that is still to be read, and then its end.
 bool says_why(const Error& error) { return error.code == ErrorCode::unavailable; }
@@ -119,7 +125,10 @@ Result<> ProgressThread::introduce() {
 
 // `unavailable`: the daemon has ended, or closed the connection.
 Result<> ProgressThread::register_with(Fd& socket, TimePoint deadline) {
-  std::string why;  // the daemon closes the connection, as it says
+  std::string why;    // the daemon closes the connection, as it says
+  std::string waits;  // … or has not answered yet
+  const TimePoint since = clock_.now();
+  bool logged = false;
   const auto gone = [&](const Error& error) {
     return rejoin::fail(error.code, "the daemon at {}: {}", config_.socket, why.empty() ? error.message : why);
   };
@@ -128,8 +137,16 @@ Result<> ProgressThread::register_with(Fd& socket, TimePoint deadline) {
     auto received = receive_with_fds(socket, local::kMaxMessage);
     if (!received) return gone(received.error());
     if (!*received) {
+      const Duration waited = clock_.now() - since;
       if (clock_.now() > deadline)
-        return rejoin::fail(ErrorCode::timeout, "the daemon at {} does not answer", config_.socket);
+        return rejoin::fail(ErrorCode::timeout,
+                            "the daemon at {} does not answer, for {:.1f} s now (--patience-ms): {}", config_.socket,
+                            seconds(waited), waits.empty() ? kDoesNotAnswer : waits);
+      if (waited > std::min<Duration>(2 * deadlines::kSilence, config_.patience / 2) && !std::exchange(logged, true))
+        logger().warn(
+            "the daemon at {} has taken the call and does not answer, for {:.1f} s now: {}. It is waited for "
+            "(--patience-ms {})",
+            config_.socket, seconds(waited), waits.empty() ? kDoesNotAnswer : waits, config_.patience.count());
       if (auto may = wait_a_little(socket); !may) return may;
       continue;
     }
@@ -139,6 +156,10 @@ Result<> ProgressThread::register_with(Fd& socket, TimePoint deadline) {
     if (message.kind_case() == proto::ToTrainer::kRefusal)
       return rejoin::fail(ErrorCode::refused, "the daemon at {} refused: {}", config_.socket, message.refusal());
     if (message.kind_case() == proto::ToTrainer::kDropped) why = message.dropped();
+    if (message.kind_case() == proto::ToTrainer::kWaits) {
+      waits = message.waits();
+      logger().warn("the daemon at {} makes this rank wait: {}", config_.socket, waits);
+    }
     if (message.has_more())
       if (auto sent = send_offer(socket, more()); !sent && !says_why(sent.error())) return gone(sent.error());
     if (!message.has_welcome()) continue;
@@ -314,6 +335,8 @@ bool ProgressThread::poll_daemon(TimePoint now) {
     }
     if (message.kind_case() == proto::ToTrainer::kRefusal) return end({ErrorCode::refused, message.refusal()});
     if (message.kind_case() == proto::ToTrainer::kDropped) dropped_ = message.dropped();
+    if (message.kind_case() == proto::ToTrainer::kWaits)
+      logger().warn("the daemon at {} makes this rank wait: {}", config_.socket, message.waits());
     if (message.has_welcome()) {
       if (auto understood = check_protocol(message.welcome()); !understood) return end(understood.error());
       auto secret = take_secrets(message.welcome());
