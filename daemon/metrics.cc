@@ -267,6 +267,8 @@ void add_node(Metrics& metrics, const json& n) {
   metrics.gauge("trainers", "Trainers that are registered here.", static_cast<double>(n.at("ranks").size()));
   metrics.gauge("gone_trainers", "Places of this node whose trainer has gone.",
                 static_cast<double>(n.at("gone").size()));
+  metrics.gauge("standing_threads", "Threads of this daemon that stand still; its status and log say which.",
+                static_cast<double>(n.at("standing").size()));
   metrics.counter("catch_up_sent_bytes", "State sent to joiners.", number(n, "bytes_served"));
   metrics.counter("catch_up_passed_on_bytes", "… of it by replicas that were catching up themselves.",
                   number(n, "bytes_passed_on"));

@@ -79,6 +79,7 @@ Result<std::unique_ptr<NodeServer>> NodeServer::start(asio::io_context& io, cons
 }
 
 NodeServer::~NodeServer() {
+  end_threads();
   if (opener_) opener_->join();
   host_.reset();
   trainers_.clear();
@@ -181,6 +182,7 @@ void NodeServer::tick() {
     carry_out(machine_.on_tick(now()));
     drop_who_reads_nothing();
     answer_leavers();
+    mind_threads();
     give_sign_of_life();
     if (machine_.coordinator_up()) coordinators_.check(machine_.coordinator_heard());
     look_for_own_hosts();

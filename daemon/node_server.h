@@ -4,6 +4,7 @@
 // messages between a trainer and the daemon, in order.
 #pragma once
 
+#include <atomic>
 #include <deque>
 #include <map>
 #include <memory>
@@ -16,6 +17,7 @@
 #include "base/unix_socket.h"
 #include "daemon/coordinators.h"
 #include "daemon/node_options.h"
+#include "daemon/standstill.h"
 #include "daemon/stream_thread.h"
 #include "daemon/streams.h"
 #include "device/remote.h"
@@ -43,6 +45,8 @@ class NodeServer {
     std::shared_ptr<device::Device> device;
     std::shared_ptr<device::RemoteDevice> remote;  // `device`, where it is a GPU; otherwise null
     std::unique_ptr<StreamThread> thread;
+    Standstill still;
+    Duration stands{};  // for how long it has, if that is long
     std::uint64_t bytes_served = 0, bytes_passed_on = 0;
     std::vector<std::pair<catchup::RankKey, catchup::Source::Stats>> serving;
     DeviceStream() = default;
@@ -70,6 +74,7 @@ class NodeServer {
     int ticks_unread = 0;  // for how many it has read nothing of them
     std::optional<Offering> offering;
     bool opening = false;  // its state, and a stream for its GPU, are being opened, or were
+    bool told_to_wait = false;
     std::optional<catchup::RankKey> key;
     std::string listens;                     // its engine's own address
     std::string card, card_listening;        // as it has told them
@@ -119,6 +124,14 @@ class NodeServer {
   void end_if_nobody_is_left();
   void tick();
   void give_sign_of_life();
+  // node_threads.cc. Why a thread stands still, and what to do; empty: it does not.
+  void mind_threads();
+  void ask_opener();
+  static std::string why_stream_stands(const DeviceStream& stream);
+  std::string why_opener_stands() const;
+  std::vector<std::string> standing() const;
+  std::vector<const DeviceStream*> streams_here() const;
+  void end_threads();
   void tell();
   proto::Report describe(ReplicaId replica, Duration since_last);
   void keep_listening();
@@ -218,6 +231,10 @@ class NodeServer {
   std::uint64_t refetched_ = 0;          // slices, by joiners that are or were here
   TimePoint reported_at_{};              // when the coordinator was last sent Reports
   std::string coordinator_page_;         // the address of its status page
+  Standstill opener_still_;
+  Duration opener_stands_{};
+  std::uint64_t opener_asked_ = 0;  // how often it was, and how often it has come to that
+  std::atomic<std::uint64_t> opener_turns_{0};
   // Opens what trainers offer, and opens and closes RDMA devices, which may take long: the daemon is not silent
   // meanwhile. It is there once started.
   std::optional<asio::thread_pool> opener_;

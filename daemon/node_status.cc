@@ -12,9 +12,7 @@
 namespace rejoin::daemon {
 
 nlohmann::json NodeServer::status() const {
-  std::vector<const DeviceStream*> streams{host_.get()};
-  for (const auto& [id, trainer] : trainers_)
-    if (trainer.own) streams.push_back(trainer.own.get());
+  const auto streams = streams_here();
   std::uint64_t bytes_served = served_by_gone_, bytes_passed_on = passed_on_by_gone_;
   for (const auto* stream : streams) {
     bytes_served += stream->bytes_served;
@@ -31,6 +29,7 @@ nlohmann::json NodeServer::status() const {
                       {"bytes_passed_on", bytes_passed_on},
                       {"refetched", refetched_},
                       {"page", coordinator_page_},
+                      {"standing", standing()},
                       {"rejected", rejected_}};
   json["ranks"] = nlohmann::json::array();
   for (const auto& [id, trainer] : trainers_) {
@@ -151,6 +150,9 @@ proto::Report NodeServer::describe(ReplicaId replica, Duration since_last) {
       if (!one.unreached.empty() && report.unreached().empty())
         report.set_unreached(fmt::format("rank {}: {}", trainer.key->rank, one.unreached));
     }
+    if (const auto* stream = trainer.own ? trainer.own.get() : host_.get(); trainer.catching_up)
+      if (const auto why = why_stream_stands(*stream); !why.empty())
+        report.set_unreached(fmt::format("rank {}: {}", trainer.key->rank, why));
     const auto before = std::exchange(trainer.reported, trainer.ring);
     for (const auto& hop : trainer.ring.hops()) {
       if (hop.recent_gap_us() == 0 || hop.recent_gap_us() < report.slowest().gap_us()) continue;

@@ -215,6 +215,8 @@ void print_roles(const nlohmann::json& status) {
                              n.at("committed").get<std::uint64_t>(), connection(n.at("coordinator")),
                              human_bytes(n.at("bytes_served").get<std::uint64_t>()));
     print_odd_coordinators(n.at("coordinator"));
+    for (const auto& line : n.value("standing", nlohmann::json::array()))
+      std::cout << "  WARNING " << line.get<std::string>() << "\n";
     for (const auto& gone : n.at("gone"))
       std::cout << fmt::format(
           "  replica {} rank {}: gone for {:.1f} s: {}{}\n", gone.at("replica").get<int>(), gone.at("rank").get<int>(),

@@ -40,15 +40,20 @@ Result<std::unique_ptr<StreamThread>> StreamThread::start(const std::string& tra
   stream->address_ = address->text;
   stream->wake_ = std::move(*wake);
   stream->report_ = std::move(report);
+  stream->silence_ = options.silence;
   stream->service_ = std::make_unique<catchup::Service>(*stream->engine_, secrets.own, options, stream->clock_);
   if (auto started = start_thread(stream->thread_, [raw = stream.get()] { raw->run(); }); !started)
     return tl::unexpected(started.error());
   return stream;
 }
 
-StreamThread::~StreamThread() {
+void StreamThread::stop() {
   stop_ = true;
   if (wake_) signal_eventfd(wake_);
+}
+
+StreamThread::~StreamThread() {
+  stop();
   if (thread_.joinable()) thread_.join();
 }
 
@@ -78,6 +83,7 @@ void StreamThread::run() {
   TimePoint reported{};
   bool served = false;  // somebody, by the last report
   while (!stop_) {
+    turns_.fetch_add(1, std::memory_order_relaxed);
     std::vector<Queued> commands;
     {
       const std::lock_guard lock(mutex_);
@@ -108,11 +114,13 @@ void StreamThread::run() {
     std::vector<int> fds = service_->doorbells();
     fds.push_back(wake_.get());
     const bool streams = !joining.empty() || service_->serving() > 0;
-    idle.wait(false, service_->wait(clock_.now(), streams ? kReportEvery : Duration(std::chrono::seconds(1))), fds);
+    const Duration longest = std::min<Duration>(silence_, std::chrono::seconds(1));
+    idle.wait(false, service_->wait(clock_.now(), streams ? kReportEvery : longest), fds);
     drain_eventfd(wake_);
   }
   service_.reset();
   engine_.reset();
+  ends_.set_value();
 }
 
 }  // namespace rejoin::daemon

@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <functional>
+#include <future>
 #include <memory>
 #include <mutex>
 #include <thread>
@@ -29,6 +30,9 @@ class StreamThread {
                                                      const catchup::Service::Options& options,
                                                      std::function<void(Report)> report);
   ~StreamThread();
+  void stop();  // begins to: the destructor waits for it
+  bool ends_within(Duration longest) const { return ended_.wait_for(longest) == std::future_status::ready; }
+  std::uint64_t turns() const { return turns_.load(std::memory_order_relaxed); }  // more each silence, or it stands
 
   const std::string& address() const { return address_; }
   using Command = std::function<void(catchup::Service&, TimePoint now)>;
@@ -46,6 +50,7 @@ class StreamThread {
   std::unique_ptr<catchup::Service> service_;
   std::string address_;
   std::optional<int> numa_node_;
+  Duration silence_{};
   std::function<void(Report)> report_;
   Fd wake_;
   struct Queued {
@@ -55,6 +60,9 @@ class StreamThread {
   std::mutex mutex_;  // guards commands_
   std::vector<Queued> commands_;
   std::atomic<bool> stop_{false};
+  std::promise<void> ends_;
+  std::future<void> ended_ = ends_.get_future();
+  std::atomic<std::uint64_t> turns_{0};
   std::thread thread_;
 };
 
