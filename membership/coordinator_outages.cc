@@ -51,7 +51,7 @@ std::string Coordinator::why_silent(const ReplicaState& replica) const {
     if (!rank.registered || rank.connected_node || may_come_back(rank) || rank.lost_why.empty()) continue;
     const std::string node = node_name(rank);
     std::string whose = config_.ranks == 1 ? "" : fmt::format("rank {}", number);
-    if (config_.ranks > 1 && rank.lost_why.find(node) == std::string::npos)
+    if (config_.ranks > 1 && rank.lost_why.find("its node " + node) == std::string::npos)
       whose += fmt::format(" (process {} on node {})", rank.pid, node);
     return fmt::format("it is silent: {}{}{}", whose, whose.empty() ? "" : ": ", rank.lost_why);
   }

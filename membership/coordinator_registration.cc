@@ -318,7 +318,7 @@ bool Coordinator::ask_the_other_nodes(NodeId lost, const ConnectedNode& was, con
     });
   if (asked.empty()) return false;
   proto::ToNode message;
-  message.mutable_introduce();
+  message.mutable_introduce()->set_number(1);  // what answers it is told from what has just connected
   send_to({asked.begin(), asked.end()}, std::move(message));
   return true;
 }

@@ -27,6 +27,12 @@ std::string text_of(const Samples& samples) {
   return fmt::format("{} of those below {}", samples.size(), ranges.back().second);
 }
 
+// One that may take over would take what one rank declares for what all do.
+bool has_stages_too_early(const ReplicaState& replica, std::optional<Spoken> of_coordinators) {
+  return !of_coordinators.value_or(Spoken()).may(Feature::stages) &&
+         Declarations::declared_by({}, replica).ranks.size() > 1;
+}
+
 }  // namespace
 
 // Nobody contributes: a fresh job, or everybody was lost. It goes on from the most advanced state there is, but below
@@ -43,7 +49,7 @@ void Coordinator::try_start() {
   const auto from = newest(ready);
   if (send_back_mixed(ready, from)) return;
   for (auto& why : unfit(ready)) warn_once(std::move(why));
-  if (!from) return;
+  if (!from || has_stages_too_early(replicas_.at(ready.front()), of_coordinators_)) return;
   if (*from < committed_) {
     if (!may_roll_back() || *from < roll_back_to_->to) {
       wants_roll_back_ = from;
@@ -215,6 +221,11 @@ bool Coordinator::send_back_mixed(const std::vector<ReplicaId>& replicas, std::o
 // Whose states the job can't go on from, whatever an operator allows, and why.
 std::vector<std::string> Coordinator::unfit(const std::vector<ReplicaId>& replicas) const {
   std::vector<std::string> all;
+  if (!replicas.empty() && has_stages_too_early(replicas_.at(replicas.front()), of_coordinators_))
+    all.push_back(
+        fmt::format("coordinators that all speak protocol {}: ranks of a replica declare different things, of which an "
+                    "earlier release, which may take over, knows nothing. Upgrade all coordinators",
+                    static_cast<std::uint32_t>(Feature::stages)));
   for (auto id : replicas)
     if (const auto [low, high] = versions(replicas_.at(id)); low != high) all.push_back(text_of_mixed(id, low, high));
     else if (foreign(low) && steps_rolled_back_ == 0)
@@ -289,6 +300,8 @@ void Coordinator::start_with(const std::vector<ReplicaId>& replicas, Step from) 
     REJOIN_CHECK(replay(record));
   }
   auto first = Declarations::declared_by(replicas.front(), replicas_.at(replicas.front()));
+  if (first.ranks.size() > 1)
+    actions_.append.emplace_back().mutable_needs()->set_protocol(static_cast<std::uint32_t>(Feature::stages));
   first.to(*actions_.append.emplace_back().mutable_declared());
   declarations_.set_first(std::move(first));
   incomplete_since_.reset();

@@ -118,15 +118,16 @@ void Coordinator::tell_incomplete_replicas() {
     auto& [registered, since, told] = replica.incomplete;
     if (registered != replica.registered) replica.incomplete = {replica.registered, now_};
     if (told || now_ - since < 2 * config_.silence) continue;
-    told = true;
     std::set<NodeId> nodes;
     for (const auto& rank : replica.ranks)
       if (rank.registered && rank.connected_node) nodes.insert(rank.node);
+    if (nodes.empty()) continue;
+    told = true;
     proto::ToNode message;
     message.mutable_waits()->set_why(
         fmt::format("nobody and goes on; replica {} is taken in when all of its {} ranks have registered: {}", id,
                     config_.ranks, missing_ranks(replica)));
-    if (!nodes.empty()) send_to({nodes.begin(), nodes.end()}, std::move(message));
+    send_to({nodes.begin(), nodes.end()}, std::move(message));
   }
 }
 

@@ -152,6 +152,7 @@ std::optional<Declarations::Question> Declarations::question(Declaration& declar
       if (const RankState& rank = replica.ranks[number];
           declared(replica, number) == &declaration && rank.connected_node)
         return ask(rank.node, id.value, number, rank.instance);
+  declaration.asked_at = now;  // nobody who has declared it is there
   return std::nullopt;
 }
 
@@ -207,7 +208,8 @@ std::vector<std::string> Declarations::dissent_lines(const Replicas& replicas) c
       if (its == nullptr) continue;
       auto& [first_id, common] = first[rank];
       if (common == nullptr) first[rank] = {id, its};
-      if (its == common || !told.insert({rank, its}).second) continue;
+      if (its == common) continue;
+      if (!told.insert({rank, its}).second) break;
       const auto others = who_declared(*its, rank, replicas);
       const FirstDeclared as_first{first_id, {{common->plan_hash, common->settings}}};
       lines.push_back(

@@ -55,7 +55,7 @@ class Declarations {
     std::uint32_t replica = 0, rank = 0;
     std::uint64_t instance = 0;
   };
-  // Nothing: it is known, was asked for a moment ago, or nobody who has declared it is there.
+  // Nothing: it is known, was asked for a moment ago, or nobody who has declared it is there, which is asked as rarely.
   std::optional<Question> question(Declaration& declaration, const Replicas& replicas, TimePoint now);
   // The answer. False: of a process that has declared nothing here. `registered`: what it has, where it is registered.
   bool on_content(const proto::Declaration& content, Declaration* registered);

@@ -22,6 +22,7 @@ constexpr std::uint32_t kSilentProtocol = 15;
 enum class Feature : std::uint32_t {
   welcome = 16,   // NodeWelcome: a listener says what it speaks, or why it refuses
   chunking = 16,  // members cut buckets in the host's memory into smaller chunks (ftar::Chunking)
+  stages = 16,    // ranks of a replica declare different things, in the log one by one
   balance = 16,   // --balance-batches: replicas train different numbers of samples, and weigh their gradients
 };
 

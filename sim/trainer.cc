@@ -26,7 +26,7 @@ Trainer::Trainer(World& world, std::uint32_t replica_number, std::uint32_t rank_
   engine = world.make_engine(machine, rails);
   address_ = engine->listen({}).value().text;
   state_ = std::make_unique<TrainingState>(world.planted(Plant::log_too_much) ? 1 << 20 : model_.gradient_log_budget());
-  const std::string stage = world.shape.stages ? fmt::format("stage{} t", rank) : "t";
+  const std::string stage = world.shape.stages && !world.shape.upgrade ? fmt::format("stage{} t", rank) : "t";
   std::vector<std::vector<TensorId>> buckets;
   const auto& tensors = model_.tensors();
   for (std::size_t t = 0; t < tensors.size(); ++t) {

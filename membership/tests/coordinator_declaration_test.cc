@@ -79,6 +79,9 @@ TEST(Coordinator, RanksOfAReplicaMayDeclareDifferentThingsIfTheyAreTheSameInAllR
   for (std::uint32_t r : {0u, 1u, 2u}) EXPECT_FALSE(bench.asked_to_declare(r)) << "nobody differs";
   bench.link_all();
   EXPECT_EQ(bench.contributors(), 3u);
+  const auto declared = std::ranges::find_if(bench.log, [](const auto& one) { return one.has_declared(); });
+  ASSERT_TRUE(declared != bench.log.end() && declared != bench.log.begin());
+  EXPECT_TRUE(std::prev(declared)->has_needs()) << "a release that knows one declaration for all is not to read it";
   // The log has them by rank, and who comes back with those of another one is refused.
   for (const auto& log : {bench.log, {bench.coordinator.snapshot()}}) {
     Bench again(log);
@@ -92,6 +95,28 @@ TEST(Coordinator, RanksOfAReplicaMayDeclareDifferentThingsIfTheyAreTheSameInAllR
     again.pass(3s);
     EXPECT_NE(again.refusal(2).find("differ from those of rank 1 of replica 0"), std::string::npos) << again.refusal(2);
   }
+}
+
+TEST(Coordinator, WhereAnEarlierReleaseMayTakeOverAJobOfStagesDoesNotStart) {
+  Bench bench;
+  bench.coordinator.set_protocol_of_coordinators(Spoken());
+  for (std::uint32_t r : {0u, 1u, 2u})
+    for (std::uint32_t rank : {0u, 1u}) bench.rank_up(r, rank, 1, 0, 5, 8 + rank);
+  bench.link_all();
+  EXPECT_EQ(bench.contributors(), 0u);
+  EXPECT_TRUE(bench.waits_for("coordinators that all speak protocol 16: ranks of a replica declare different things"));
+  bench.coordinator.set_protocol_of_coordinators(Spoken(16));
+  bench.pass(100ms);
+  EXPECT_EQ(bench.contributors(), 3u);
+}
+
+// Each pair of a whole replica's ranks would say the same once more.
+TEST(Coordinator, OfReplicasThatDifferInAllRanksItIsToldOnce) {
+  Bench bench({}, {.replicas = 4, .ranks = 4});
+  for (std::uint32_t r : {0u, 1u, 2u, 3u}) bench.up(r, 1, 0, 5, r < 2 ? 8 : 9);
+  const auto lines = bench.coordinator.waiting_for(bench.now);
+  EXPECT_EQ(std::ranges::count_if(lines, [](const auto& one) { return one.find("declare different") != one.npos; }), 1)
+      << fmt::format("{}", fmt::join(lines, "; "));
 }
 
 TEST(Coordinator, OfAReplicaWhoseRanksAreAnotherOnesWrongWayRoundBothAreRefused) {

@@ -1,4 +1,5 @@
 // Who has a place in the job, of those who are heard through relays.
+#include "membership/relay.h"
 #include "membership/tests/rivals.h"
 
 namespace rejoin::membership {
@@ -27,6 +28,24 @@ TEST(Coordinator, WhomARelayDoesNotSpeakForAgainIsGoneAfterASilenceAlsoWhereItsC
     job.pass(300ms, {0, 1, 2, 9});
     EXPECT_EQ(job.registered(), !spoken_for);
   }
+}
+
+// It is asked where they stand, and has forgotten nobody.
+TEST(Coordinator, ARelayThatIsAskedToIntroduceItselfAgainSpeaksForItsRanksMeanwhile) {
+  Bench bench;
+  bench.start();
+  const std::uint64_t behind = 11;
+  Relay relay("relay", bench.config.silence);
+  const auto says = [&](const Relay::Actions& actions) {
+    for (const auto& message : actions.to_coordinator) bench.send(behind, message);
+  };
+  says(relay.on_coordinator_up(bench.now));
+  for (std::uint32_t r : {1u, 2u}) bench.back(r, behind);  // which node 1 and 2 have said of themselves before
+  bench.keep(bench.coordinator.on_node_lost(NodeId(1), bench.now));
+  ASSERT_TRUE(bench.inbox[behind].back().has_introduce());
+  says(relay.on_coordinator_message(bench.inbox[behind].back(), bench.now));
+  for (std::uint32_t r : {1u, 2u})
+    for (const auto& rank : bench.coordinator.replicas().at(ReplicaId(r)).ranks) EXPECT_TRUE(rank.connected_node);
 }
 
 // What a relay says when a daemon has not come back to it in time.

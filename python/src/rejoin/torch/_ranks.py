@@ -9,7 +9,6 @@ import struct
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -246,6 +245,9 @@ class Ranks:
         try:
             self.say(name, b"1")
             ranks = [f"{name}/{rank}" for rank in range(self._size)]
-            self._store.wait(ranks, timedelta(seconds=_WAITS_FOR_BODIES_SECONDS))
+            limit, was_set = time.monotonic() + _WAITS_FOR_BODIES_SECONDS, self._leaving.is_set()
+            # A launcher that ends the others since one has died does so by SIGTERM.
+            while not self._store.check(ranks) and time.monotonic() < limit and self._leaving.is_set() == was_set:
+                time.sleep(0.02)
         except torch.distributed.DistError:  # one is gone, or takes too long; or whoever had the store is gone
             pass
