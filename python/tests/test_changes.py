@@ -116,6 +116,30 @@ def test_a_gradient_that_is_changed_after_backward_is_refused(tmp_path, monkeypa
     assert len(one._buckets._buckets) - 1 not in handed_over, "the step is committed when all buckets are out"
 
 
+@pytest.mark.parametrize("how", ["no limit", "a high limit", "a copy"])
+def test_a_gradient_that_is_written_to_and_stays_what_it_is_is_taken(tmp_path, monkeypatch, caplog, how):
+    """As by a framework that clips by an infinite norm, only to know it."""
+    model = torch.nn.Linear(2, 2)
+    one, _ = in_a_step(tmp_path, monkeypatch, model)
+    monkeypatch.setattr(one._buckets, "_looks", lambda: False)  # as in most steps
+    for _ in range(2):
+        one._buckets.begin(3)
+        one._zero_grad()
+        (model(torch.ones(1, 2)).sum() * 5).backward()
+        if how == "a copy":
+            model.bias.grad = model.bias.grad.clone()
+        else:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), torch.inf if how == "no limit" else 1e6)
+        one._buckets.bring_rest()
+    assert caplog.text.count("was written to after the backward() that handed it over, and is what it was") == 1
+    one._buckets.begin(3)
+    one._zero_grad()
+    model(torch.ones(1, 2)).sum().backward()
+    model.bias.grad.mul_(0.5)
+    with pytest.raises(rejoin.InvalidArgument, match="the gradient of 'bias' was changed after"):
+        one._buckets.bring_rest()
+
+
 @pytest.mark.parametrize("main_grad", [False, True])
 def test_accumulate_after_the_backward_that_hands_over_is_refused(tmp_path, monkeypatch, main_grad):
     model = torch.nn.Linear(2, 2)
@@ -149,7 +173,7 @@ class Concatenated(torch.nn.Module):
 def test_gradients_that_share_a_version_may_be_accumulated_and_not_be_changed(tmp_path, monkeypatch, how):
     model = Concatenated()
     one, _ = in_a_step(tmp_path, monkeypatch, model)
-    monkeypatch.setattr(one._buckets, "_is_in", lambda tensor, own: True)  # as in most steps
+    monkeypatch.setattr(one._buckets, "_looks", lambda: False)  # as in most steps
     with one.accumulate():
         model(torch.ones(1, 3)).sum().backward()
     model(torch.ones(1, 3)).sum().backward()

@@ -51,6 +51,7 @@ def check(
     _refusals.refuse_wrappers(optimizer)
     _refusals.refuse_hooks(optimizer)
     _refusals.refuse_step_of_its_own(optimizer)
+    _refusals.refuse_closure(optimizer)
     if loss_scale is not None and (loss_scale < 1.0 or math.frexp(loss_scale)[0] != 0.5):
         raise InvalidArgument(f"loss_scale={loss_scale}: it is to be a power of 2, such as 65536")
 
@@ -278,14 +279,16 @@ def uncompiled(function: Function) -> Function:
 
 
 def take_calls(
-    optimizer: torch.optim.Optimizer, commit: Callable[[Any], float | None], zero_grad: Callable[[bool], None]
+    optimizer: torch.optim.Optimizer, commit: Callable[[Any], Any], zero_grad: Callable[[bool], None]
 ) -> None:
     """Let the optimizer's calls be the session's."""
     commit, zero_grad = uncompiled(commit), uncompiled(zero_grad)
 
-    def step(_: torch.optim.Optimizer, closure: Any = None) -> float | None:
+    def step(_: torch.optim.Optimizer, closure: Any = None) -> Any:
         return commit(closure)
 
+    if hasattr(optimizer.step, "_wrapped_by_lr_sched"):  # else a scheduler warns that it was overridden
+        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign] # torch's schedulers bind it once more
     optimizer.zero_grad = zero_grad  # type: ignore[assignment, method-assign]
     optimizer.load_state_dict = refuse_load  # type: ignore[assignment, method-assign]

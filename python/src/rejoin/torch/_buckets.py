@@ -35,6 +35,7 @@ class Buckets:
         self._holds_last = True  # the last bucket, until the gradients that went out before it are found unchanged
         self._weight = 1  # of this step's gradients
         self._warned = False  # of float16
+        self._told = False  # that gradients were written to which are what they were
         self._steps = 0
         self._newest: dict[int, int] = {}  # by storage: the version of the gradient in it that came last in this step
         # What backward() queues after a hand-over is not to wait for it. By turns, so that one bucket's gradients are
@@ -54,7 +55,7 @@ class Buckets:
         self._steps += 1
         for bucket in self._buckets:
             for tensor in bucket:
-                tensor.arrived = False
+                tensor.arrived, tensor.came = False, 0
                 tensor.handed_over = None
                 if tensor.main_grad:
                     tensor.gradient.zero_()
@@ -142,17 +143,28 @@ class Buckets:
         own = local(gradient)
         # Gradients that are views of one tensor, as FSDP2's, have one version: each addition to one moves it for all.
         newest = own.data_ptr(), self._newest.get(own.untyped_storage().data_ptr())
-        now = own.data_ptr(), own._version
-        if now not in (tensor.handed_over, newest) or not self._is_in(tensor, own):
+        untouched = (own.data_ptr(), own._version) in (tensor.handed_over, newest)
+        if untouched and not self._looks():
+            return
+        if not self._is_in(tensor, own):
             raise InvalidArgument(
                 f"the gradient of '{tensor.name}' was changed after the backward() that handed it over, which has no "
                 "effect: change the loss instead; to clip, give attach() max_norm="
             )
+        if not untouched and not self._told:
+            self._told = True
+            log.warning(
+                "the gradient of '%s' was written to after the backward() that handed it over, and is what it was: a "
+                "clip by norm does so that has nothing to clip, or no limit. What changes it is refused: to clip, give "
+                "attach() max_norm=, and leave the other clip out",
+                tensor.name,
+            )
 
-    # What changes it by way of .data or of other views is not in its version. On a GPU the host would wait for it.
+    # What changes a gradient by way of .data or of other views is not in its version. On a GPU the host would wait.
+    def _looks(self) -> bool:
+        return self._device.type != "cuda" and (self._steps <= _FIRST or self._steps % _EACH == 0)
+
     def _is_in(self, tensor: Tensor, own: torch.Tensor) -> bool:
-        if self._device.type == "cuda" or (self._steps > _FIRST and self._steps % _EACH != 0):
-            return True
         given = tensor.view(tensor.gradient)
         weighed = torch.empty_like(given).copy_(own)
         if self._weight != 1:

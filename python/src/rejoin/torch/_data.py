@@ -90,7 +90,7 @@ class Batches(Sampler[list[int]]):
         if not 0 <= shard < shards:
             raise InvalidArgument(f"shard {shard} of {shards}: they are numbered from 0")
         self.size = size
-        self._shard, self._shards = shard, shards
+        self._shard, self.shards = shard, shards
         self._seed, self._shuffle = _checked(seed) if shuffle else seed, shuffle
         self._permutations: dict[int, torch.Tensor] = {}
         self.coming: list[Ranges] = []  # of the steps after this one, in order
@@ -99,7 +99,7 @@ class Batches(Sampler[list[int]]):
     def tell(self, told: list[str], joined: bool) -> None:
         """Add to `told` what has to be the same on every replica, for sample k to be the same one everywhere."""
         hashed = " (its hash)" if self._shuffle and _mixed(self._seed) != self._seed else ""
-        data = f"data of {self.size} samples, seed {self._seed}{hashed}, shuffle {self._shuffle}, shards {self._shards}"
+        data = f"data of {self.size} samples, seed {self._seed}{hashed}, shuffle {self._shuffle}, shards {self.shards}"
         if data in told:
             return
         if joined:
@@ -109,12 +109,12 @@ class Batches(Sampler[list[int]]):
     def indices(self, ranges: Ranges) -> list[int]:
         """Give the data set's indices of these samples, as far as they are this shard's."""
         samples = [k for begin, end in ranges for k in range(begin, end)]
-        if len(samples) % self._shards != 0:
+        if len(samples) % self.shards != 0:
             raise InvalidArgument(
-                f"a step of {len(samples)} samples can't be divided among {self._shards} shards: let --batch be a "
+                f"a step of {len(samples)} samples can't be divided among {self.shards} shards: let --batch be a "
                 "multiple of that, and with --constant-batch or --balance-batches --ranks, too"
             )
-        each = len(samples) // self._shards
+        each = len(samples) // self.shards
         return [self._index(k) for k in samples[self._shard * each : (self._shard + 1) * each]]
 
     def _index(self, sample: int) -> int:

@@ -137,6 +137,7 @@ def _again(session: Session) -> Step:
 def computes(session: Session, step: Step) -> Iterator[None]:
     """Let the others wait within this block, up to `optimizer.step()`, where the batch is the first of its size."""
     session._busy.begin_step(sum(end - begin for begin, end in step.samples))
+    session._passes = 1
     try:
         yield
     finally:
@@ -147,7 +148,8 @@ def on_gradient(session: Session, tensor: Tensor) -> None:
     """Take what backward() has brought, and hand over what is complete with it."""
     if session._ended or not session._in_step or session._updated:  # another session may have the model by now
         return
-    if session._accumulating and not tensor.arrived:
+    tensor.came += 1
+    if (session._accumulating or tensor.came < session._passes) and not tensor.arrived:
         if tensor.main_grad:
             session._buckets.add_up(tensor)
         return
@@ -235,17 +237,36 @@ def averaged(session: Session) -> Iterator[None]:
         session._averaging = False
 
 
-def commit(session: Session, closure: Callable[[], float] | None) -> None:
-    """End a step: the optimizer's step(), as the script calls it."""
-    if closure is not None:
-        raise InvalidArgument("optimizer.step() with a closure: a step is computed once")
+def refuse_without_update(step: Step) -> NoReturn:
+    """Raise `InvalidArgument`: the loop asks for the next step's data, and has not ended this one."""
+    raise InvalidArgument(
+        f"step {step.number} has ended without optimizer.step(), which each step that is given ends with. A loop that "
+        "takes data ahead has to be told how much comes, session.data(loader, steps=…); one that accumulates gradients "
+        "over several batches gets them as parts of one step's, session.data(loader, micro_batches=…), or divides it "
+        "and does all but the last part within session.accumulate()"
+    )
+
+
+def commit(session: Session, closure: Callable[[], Any] | None) -> Any:
+    """End a step: the optimizer's step(), as the script calls it. Gives what the closure does, which is called once."""
     assert session._optimizer is not None
     _attach.refuse_scaler(session._optimizer)
-    if session._warming and not session._joined:  # of a function that is compiled with its optimizer.step()
-        zero_grad(session)
-        return
-    if not session._in_step or session._updated or session._step is None or session._updates is None:
+    warming = session._warming and not session._joined  # a function that is compiled with its optimizer.step()
+    if not warming and (not session._in_step or session._updated):
         raise InvalidArgument("optimizer.step() is due once in each step that session.steps() gives")
+    loss = None
+    if closure is not None:
+        with torch.enable_grad():
+            loss = closure()
+    if warming:
+        zero_grad(session)
+    else:
+        _commit(session)
+    return loss
+
+
+def _commit(session: Session) -> None:
+    assert session._step is not None and session._updates is not None
     check_reduced(session._sharded)
     for tensor in session._tensors:
         tensor.check_place()

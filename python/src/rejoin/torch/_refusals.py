@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import torch
 
 from rejoin.errors import InvalidArgument
@@ -53,6 +55,17 @@ def refuse_step_of_its_own(optimizer: torch.optim.Optimizer) -> None:
             "another step() was put on the optimizer (optimizer.step = …, as by torch.compile(optimizer.step)), or it "
             "is attached already: a replica that catches up updates parts of tensors with the step() of its class, "
             f"{type(optimizer).__name__}. Let a class of your own, derived from that, have this step()"
+        )
+
+
+def refuse_closure(optimizer: torch.optim.Optimizer) -> None:
+    """Raise `InvalidArgument` where step() can't do without a closure, which it calls as often as it likes."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise InvalidArgument(
+            f"{type(optimizer).__name__} computes the loss several times in a step, by a closure that its step() asks "
+            "for, and a step's gradients are exchanged once: take an optimizer that updates from one gradient, such as "
+            "AdamW or SGD. A closure that is given to those is called once"
         )
 
 

@@ -24,6 +24,7 @@ from rejoin.torch._buckets import Buckets
 from rejoin.torch._busy import Busy
 from rejoin.torch._checkpoint import checkpoint_of, remedy_in_python, restore, template_of
 from rejoin.torch._data import Batches, Fetcher, refuse_in_worker
+from rejoin.torch._feed import Feed
 from rejoin.torch._final import final_save
 from rejoin.torch._fingerprint import fingerprint
 from rejoin.torch._frozen import frozen
@@ -96,6 +97,7 @@ class Session:
         self._updates: Update | None = None
         self._places: Places | None = None
         self._joined = self._finished = self._ended = self._in_step = self._updated = False
+        self._passes = 1  # as many backward() bring a step's gradients
         self._accumulating = self._contributed = self._averaging = self._beginning = self._warming = False
         self._step: Step | None = None
         self._modes: Modes | None = None  # of attach()
@@ -268,11 +270,21 @@ class Session:
                 with _loop.computes(self, step):
                     yield step, data
                 if not self._updated:
-                    raise InvalidArgument(f"step {step.number} has ended without optimizer.step()")
+                    _loop.refuse_without_update(step)
         except Terminated:
             pass
         log.info("replica %d rank %d leaves after step %d", self.replica, self.rank, self._native.committed())
         self.leave()
+
+    def data(self, loader: DataLoader[Any], *, steps: int | None = None, micro_batches: int = 1) -> Feed:
+        """Give the data of the job's steps to a loop that is not the script's own, as a framework's.
+
+        It iterates as `steps()` does, and gives the data alone: the step is `session.step`. Within an iteration
+        `optimizer.step()` is called once, or once in `micro_batches`: a step's data is then divided into so many parts,
+        and its gradients go out with the last one's. `steps`: how many the job has, for frameworks that ask for
+        `len()`; without it some take data ahead, which is refused.
+        """
+        return Feed(self, loader, steps, micro_batches)
 
     def warm_up(self) -> AbstractContextManager[None]:
         """Do within this block, before join(), what is slow the first time and has to leave no trace.
@@ -306,9 +318,8 @@ class Session:
     def _zero_grad(self, set_to_none: bool = True) -> None:
         _loop.zero_grad(self)
 
-    def _commit(self, closure: Callable[[], float] | None = None) -> float | None:
-        _loop.commit(self, closure)
-        return None
+    def _commit(self, closure: Callable[[], Any] | None = None) -> Any:
+        return _loop.commit(self, closure)
 
     @property
     def version(self) -> int | None:
@@ -373,6 +384,16 @@ class Session:
         them enter the block.
         """
         return final_save(self, path)
+
+    @property
+    def step(self) -> Step | None:
+        """The step that is trained, or was last; None before the first."""
+        return self._step
+
+    @property
+    def last_lr(self) -> list[float]:
+        """The learning rates of the last update, one for each of the optimizer's groups; none before attach()."""
+        return self._updates.last_lr if self._updates is not None else []
 
     @property
     def leads(self) -> bool:

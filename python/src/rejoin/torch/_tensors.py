@@ -41,6 +41,7 @@ class Tensor:
     gradient: torch.Tensor = field(default_factory=lambda: torch.empty(0))  # flat, as all_reduce() takes it
     reduced: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     arrived: bool = False  # the gradient, in this step
+    came: int = 0  # gradients of it, in this step: one from each backward()
     owner: tuple[torch.nn.Module, str] | None = None  # of a buffer: the module, and what it calls it
     handed_over: tuple[int, int] | None = None  # where it was, and its version as autograd counts
     average_loaded: bool = False  # from a checkpoint: else it begins with the weights that the job begins with

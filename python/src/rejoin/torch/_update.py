@@ -71,6 +71,7 @@ class Update:
         before = _optimizer.counted((t.name, t.kept, optimizer.state.get(t.value, {})) for t in tensors)
         self.offset = before or 0
         self.last_norm: float | None = None
+        self._last_rates: list[float] | None = None
 
     def look(self, step: int) -> None:
         """Take what is needed of the step's gradient as a whole; on those that catch up, too, before apply()."""
@@ -147,8 +148,14 @@ class Update:
 
     def _set_lr(self, step: int) -> None:
         if self._rates is not None:
-            for group, rate in zip(self._optimizer.param_groups, self._rates.of(step), strict=True):
+            self._last_rates = self._rates.of(step)
+            for group, rate in zip(self._optimizer.param_groups, self._last_rates, strict=True):
                 group["lr"] = rate
+
+    @property
+    def last_lr(self) -> list[float]:
+        """Give the rates of the last update, which schedulers of torch's may have written over since."""
+        return self._last_rates or [float(group["lr"]) for group in self._optimizer.param_groups]
 
     def apply(self, step: int, updates: Sequence[TensorUpdate]) -> None:
         """Apply what the session gives in this step, in order."""

@@ -1,0 +1,215 @@
+"""Loops that are not the script's own: what they iterate over, and closures that their steps come with."""
+
+import collections
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from test_session import a_job_of  # noqa: E402
+
+import rejoin  # noqa: E402
+from rejoin.torch._feed import parts_of  # noqa: E402
+
+
+class Numbers(torch.utils.data.Dataset):
+    def __len__(self):
+        return 100
+
+    def __getitem__(self, at):
+        return float(at)
+
+
+def a_feed_of(tmp_path, monkeypatch, last, samples=1, rules=None, **settings):
+    one, model, native = a_job_of(tmp_path, monkeypatch, last, **(rules or {}))
+    begin_step = native.begin_step
+
+    def begin_wider_step():
+        begun = begin_step()
+        return begun and (*begun[:4], [(samples * begun[0], samples * (begun[0] + 1))], *begun[5:])
+
+    monkeypatch.setattr(native, "begin_step", begin_wider_step)
+    one._joined = False
+    loader = torch.utils.data.DataLoader(Numbers(), batch_sampler=one.batches(100, shuffle=False))
+    one._joined = True
+    return one, model, native, one.data(loader, **settings)
+
+
+def test_a_closure_is_called_once_with_gradients_and_its_value_is_given(tmp_path, monkeypatch):
+    one, model, _ = a_job_of(tmp_path, monkeypatch, 3)
+    optimizer, calls = one._optimizer, []
+
+    def closure():
+        calls.append(torch.is_grad_enabled())
+        loss = model(torch.ones(1, 2)).sum()
+        loss.backward()
+        assert model.weight.grad is not None
+        return loss
+
+    for _ in one.steps():
+        with torch.no_grad():
+            loss = optimizer.step(closure)
+        assert loss.requires_grad
+        with pytest.raises(rejoin.InvalidArgument, match="due once in each step"):
+            optimizer.step(closure)
+    assert calls == [True] * 3
+    one._joined = False
+    with one.warm_up():
+        assert optimizer.step(lambda: 7.0) == 7.0
+
+
+def test_a_closure_that_raises_leaves_the_step_to_be_tried_again(tmp_path, monkeypatch):
+    one, _, _ = a_job_of(tmp_path, monkeypatch, 1)
+    for _ in one.steps():
+        with pytest.raises(ZeroDivisionError):
+            one._optimizer.step(lambda: 1 / 0)
+        assert one._optimizer.step() is None
+
+
+def test_an_optimizer_that_calls_its_closure_several_times_is_refused(tmp_path):
+    from test_session import session
+
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(rejoin.InvalidArgument, match="LBFGS computes the loss several times .* AdamW or SGD"):
+        session(tmp_path).attach(model, torch.optim.LBFGS(model.parameters()))
+
+
+def test_a_loop_that_is_not_the_scripts_own_gets_the_data_alone(tmp_path, monkeypatch):
+    one, model, native, feed = a_feed_of(tmp_path, monkeypatch, 5, steps=5)
+    assert len(feed) == 5 and one.step is None and not feed.ended
+    seen = []
+    for _ in range(3):  # as over epochs
+        for at, data in enumerate(feed):
+            seen.append((one.step.number, data.tolist()))
+            one._optimizer.step()
+            if at == 1:
+                break
+    assert seen == [(number, [float(number)]) for number in range(1, 6)]
+    assert feed.ended and one.finished and native.calls.count("leave") == 1 and list(feed) == []
+    feed.end()
+    assert native.calls.count("leave") == 1
+    with pytest.raises(TypeError, match="steps=…"):
+        len(one.data(feed.loader))
+    for wrong in ({"steps": 0}, {"micro_batches": 0}):
+        with pytest.raises(rejoin.InvalidArgument, match="data"):
+            one.data(feed.loader, **wrong)
+
+
+@pytest.mark.parametrize("kind", ["steps", "data"])
+def test_a_loop_that_takes_data_ahead_hears_what_to_do(tmp_path, monkeypatch, kind):
+    one, _, _, feed = a_feed_of(tmp_path, monkeypatch, 5)
+    ahead = iter(one.steps() if kind == "steps" else feed)
+    next(ahead)
+    with pytest.raises(rejoin.InvalidArgument, match=r"step 1 has ended without .*steps=…\).*micro_batches=….*accumul"):
+        next(ahead)
+    one, _, _, feed = a_feed_of(tmp_path, monkeypatch, 5)
+    one._model = None
+    with pytest.raises(rejoin.InvalidArgument, match=r"before attach\(\): .*steps=…"):
+        next(iter(feed))
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize("rules", [{}, {"main_grad": True}])
+def test_the_last_of_a_steps_micro_batches_hands_over_its_gradients(tmp_path, monkeypatch, ahead, rules):
+    one, model, native, feed = a_feed_of(tmp_path, monkeypatch, 2, 4, rules, micro_batches=2, steps=2)
+    handed_over = []
+    monkeypatch.setattr(one._buckets, "_hand_over", handed_over.append)
+    assert len(feed) == 4
+    parts = iter(feed)
+    for step in (1, 2):
+        handed_over.clear()
+        given = [next(parts), next(parts)] if ahead else [None, None]
+        for number, part in enumerate(given):
+            part = next(parts) if part is None else part
+            begin = 4 * step + 2 * number
+            assert part.tolist() == [begin, begin + 1]
+            (model(torch.ones(1, 2)).sum() * part.sum()).backward()
+            held = [tensor for tensor in one._tensors if tensor.is_parameter and not tensor.arrived]
+            assert bool(held) == (number == 0)
+        (weight,) = (tensor for tensor in one._tensors if tensor.name == "weight")
+        assert float(weight.gradient[0]) == sum(range(4 * step, 4 * step + 4))
+        one._optimizer.step()
+        assert len(handed_over) == len(one._buckets._buckets)
+    assert next(parts, None) is None and one.finished
+
+
+def test_a_micro_batch_without_a_backward_keeps_nothing_back(tmp_path, monkeypatch):
+    one, model, _, feed = a_feed_of(tmp_path, monkeypatch, 2, samples=2, micro_batches=2)
+    for number, _ in enumerate(feed):
+        if number % 2 == 0:
+            model(torch.ones(1, 2)).sum().backward()
+        else:
+            one._optimizer.step()
+            assert all(tensor.arrived for tensor in one._tensors)
+            assert bool((one._tensors[0].gradient == 1).all())
+
+
+@pytest.mark.parametrize(("ends_at", "left"), [(3, False), (2, True)])
+def test_a_loop_that_counts_steps_itself_takes_the_jobs_end_or_leaves(tmp_path, monkeypatch, caplog, ends_at, left):
+    one, _, native, feed = a_feed_of(tmp_path, monkeypatch, 3)
+    for _ in feed:
+        one._optimizer.step()
+        if one.step.number == ends_at:
+            break
+    assert not one.finished and "leave" not in native.calls
+    feed.end()
+    assert native.calls.count("leave") == 1 and one.finished == (not left) and feed.ended
+    assert ("the job goes on with step 3: let the loop's number of steps be the job's" in caplog.text) == left
+
+
+def test_an_abandoned_iterator_does_not_end_a_later_ones_step(tmp_path, monkeypatch):
+    one, _, _, feed = a_feed_of(tmp_path, monkeypatch, 3)
+    first = iter(feed)
+    next(first)
+    one._optimizer.step()
+    second = iter(feed)
+    next(second)
+    assert next(first, None) is None and one.step.number == 2
+    one._optimizer.step()
+    next(second)
+    assert one.step.number == 3
+
+
+def test_collated_data_is_divided_whatever_holds_it():
+    Pair = collections.namedtuple("Pair", ["x", "y"])
+    data = {
+        "x": torch.arange(10).view(5, 2),
+        "pair": Pair(torch.arange(5), torch.tensor(3)),
+        "names": list("abcde"),
+        "columns": [torch.arange(5), torch.ones(2)],
+        "size": 5,
+        "more": collections.UserDict(x=torch.arange(5)),
+    }
+    first, second = parts_of(data, 5, 2)
+    assert first["x"].tolist() == [[0, 1], [2, 3]] and second["x"].tolist() == [[4, 5], [6, 7], [8, 9]]
+    assert second["pair"].x.tolist() == [2, 3, 4] and type(second["pair"]) is Pair and second["pair"].y == 3
+    assert first["names"] == ["a", "b"] and second["columns"][0].tolist() == [2, 3, 4]
+    assert second["columns"][1].tolist() == [1, 1] and first["size"] == 5
+    assert type(first["more"]) is collections.UserDict and first["more"]["x"].tolist() == [0, 1]
+    with pytest.raises(rejoin.InvalidArgument, match="a step of 5 samples can't be divided into 6 micro-batches"):
+        parts_of(data, 5, 6)
+
+
+def test_the_last_updates_rates_are_known(tmp_path, monkeypatch):
+    one, _, _ = a_job_of(tmp_path, monkeypatch, 1)
+    assert one.last_lr == [0.001]
+
+
+@pytest.mark.parametrize("kind", ["LambdaLR", "StepLR", None])
+def test_a_schedule_of_lambdas_is_a_function_of_the_step(kind):
+    from rejoin.torch._frameworks import schedule_of
+
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.5)
+    if kind is None:
+        assert schedule_of(None) is None
+        return
+    if kind == "StepLR":
+        with pytest.raises(rejoin.InvalidArgument, match="StepLR does not say .* lr=, a function of the step"):
+            schedule_of(torch.optim.lr_scheduler.StepLR(optimizer, 3))
+        return
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    rates = schedule_of(scheduler)
+    for step in range(1, 5):
+        assert rates(step) == [optimizer.param_groups[0]["lr"]]
+        optimizer.step()
+        scheduler.step()
