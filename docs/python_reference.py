@@ -12,6 +12,8 @@ PACKAGE = pathlib.Path(__file__).resolve().parent.parent / "python/src/rejoin"
 MODULES = {
     "rejoin": None,  # its __all__, as is rejoin.torch's
     "rejoin.torch": {"Batches": ()},
+    "rejoin.transformers": {"RejoinCallback": (), "RejoinMixin": (), "RejoinTrainer": ()},
+    "rejoin.lightning": {"RejoinCallback": ()},
     "rejoin.distributed": {"ProcessGroup": ("get_reconfigure_handle", "reconfigure"), "Options": None},
     "rejoin.torchft": {"RejoinTransport": ()},
     "rejoin.log": {"to_logging": None, "set_level": None},

@@ -1,6 +1,11 @@
 """Loops that are not the script's own: what they iterate over, and closures that their steps come with."""
 
 import collections
+import contextlib
+import importlib
+import sys
+import types
+from types import SimpleNamespace
 
 import pytest
 
@@ -213,3 +218,110 @@ def test_a_schedule_of_lambdas_is_a_function_of_the_step(kind):
         assert rates(step) == [optimizer.param_groups[0]["lr"]]
         optimizer.step()
         scheduler.step()
+
+
+@pytest.mark.parametrize(("name", "hidden"), [("transformers", ["transformers"]),
+                                              ("lightning", ["lightning", "pytorch_lightning"])])  # fmt: skip
+def test_where_a_framework_is_missing_it_is_said_what_to_install(monkeypatch, name, hidden):
+    for one in hidden:
+        monkeypatch.setitem(sys.modules, one, None)
+    monkeypatch.delitem(sys.modules, f"rejoin.{name}", raising=False)
+    with pytest.raises(ModuleNotFoundError, match=f"pip install {name}"):
+        importlib.import_module(f"rejoin.{name}")
+
+
+def adapter_for(monkeypatch, name, stand_in, **contents):
+    """Give the module for this framework, over a stand-in of that."""
+    module = types.ModuleType(stand_in)
+    vars(module).update(contents)
+    for hidden, value in ((name, None), (stand_in, module), (f"rejoin.{name}", None)):
+        monkeypatch.setitem(sys.modules, hidden, value)
+    del sys.modules[f"rejoin.{name}"]  # it is taken out, or put back, behind the test
+    return importlib.import_module(f"rejoin.{name}")
+
+
+def test_a_trainer_of_transformers_counts_the_jobs_steps_and_ends_with_the_job(tmp_path, monkeypatch):
+    class Trainer:
+        def __init__(self, callback):
+            self.args = SimpleNamespace(
+                max_steps=9, gradient_accumulation_steps=1, data_seed=None, seed=3, max_grad_norm=1.0
+            )
+            self.callback_handler, self.accelerator = SimpleNamespace(callbacks=[callback]), SimpleNamespace()
+            self.logged, self.saved = [], []
+
+        def get_train_dataloader(self):
+            return torch.utils.data.DataLoader(Numbers(), batch_size=4)
+
+        def log(self, logs):
+            self.logged.append(logs)
+
+        def save_model(self, output_dir, _internal_call):
+            self.saved.append(output_dir)
+
+    adapter = adapter_for(monkeypatch, "transformers", "transformers", Trainer=Trainer, TrainerCallback=object)
+    one, _, native = a_job_of(tmp_path, monkeypatch, 9)
+    one._joined = False
+    callback = adapter.RejoinCallback(one)
+    trainer = adapter.RejoinTrainer(callback)
+    feed = trainer.get_train_dataloader()
+    one._joined, native.step = True, 4  # it has come back
+    assert len(feed) == 9 and float(trainer.accelerator.clip_grad_norm_([], float("inf"))) == 0.0
+    state, control = SimpleNamespace(global_step=0, epoch=0.0), SimpleNamespace(should_training_stop=False)
+    for number, _ in enumerate(feed, start=5):
+        callback.on_step_begin(trainer.args, state, control)
+        assert state.global_step == number - 1
+        one._optimizer.step()
+        state.global_step += 1
+        callback.on_step_end(trainer.args, state, control)
+        assert state.epoch == (number + 1) / 100
+        callback.on_epoch_end(trainer.args, state, control)
+        assert not control.should_training_stop
+    assert trainer._globalstep_last_logged == 4
+    callback.on_epoch_end(trainer.args, state, control)
+    callback.on_train_end(trainer.args, state, control)
+    assert control.should_training_stop and one.finished and native.calls.count("leave") == 1
+    trainer.log({"loss": 1.0, "learning_rate": 7.0, "grad_norm": 0.0})
+    assert trainer.logged == [{"loss": 1.0, "learning_rate": 0.001}]
+    monkeypatch.setattr(one, "final_save", lambda path: contextlib.nullcontext(path == "mine"))
+    for path in ("mine", "another's"):
+        trainer.save_model(path)
+    assert trainer.saved == ["mine"]
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_a_trainer_of_lightning_counts_the_jobs_steps_and_ends_with_the_job(tmp_path, monkeypatch, micro_batches):
+    class Progress(SimpleNamespace):
+        def __init__(self):
+            super().__init__(ready=0, started=0, processed=0, completed=0)
+
+    adapter = adapter_for(monkeypatch, "lightning", "pytorch_lightning", Callback=object)
+    rules = {"lr": lambda step: 0.1 * step}
+    one, _, native, feed = a_feed_of(tmp_path, monkeypatch, 9, 3, rules, steps=9, micro_batches=micro_batches)
+    native.step = 4  # it has come back
+    callback = adapter.RejoinCallback(one)
+    callback.part.feed = feed
+    loop = SimpleNamespace(
+        automatic_optimization=SimpleNamespace(optim_progress=SimpleNamespace(optimizer=SimpleNamespace(
+            step=SimpleNamespace(total=Progress())))),
+        manual_optimization=SimpleNamespace(optim_step_progress=SimpleNamespace(total=Progress())),
+        batch_progress=SimpleNamespace(total=Progress(), current=Progress()),
+    )  # fmt: skip
+    trainer = SimpleNamespace(
+        fit_loop=SimpleNamespace(epoch_loop=loop), optimizers=[one._optimizer], should_stop=False
+    )  # fmt: skip
+    for index, batch in enumerate(feed, start=4 * micro_batches):
+        for progress in (loop.batch_progress.total, loop.batch_progress.current):
+            progress.ready += 1
+        callback.on_train_batch_start(trainer, None, batch, 0)
+        step = 1 + index // micro_batches
+        assert one.step.number == step and loop.batch_progress.total.ready == index + 1
+        assert loop.automatic_optimization.optim_progress.optimizer.step.total.completed == step - 1
+        assert loop._batches_that_stepped == step - 1 and one._optimizer.param_groups[0]["lr"] == 0.1 * step
+        if (index + 1) % micro_batches == 0:
+            one._optimizer.step()
+        callback.on_train_batch_end(trainer, None, None, batch, 0)
+        callback.on_train_epoch_end(trainer, None)
+        assert not trainer.should_stop
+    callback.on_train_epoch_end(trainer, None)
+    callback.on_train_end(trainer, None)
+    assert trainer.should_stop and one.finished and index == 9 * micro_batches - 1

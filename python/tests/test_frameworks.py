@@ -27,9 +27,10 @@ STEPS = 400
 LOADS = 300  # seconds, at most, in which a framework is imported
 
 
-def job_of(directory: Path, framework: str, *flags: str, steps: int = STEPS) -> Job:
-    checkpoint = str(directory / "state.pt")
-    given = (framework, "--steps", str(steps), "--checkpoint", checkpoint, *flags)
+def job_of(directory: Path, framework: str, *flags: str, steps: int = STEPS, checkpoint: Path | None = None) -> Job:
+    given = [framework, "--steps", str(steps), *flags]
+    if checkpoint is not None:
+        given += ["--checkpoint", str(checkpoint)]
     return Job(directory, *given, steps=steps, script="trainer_frameworks.py", forks=False)
 
 
@@ -49,7 +50,7 @@ def rows(job: Job, replica: int) -> list[tuple[int, int, str, int]]:
     ],
 )
 def test_a_replica_is_killed_and_comes_back(tmp_path, framework, flags):
-    job = job_of(tmp_path, framework, "--slow", "0.5", *flags)
+    job = job_of(tmp_path, framework, "--slow", "0.5", *flags, checkpoint=tmp_path / "state.pt")
     job.until(lambda: len(rows(job, 1)) >= 5, LOADS)
     victim = rows(job, 1)[-1][3]
     os.kill(victim, signal.SIGKILL)
@@ -63,7 +64,7 @@ def test_a_replica_is_killed_and_comes_back(tmp_path, framework, flags):
     assert {step: (mine[step], others[step]) for step in both if mine[step] != others[step]} == {}
     missed = STEPS - len(others)
     assert missed > 0, "the job went on meanwhile"
-    audit = subprocess.run([*job_audit(job)], capture_output=True, text=True, check=True).stdout
+    audit = job.audit()
     assert " 0 lost, 0 repeated" in audit, audit
     for replica in (0, 1):
         assert all(step == counted for step, counted, *_ in rows(job, replica))
@@ -78,15 +79,24 @@ def test_a_replica_is_killed_and_comes_back(tmp_path, framework, flags):
         assert len(told) == STEPS // 10 and all(int(count) > 10 and same == "True" for count, same in told), told
 
 
-def job_audit(job: Job) -> list[str]:
-    from rejoin._programs import path
-
-    return [path("rejoin"), "audit", str(job.directory / "log" / "decisions.log"), "--steps", str(STEPS)]
+@pytest.mark.parametrize("framework", ["transformers", "lightning"])
+def test_a_replica_that_comes_back_to_the_finished_job_ends_and_writes_nothing(tmp_path, framework):
+    job = job_of(tmp_path, framework, "--slow", "0.5", steps=60)
+    job.until(lambda: len(rows(job, 1)) >= 5, LOADS)
+    (tmp_path / "fast").touch()
+    os.kill(rows(job, 1)[-1][3], signal.SIGKILL)
+    errors = job.wait()
+    assert "replica 1 ended with signal SIGKILL, and is started again" in errors, errors
+    assert "ended at 60, finished True" in job.log(0), job.tails()
+    assert "ended at 0, finished True" in job.log(1) or "ended at 60, finished True" in job.log(1), job.tails()
+    if "ended at 0" in job.log(1):
+        assert "has not the job's last state, and leaves" in job.log(1), job.tails()
 
 
 @pytest.mark.parametrize("framework", ["transformers", "lightning"])
 def test_a_job_is_ended_by_a_signal_and_goes_on_from_its_checkpoint(tmp_path, framework):
-    first = job_of(tmp_path / "first", framework, "--slow", "0.05")
+    checkpoint = tmp_path / "state.pt"
+    first = job_of(tmp_path / "first", framework, "--slow", "0.05", checkpoint=checkpoint)
     first.until(lambda: len(rows(first, 0)) >= 25 and len(rows(first, 1)) >= 25, LOADS)
     first.process.terminate()
     first.process.communicate(timeout=100)
@@ -94,10 +104,7 @@ def test_a_job_is_ended_by_a_signal_and_goes_on_from_its_checkpoint(tmp_path, fr
     for replica in (0, 1):
         assert re.search(r"ended at \d+, finished False", first.log(replica)), first.tails()
     assert "killed" not in first.tails()
-    checkpoint = tmp_path / "first" / "state.pt"
-    begun = torch.load(checkpoint, weights_only=True)
-    assert begun and last >= 25
-    second = job_of(tmp_path / "second", framework, "--checkpoint", str(checkpoint), steps=60)
+    second = job_of(tmp_path / "second", framework, steps=60, checkpoint=checkpoint)
     second.wait(LOADS)
     for replica in (0, 1):
         steps = [step for step, *_ in rows(second, replica)]

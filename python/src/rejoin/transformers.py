@@ -13,7 +13,7 @@ there are `--batch`: `per_device_train_batch_size` says nothing.
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import DataLoader
@@ -94,9 +94,10 @@ class RejoinCallback(transformers.TrainerCallback):  # type: ignore[misc]  # it 
 class RejoinMixin:
     """What a Trainer does otherwise as a replica: `class MyTrainer(RejoinMixin, Trainer)`, with a `RejoinCallback`."""
 
-    accelerator: Any
-    args: Any
-    callback_handler: Any
+    if TYPE_CHECKING:
+        accelerator: Any
+        args: Any
+        callback_handler: Any
 
     @property
     def _part(self) -> Part:
