@@ -71,14 +71,6 @@ def test_a_closure_that_raises_leaves_the_step_to_be_tried_again(tmp_path, monke
         assert one._optimizer.step() is None
 
 
-def test_an_optimizer_that_calls_its_closure_several_times_is_refused(tmp_path):
-    from test_session import session
-
-    model = torch.nn.Linear(2, 2)
-    with pytest.raises(rejoin.InvalidArgument, match="LBFGS computes the loss several times .* AdamW or SGD"):
-        session(tmp_path).attach(model, torch.optim.LBFGS(model.parameters()))
-
-
 def test_a_loop_that_is_not_the_scripts_own_gets_the_data_alone(tmp_path, monkeypatch):
     one, model, native, feed = a_feed_of(tmp_path, monkeypatch, 5, steps=5)
     assert len(feed) == 5 and one.step is None and not feed.ended

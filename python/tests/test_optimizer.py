@@ -380,7 +380,7 @@ class Wrapping(torch.optim.Optimizer):
         (Wrapping, "Wrapping wraps another optimizer .its 'of' is of class AdamW.*: attach that one"),
         (lambda parameters: Wrapping(parameters, True), "Wrapping does not update the parameters that it is given"),
         (getattr(torch.optim, "Muon", None), "Muon can't update a part of a tensor.*2D"),
-        (torch.optim.LBFGS, "LBFGS can't update a tensor.*closure"),
+        (torch.optim.LBFGS, "LBFGS computes the loss several times .* AdamW or SGD"),
         (torch.optim.SparseAdam, "SparseAdam can't update a tensor .* with a dense gradient"),
         (Prodigious, "Prodigious keeps state of its own in the group"),
         (Finite, "Finite updates a tensor otherwise where another one is.*skip_nonfinite=True"),
