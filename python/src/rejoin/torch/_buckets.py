@@ -36,6 +36,7 @@ class Buckets:
         self._weight = 1  # of this step's gradients
         self._warned = False  # of float16
         self._told = False  # that gradients were written to which are what they were
+        self._changes = self._changed_in = 0  # steps with gradients that were changed nevertheless, and the last one
         self._steps = 0
         self._newest: dict[int, int] = {}  # by storage: the version of the gradient in it that came last in this step
         # What backward() queues after a hand-over is not to wait for it. By turns, so that one bucket's gradients are
@@ -147,6 +148,9 @@ class Buckets:
         if untouched and not self._looks():
             return
         if not self._is_in(tensor, own):
+            if self._told and self._steps > _FIRST:
+                self._tell_of_change(tensor)
+                return
             raise InvalidArgument(
                 f"the gradient of '{tensor.name}' was changed after the backward() that handed it over, which has no "
                 "effect: change the loss instead; to clip, give attach() max_norm="
@@ -159,6 +163,20 @@ class Buckets:
                 "attach() max_norm=, and leave the other clip out",
                 tensor.name,
             )
+
+    # A clip that had nothing to clip before. All replicas might end by it in the same step, and what was handed over
+    # counts for all of them.
+    def _tell_of_change(self, tensor: Tensor) -> None:
+        if self._changed_in == self._steps:
+            return
+        self._changed_in = self._steps
+        self._changes += 1
+        if self._changes & (self._changes - 1) == 0:
+            log.error(
+                "the gradient of '%s' was changed after the backward() that handed it over, which has no effect: it "
+                "counts as it was (so far in %d steps). To clip, give attach() max_norm=",
+                tensor.name, self._changes,
+            )  # fmt: skip
 
     # What changes a gradient by way of .data or of other views is not in its version. On a GPU the host would wait.
     def _looks(self) -> bool:
