@@ -237,6 +237,27 @@ def averaged(session: Session) -> Iterator[None]:
         session._averaging = False
 
 
+def steps(session: Session, loader: DataLoader[Any] | None) -> Iterator[tuple[Step, Any]]:
+    """Give each step and its data, up to the job's end."""
+    if session._ended:
+        return
+    fetcher = fetcher_of(session, loader) if loader is not None else None
+    begins = _attach.uncompiled(begin_step)  # it applies updates
+    try:
+        if not session._joined:
+            session.join()
+        while (step := begins(session)) is not None:
+            data = fetch(session, fetcher, step) if fetcher else step.samples
+            with computes(session, step):
+                yield step, data
+            if not session._updated:
+                refuse_without_update(step)
+    except Terminated:
+        pass
+    log.info("replica %d rank %d leaves after step %d", session.replica, session.rank, session._native.committed())
+    session.leave()
+
+
 def refuse_without_update(step: Step) -> NoReturn:
     """Raise `InvalidArgument`: the loop asks for the next step's data, and has not ended this one."""
     raise InvalidArgument(

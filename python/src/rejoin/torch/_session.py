@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +27,7 @@ from rejoin.torch._feed import Feed
 from rejoin.torch._final import final_save
 from rejoin.torch._fingerprint import fingerprint
 from rejoin.torch._frozen import frozen
-from rejoin.torch._leaving import Leaving, Terminated
+from rejoin.torch._leaving import Leaving
 from rejoin.torch._metrics import Metrics
 from rejoin.torch._modes import Modes
 from rejoin.torch._places import Places
@@ -40,8 +39,6 @@ from rejoin.torch._update import Rules, Update
 
 if TYPE_CHECKING:
     from rejoin.torch._group import SessionGroup
-
-log = logging.getLogger("rejoin")
 
 _BUCKET_BYTES = 25 << 20
 
@@ -258,23 +255,7 @@ class Session:
         in before its `backward()` is given again; where what a signal's handler raises comes in a step's beginning,
         before it is given, the process is to end, and is started again.
         """
-        if self._ended:
-            return
-        fetcher = _loop.fetcher_of(self, loader) if loader is not None else None
-        begin_step = _attach.uncompiled(_loop.begin_step)  # it applies updates
-        try:
-            if not self._joined:
-                self.join()
-            while (step := begin_step(self)) is not None:
-                data = _loop.fetch(self, fetcher, step) if fetcher else step.samples
-                with _loop.computes(self, step):
-                    yield step, data
-                if not self._updated:
-                    _loop.refuse_without_update(step)
-        except Terminated:
-            pass
-        log.info("replica %d rank %d leaves after step %d", self.replica, self.rank, self._native.committed())
-        self.leave()
+        return _loop.steps(self, loader)
 
     def data(self, loader: DataLoader[Any], *, steps: int | None = None, micro_batches: int = 1) -> Feed:
         """Give the data of the job's steps to a loop that is not the script's own, as a framework's.
