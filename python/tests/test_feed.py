@@ -187,6 +187,30 @@ def test_collated_data_is_divided_whatever_holds_it():
         parts_of(data, 5, 6)
 
 
+def test_what_a_collate_fn_of_ones_own_gives_is_divided_by_samples():
+    images = [torch.full((3, 4, 4), float(number)) for number in range(3)]  # as many channels as there are samples
+    boxes = [{"box": torch.arange(3)} for _ in images]
+    first, second, _ = parts_of((tuple(images), tuple(boxes)), 3, 3, by_default=False)
+    assert first == ((images[0],), (boxes[0],)) and second == ((images[1],), (boxes[1],))
+    first, second = parts_of({"images": images, "targets": boxes}, 3, 2, by_default=False)
+    assert first == {"images": images[:1], "targets": boxes[:1]} and second["images"] == images[1:]
+    assert parts_of(boxes, 3, 3, by_default=False) == [[box] for box in boxes]
+    pair = [torch.arange(2), torch.arange(2, 4)]  # two fields of two samples
+    first, second = parts_of(pair, 2, 2, by_default=False)
+    assert [field.tolist() for field in first] == [[0], [2]] and [field.tolist() for field in second] == [[1], [3]]
+    with pytest.raises(rejoin.InvalidArgument, match="nothing of a dict .* has an element for each of the 3 samples"):
+        parts_of({"size": 7}, 3, 3, by_default=False)
+
+
+def test_what_torchs_collate_fn_gives_has_fields_however_many_samples_there_are():
+    for samples in (1, 2, 3):
+        items = [({"x": number, "name": f"n{number}"}, {"y": torch.ones(samples)}) for number in range(samples)]
+        parts = parts_of(torch.utils.data.default_collate(items), samples, samples)
+        for number, (x, y) in enumerate(parts):
+            assert x["x"].tolist() == [number] and list(x["name"]) == [f"n{number}"]
+            assert y["y"].shape == (1, samples)
+
+
 def test_the_last_updates_rates_are_known(tmp_path, monkeypatch):
     one, _, _ = a_job_of(tmp_path, monkeypatch, 1)
     assert one.last_lr == [0.001]

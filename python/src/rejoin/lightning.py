@@ -111,9 +111,26 @@ class RejoinCallback(pl.Callback):  # type: ignore[misc]  # it has types of its 
         if len(trainer.optimizers) != 1:
             raise InvalidArgument(f"{len(trainer.optimizers)} optimizers: a session has one, with groups if need be")
         self.part.feed = feed
-        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
-        self.part.attach(pl_module, trainer.optimizers[0], schedulers[0] if schedulers else None, self._max_norm)
+        scheduler = self._scheduler_of(trainer, pl_module)
+        self.part.attach(pl_module, trainer.optimizers[0], scheduler, self._max_norm)
         self._let_session_hear_sigterm(trainer)
+
+    def _scheduler_of(self, trainer: Any, pl_module: Any) -> Any:
+        configs = trainer.lr_scheduler_configs
+        if not configs or self.part.has_rates:
+            return None
+        if len(configs) > 1:
+            raise InvalidArgument(
+                f"{len(configs)} schedulers: give RejoinCallback lr=, a function of the step's number"
+            )
+        one = configs[0]
+        if pl_module.automatic_optimization and (one.interval != "step" or one.frequency != 1):
+            raise InvalidArgument(
+                f"a scheduler with the interval '{one.interval}' and the frequency {one.frequency}, and a job's rates "
+                "are those of its steps: let configure_optimizers() return {'scheduler': …, 'interval': 'step'} with a "
+                "function of the step's number, or give RejoinCallback lr="
+            )
+        return one.scheduler
 
     # Lightning's handler ends the process with an error behind a batch, and no wait: the session's leaves in order.
     @staticmethod

@@ -58,6 +58,11 @@ class RejoinCallback(transformers.TrainerCallback):  # type: ignore[misc]  # it 
                 "RejoinCallback needs a Trainer that takes its data from the session: RejoinTrainer, or a class of "
                 "yours that is a RejoinMixin first, as class MyTrainer(RejoinMixin, SFTTrainer)"
             )
+        if args.load_best_model_at_end:
+            raise InvalidArgument(
+                "load_best_model_at_end=True: one replica would load it alone, while the job still runs. Load the best "
+                "checkpoint behind the job"
+            )
         if state.global_step > 0:
             raise InvalidArgument(
                 "train(resume_from_checkpoint=…): a checkpoint of the Trainer's does not say where the job stands. "

@@ -20,7 +20,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 # Gradients are looked at as a whole in the first steps, and then in each of so many: it reads all of them.
-_FIRST, _EACH = 8, 64
+FIRST, _EACH = 8, 64
 
 
 class Buckets:
@@ -35,6 +35,7 @@ class Buckets:
         self._holds_last = True  # the last bucket, until the gradients that went out before it are found unchanged
         self._weight = 1  # of this step's gradients
         self._warned = False  # of float16
+        self._early = True
         self._told = False  # that gradients were written to which are what they were
         self._changes = self._changed_in = 0  # steps with gradients that were changed nevertheless, and the last one
         self._steps = 0
@@ -48,8 +49,9 @@ class Buckets:
         """Add a bucket behind the others."""
         self._buckets.append(bucket)
 
-    def begin(self, weight: int = 1) -> None:
-        """Begin a step, whose gradients count so much: no gradient has come."""
+    def begin(self, weight: int = 1, early: bool = True) -> None:
+        """Begin a step, whose gradients count so much: no gradient has come. `early`: it is one of the job's first."""
+        self._early = early
         if weight != 1 and self._weight == 1:
             self._warn_of_float16(weight)
         self._weight = weight
@@ -148,7 +150,7 @@ class Buckets:
         if untouched and not self._looks():
             return
         if not self._is_in(tensor, own):
-            if self._told and self._steps > _FIRST:
+            if not self._early:
                 self._tell_of_change(tensor)
                 return
             raise InvalidArgument(
@@ -164,8 +166,8 @@ class Buckets:
                 tensor.name,
             )
 
-    # A clip that had nothing to clip before. All replicas might end by it in the same step, and what was handed over
-    # counts for all of them.
+    # A clip that had nothing to clip before. All replicas might end by it in the same step, or one that comes back in
+    # each, and what was handed over counts for all of them.
     def _tell_of_change(self, tensor: Tensor) -> None:
         if self._changed_in == self._steps:
             return
@@ -180,7 +182,7 @@ class Buckets:
 
     # What changes a gradient by way of .data or of other views is not in its version. On a GPU the host would wait.
     def _looks(self) -> bool:
-        return self._device.type != "cuda" and (self._steps <= _FIRST or self._steps % _EACH == 0)
+        return self._device.type != "cuda" and (self._steps <= FIRST or self._steps % _EACH == 0)
 
     def _is_in(self, tensor: Tensor, own: torch.Tensor) -> bool:
         given = tensor.view(tensor.gradient)

@@ -7,7 +7,7 @@ from collections.abc import Generator, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 
 from rejoin.errors import InvalidArgument
 from rejoin.torch import _loop
@@ -67,7 +67,8 @@ class Feed:
     def _divided(self, step: Step, data: Any) -> list[Any]:
         batches = self.loader.batch_sampler
         samples = sum(end - begin for begin, end in step.samples)
-        return parts_of(data, samples // (batches.shards if isinstance(batches, Batches) else 1), self.micro_batches)
+        samples //= batches.shards if isinstance(batches, Batches) else 1
+        return parts_of(data, samples, self.micro_batches, self.loader.collate_fn is default_collate)
 
     @property
     def ended(self) -> bool:
@@ -96,30 +97,65 @@ class Feed:
         session.leave()
 
 
-def parts_of(data: Any, samples: int, count: int) -> list[Any]:
+def parts_of(data: Any, samples: int, count: int, by_default: bool = True) -> list[Any]:
     """Divide the collated data of so many samples into parts, which are equally long but for one sample.
 
-    Tensors, arrays and lists with an element for each sample are divided; what has none is in each part.
+    Tensors, arrays and lists with an element for each sample are divided; what has none is in each part. A list or
+    tuple that torch's own collate_fn has made (`by_default`) has fields, or strings of the samples. Of others as long
+    as there are samples the outermost has fields if each of these has as many elements, and the rest has samples.
     """
     if samples < count:
         raise InvalidArgument(
             f"a step of {samples} samples can't be divided into {count} micro-batches: let --batch be {count} or more"
         )
     borders = [samples * part // count for part in range(count + 1)]
-    return [_sliced(data, samples, slice(*ends)) for ends in zip(borders, borders[1:], strict=False)]
+    slicer = _Slicer(samples, by_default)
+    parts = [slicer.sliced(data, slice(*ends)) for ends in zip(borders, borders[1:], strict=False)]
+    if not slicer.divided:
+        raise InvalidArgument(
+            f"nothing of a {type(data).__name__} that the loader's collate_fn gives has an element for each of the "
+            f"{samples} samples: it can't be divided into micro-batches"
+        )
+    return parts
 
 
-def _sliced(data: Any, samples: int, part: slice) -> Any:
-    if isinstance(data, torch.Tensor) or hasattr(data, "__array_interface__"):
-        return data[part] if len(data.shape) > 0 and data.shape[0] == samples else data
-    if isinstance(data, Mapping):
-        values = {key: _sliced(value, samples, part) for key, value in data.items()}
-        return values if type(data) is dict else type(data)(values)  # type: ignore[call-arg]
-    if isinstance(data, tuple):
-        fields = [_sliced(value, samples, part) for value in data]
-        return type(data)(*fields) if hasattr(data, "_fields") else tuple(fields)
-    if isinstance(data, list):
-        if len(data) == samples and not any(isinstance(value, torch.Tensor) for value in data):
-            return data[part]
-        return [_sliced(value, samples, part) for value in data]
-    return data
+class _Slicer:
+    def __init__(self, samples: int, by_default: bool) -> None:
+        self._samples, self._by_default = samples, by_default
+        self.divided = False  # anything was
+
+    def sliced(self, data: Any, part: slice, outermost: bool = True) -> Any:
+        if _is_array(data):
+            return self._elements(data, part) if self._has_all(data) else data
+        if isinstance(data, Mapping):
+            values = {key: self.sliced(value, part, outermost=False) for key, value in data.items()}
+            return values if type(data) is dict else type(data)(values)  # type: ignore[call-arg]
+        if not isinstance(data, list | tuple):
+            return data
+        if hasattr(data, "_fields"):
+            return type(data)(*(self.sliced(value, part, outermost=False) for value in data))
+        if self._has_samples(data, outermost):
+            return self._elements(data, part)
+        return type(data)(self.sliced(value, part, outermost=False) for value in data)
+
+    def _elements(self, data: Any, part: slice) -> Any:
+        self.divided = True
+        return data[part]
+
+    def _has_samples(self, data: Any, outermost: bool) -> bool:
+        if len(data) != self._samples:
+            return False
+        if all(isinstance(value, str | bytes) for value in data):
+            return True
+        return not self._by_default and not (outermost and all(self._has_all(value) for value in data))
+
+    def _has_all(self, data: Any) -> bool:
+        if _is_array(data):
+            return len(data.shape) > 0 and bool(data.shape[0] == self._samples)
+        if isinstance(data, Mapping):
+            return len(data) > 0 and all(self._has_all(value) for value in data.values())
+        return isinstance(data, list | tuple) and len(data) == self._samples
+
+
+def _is_array(data: Any) -> bool:
+    return isinstance(data, torch.Tensor) or hasattr(data, "__array_interface__")

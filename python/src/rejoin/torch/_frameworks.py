@@ -41,11 +41,16 @@ class Part:
         self._checkpoint = Path(checkpoint) if checkpoint is not None else None
         self._settings = settings  # of attach()
 
+    @property
+    def has_rates(self) -> bool:
+        """Whether the settings have learning rates, so that no scheduler is asked for them."""
+        return "lr" in self._settings
+
     def attach(self, model: Any, optimizer: Any, scheduler: Any, max_norm: float | None) -> None:
         """Attach them, restore the checkpoint if there is one, and give this replica random numbers of its own."""
         settings = dict(self._settings)
         settings.setdefault("max_norm", max_norm if max_norm else None)
-        if "lr" not in settings:
+        if not self.has_rates:
             settings["lr"] = schedule_of(getattr(scheduler, "scheduler", scheduler))
         self.session.attach(model, getattr(optimizer, "optimizer", optimizer), **settings)
         if self._checkpoint is not None and self._checkpoint.exists():

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from rejoin.errors import InvalidArgument, RejoinError
 from rejoin.torch import _attach
+from rejoin.torch._buckets import FIRST
 from rejoin.torch._data import LONGEST_WAIT, Fetcher
 from rejoin.torch._leaving import Terminated, kept_back
 from rejoin.torch._sharding import check_reduced, drop_gradients, gather_again
@@ -93,7 +94,7 @@ def begin_step(session: Session) -> Step | None:
                 _refresh(session)
             session._contributed = True
             zero_grad(session)  # of a backward() before
-            session._buckets.begin(weight)
+            session._buckets.begin(weight, early=number - session._began <= FIRST)
             if session._group is not None:
                 session._group.begin(number, epoch, settled, session._native.cards())
             session._step = Step(number, leads, contributors, tuple(batch), weight, session)
@@ -129,7 +130,7 @@ def _again(session: Session) -> Step:
         )
     _refresh(session)  # of what its forward() has written to buffers
     zero_grad(session)
-    session._buckets.begin(step.weight)
+    session._buckets.begin(step.weight, early=step.number - session._began <= FIRST)
     return step
 
 

@@ -94,6 +94,7 @@ class Session:
         self._updates: Update | None = None
         self._places: Places | None = None
         self._joined = self._finished = self._ended = self._in_step = self._updated = False
+        self._began = 0  # with the state of this step: 0, or a checkpoint's
         self._passes = 1  # as many backward() bring a step's gradients
         self._accumulating = self._contributed = self._averaging = self._beginning = self._warming = False
         self._step: Step | None = None
@@ -211,7 +212,7 @@ class Session:
             raise InvalidArgument("join() within warm_up(): what is done there leaves no trace, so join behind it")
         _attach.take_what_was_done_since(self)
         if self._position is not None:
-            self._updates.settings.restored = _native.position_step(self._position)
+            self._began = self._updates.settings.restored = _native.position_step(self._position)
         self._leaving.listen()
         with torch.no_grad():
             untrained = frozen(self._model, self._ranks, [tensor.value for tensor in self._tensors])
