@@ -88,6 +88,7 @@ void Joiner::on_source_up(ReplicaId source, transport::EndpointId endpoint) {
   if (auto known = expected_.find(source); known != expected_.end()) known->second.connected_at = now_;
   recheck_verified();
   ask_for_sign(sources_[source]);
+  if (stands_still(source)) ask_for_any_answer(sources_[source]);
 }
 
 void Joiner::on_source_down(ReplicaId source) {
@@ -331,7 +332,11 @@ bool Joiner::waited_for(const Expected& source) const {
 void Joiner::heard(Expected& source) {
   const bool again = !waited_for(source);
   source.missing_since.reset();
-  if (std::exchange(source.stood_still, false)) ranks_.reset();  // it may be asked again
+  if (std::exchange(source.stood_still, false)) {
+    ranks_.reset();  // it may be asked again
+    source.advised = false;
+    source.doubled = std::min(2 * source.doubled, kMostDoubled);
+  }
   if (again) recheck_verified();
 }
 

@@ -14,7 +14,8 @@
 // so the joiner asks for a Sign now and then, in a Fetch, which is also the first message of the connection. A source
 // that owes something and sends nothing for five silences, or longer over a slow link, stands still: it is given up, as
 // below, and neither asked for anything nor compared with until it is heard again. Who sends something else first is of
-// an older release, and may be silent.
+// an older release, and may be silent. Who was given up is asked for digests, too, which older releases answer, and has
+// twice as long from when it is heard.
 //
 // Several joiners pass on to each other what they have proven: what has been equal to a contributor's bytes. Such a
 // fellow is a source of bytes, never of proof: what it has sent is compared with contributors' digests like everything.
@@ -139,6 +140,8 @@ class Joiner {
     TimePoint connected_at{};
     std::vector<bool> agrees;    // by slice: its bytes are the same as ours
     bool stood_still = false;    // it was given up for that, and nothing has been heard of it since
+    bool advised = false;        // … what to do about it
+    int doubled = 1;             // it is waited for so many times as long: twice for each time that it lived after all
     std::uint64_t at_least = 0;  // the version of its state, by its last message
   };
   // A slice that differed from one source while the digest of another one is older or not known.
@@ -166,6 +169,7 @@ class Joiner {
     Generation generation(std::uint32_t part) const { return {source, sent.generations(static_cast<int>(part))}; }
   };
 
+  static constexpr int kMostDoubled = 64;
   static constexpr int kUsual = 4;  // a wait is long when it is so many times the usual one
   static constexpr Duration kDisputed = std::chrono::seconds(1);  // until sources that differed are asked again
 
@@ -180,8 +184,11 @@ class Joiner {
   void mind_fellows(TimePoint now);
   void mind_sources(TimePoint now);
   void ask_for_sign(Source& source);
+  void ask_for_any_answer(const Source& source);
+  void advise(ReplicaId source, Expected& known, Duration usually);
   bool owes(ReplicaId source) const;
   bool stands_still(ReplicaId source) const;
+  Duration patience_at_first(Duration shortest) const;
   Duration patience(Duration shortest) const;
   Duration usual() const;  // between two slices that came
   void give_up(ReplicaId source, std::string why, bool wrong);

@@ -7,6 +7,7 @@
 #include "base/fail.h"
 #include "base/log.h"
 #include "catchup/joiner.h"
+#include "catchup/pause.h"
 
 namespace rejoin::catchup {
 
@@ -45,7 +46,7 @@ Duration Joiner::usual() const {
 void Joiner::make_up_for_pause(TimePoint now) {
   const Duration paused = now - now_;
   const auto later = [&](TimePoint& at) { at = std::min(at + paused, now); };
-  if (paused > deadlines::kIdleStream.of(silence_)) {
+  if (is_pause(paused, silence_)) {
     later(came_at_);
     for (auto& [id, fellow] : fellows_) later(fellow.moved_at);
     for (auto& [id, source] : sources_) later(source.moved_at);
@@ -63,6 +64,14 @@ Duration Joiner::patience(Duration shortest) const {
   return std::max(shortest, kUsual * all * usual());
 }
 
+// Before anything has come it is not known how slow the link is over which all send at once.
+Duration Joiner::patience_at_first(Duration shortest) const {
+  if (bytes_ > 0) return shortest;
+  const auto sending =
+      std::ranges::count_if(sources_, [&](const auto& source) { return planner_.under_way(source.first) > 0; });
+  return shortest * std::max<std::int64_t>(1, sending);
+}
+
 // Nobody is waited for that owes something and sends nothing.
 void Joiner::mind_fellows(TimePoint now) {
   const Duration longest = patience(deadlines::kStillFellow.of(silence_));
@@ -73,7 +82,8 @@ void Joiner::mind_fellows(TimePoint now) {
 
 // See "Sources that stand still" in docs/design-notes.md.
 void Joiner::mind_sources(TimePoint now) {
-  const Duration longest = patience(deadlines::kUnreachableSource.of(silence_));
+  const Duration usually = patience(patience_at_first(deadlines::kUnreachableSource.of(silence_)));
+  for (auto& [id, known] : expected_) advise(id, known, usually);
   for (auto& [id, source] : sources_) {
     if (!owes(id)) {
       source.moved_at = now;
@@ -81,10 +91,10 @@ void Joiner::mind_sources(TimePoint now) {
     }
     const Duration still = now - source.moved_at;
     if (source.gives_signs && !source.asked_at && still > deadlines::kSignOfSource.of(silence_)) ask_for_sign(source);
-    if (source.older || still <= longest) continue;
+    const auto known = expected_.find(id);
+    if (source.older || still <= (known == expected_.end() ? usually : usually * known->second.doubled)) continue;
     give_up(id, fmt::format("its daemon's catch-up thread stands still: no sign of it for {:.1f} s", seconds(still)),
             false);
-    const auto known = expected_.find(id);
     if (known == expected_.end()) continue;
     const bool waited = waited_for(known->second);
     known->second.missing_since = source.moved_at;
@@ -92,10 +102,22 @@ void Joiner::mind_sources(TimePoint now) {
     if (!waited) continue;
     logger().warn(
         "the state is not compared with replica {}'s before it is heard again: its daemon's catch-up thread has given "
-        "no sign for {:.1f} s; if that lasts, end that daemon, and it is started again",
+        "no sign for {:.1f} s; it is called again",
         id, seconds(still));
     recheck_verified();
   }
+}
+
+// Over a slow link a sign may have been behind what others sent: over a second connection nothing is before it.
+void Joiner::advise(ReplicaId source, Expected& known, Duration usually) {
+  if (!known.stood_still || known.advised || !known.missing_since) return;
+  const Duration still = now_ - *known.missing_since;
+  if (still <= 2 * usually * known.doubled) return;
+  known.advised = true;
+  logger().warn(
+      "replica {}'s daemon's catch-up thread has given no sign for {:.1f} s, nor when it was called again; if that "
+      "lasts, end that daemon, and it is started again",
+      source, seconds(still));
 }
 
 // One question is under way at a time, so that nothing piles up at one who stands still.
@@ -104,6 +126,15 @@ void Joiner::ask_for_sign(Source& source) {
   proto::Stream message;
   message.mutable_fetch()->set_sign(true);
   (void)send(source.endpoint, message);  // a failed connection ends in on_source_down
+}
+
+// Where it is of an older release this is what it answers: to a question that is not about anything, and which needs
+// none of its trainer.
+void Joiner::ask_for_any_answer(const Source& source) {
+  if (verified_.empty()) return;
+  proto::Stream message;
+  message.mutable_verify()->add_slices(0);  // in no request, and at version 0, which is past most often
+  (void)send(source.endpoint, message);     // a failed connection ends in on_source_down
 }
 
 bool Joiner::owes(ReplicaId source) const {

@@ -143,8 +143,10 @@ void Joiner::settle_slice(std::uint32_t slice, std::uint64_t version, std::uint6
   if (theirs.empty()) return;  // all were past that version
   const auto differs = [&](const auto& one) { return one.second != theirs.begin()->second; };
   if (std::any_of(theirs.begin(), theirs.end(), differs)) return report_drift(slice, version, theirs);
+  const auto able = static_cast<std::size_t>(
+      std::ranges::count_if(sources_, [&](const auto& source) { return !stands_still(source.first); }));
   if (theirs.begin()->second == ours) {
-    if (theirs.size() >= sources_.size()) suspects_.erase(slice);  // all agree, at one version
+    if (theirs.size() >= able) suspects_.erase(slice);  // all agree, at one version
     for (const auto& [source, digest] : theirs) agree(source, slice);
     return;
   }
@@ -152,7 +154,7 @@ void Joiner::settle_slice(std::uint32_t slice, std::uint64_t version, std::uint6
   // version, if they can.
   doubt(slice);
   Suspect& suspect = suspects_[slice];
-  if (theirs.size() < sources_.size() && ++suspect.times < kSuspected) return;
+  if (theirs.size() < able && ++suspect.times < kSuspected) return;
   if (const auto left_out = differs_told_.may_say(now_))
     logger().warn(
         "slice {} differs from replica {}'s at version {}; it is fetched again ({} others did since the last "

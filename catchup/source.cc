@@ -5,6 +5,7 @@
 #include "base/deadlines.h"
 #include "base/digest.h"
 #include "base/fail.h"
+#include "catchup/pause.h"
 
 namespace rejoin::catchup {
 
@@ -110,7 +111,7 @@ std::uint64_t Source::bytes_of(std::uint32_t slice) const {
 // lives it connects again. What this process itself was paused for counts for nobody.
 void Source::mind_standing_joiner(TimePoint now) {
   const Duration paused = now - std::exchange(looked_at_, now);
-  if (paused > deadlines::kIdleStream.of(silence_)) moved_at_ = std::min(moved_at_ + paused, now);
+  if (is_pause(paused, silence_)) moved_at_ = std::min(moved_at_ + paused, now);
   if (writes_under_way_ > 0 && now - moved_at_ > deadlines::kUnacknowledged.of(silence_)) failed_ = true;
 }
 

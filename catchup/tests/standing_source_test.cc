@@ -1,6 +1,9 @@
 // Contributors whose daemon's catch-up thread stands still, in a driver that does not return, say, while their replicas
 // contribute. What must hold: they keep nobody out for long, nothing of theirs lands after they were given up, and who
 // only waits for its trainer is waited for.
+#include <map>
+#include <utility>
+
 #include "catchup/tests/cluster.h"
 
 namespace rejoin::catchup {
@@ -105,67 +108,171 @@ TEST_F(StandingSource, OneThatWaitsForItsTrainerIsWaitedFor) {
   EXPECT_TRUE(cluster.same_bits(*joiner, *source));
 }
 
-// A joiner, and a source that says what it is told to.
+// Sources differed for a while: their slice is compared among all that can say what they have.
+TEST_F(StandingSource, OneThatIsConnectedKeepsNoSliceSuspectThatDiffered) {
+  Replica& third = cluster.add(true);
+  third.owner->set_version(cluster.step);
+  const auto make_same = [&] {
+    const auto& right = *cluster.replicas[0]->owner;
+    third.for_columns([&](std::uint32_t t, std::uint32_t c, std::span<std::byte> column) {
+      std::ranges::copy(right.column(t, c), column.begin());
+    });
+  };
+  make_same();
+  cluster.catch_up(*joiner);
+  const auto go_on = [&](auto is, Duration at_most) {
+    for (const TimePoint began = cluster.clock.now(); !is() && cluster.clock.now() - began < at_most;) {
+      cluster.clock.advance(std::chrono::milliseconds(20));
+      cluster.pump(10);
+    }
+    return is();
+  };
+  source->daemon_stopped = true;
+  third.owner->column(7, 0)[0] ^= std::byte{1};
+  std::size_t drifts = 0;
+  EXPECT_TRUE(go_on([&] { return (drifts += joiner->service->take_drifts().size()) > 0; }, 4 * kFiveSilences));
+  ASSERT_EQ(progress().sources, 3u) << "its call was taken";
+  make_same();
+  EXPECT_TRUE(go_on([&] { return joiner->caught_up; }, 4 * kFiveSilences));
+  EXPECT_TRUE(cluster.same_bits(*joiner, *cluster.replicas[0]));
+}
+
+// A joiner, and sources that say what they are told to.
 struct ToldSource : testing::Test {
   Cluster cluster{22};
-  Replica& trainer = cluster.add(false);
-  local::View view = *local::View::of(*trainer.owner);
+  local::View view = view_of_joiner(cluster);
   std::unique_ptr<transport::Engine> engine = cluster.fabric.make_engine(), source = cluster.fabric.make_engine();
+  const transport::Address address = *source->listen({});
   Proofs proofs;
+  Duration silence = deadlines::kSilence, turn = std::chrono::milliseconds(100);
   std::optional<Joiner> joiner;
+  std::map<ReplicaId, transport::EndpointId> sources;
   const ReplicaId id{7};
-  int asked = 0;  // for signs
+  int asked = 0, fetches = 0;  // for signs, and for slices
+  enum class Answers { none, signs, digests };
 
-  void SetUp() override {
-    const auto endpoint = *engine->connect(*source->listen({}), {});
+  static local::View view_of_joiner(Cluster& cluster) {
+    cluster.model = model_of(60);
+    return *local::View::of(*cluster.add(false).owner);
+  }
+  void SetUp() override { begin({id}); }
+  void begin(const std::set<ReplicaId>& ids) {
+    sources.clear();
     std::vector<transport::RegionId> state;
     for (const auto range : view.memory_ranges())
       state.push_back(*engine->register_region(range, device::MemoryKind::host, transport::Access::remote_write));
-    joiner.emplace(*engine, view, state, proofs, Step(0), deadlines::kSilence, cluster.clock.now());
-    joiner->expect({{id, Incarnation(1)}}, cluster.clock.now());
-    while (cluster.fabric.step()) engine->poll();
-    joiner->on_source_up(id, endpoint);
+    joiner.emplace(*engine, view, state, proofs, Step(0), silence, cluster.clock.now());
+    std::map<ReplicaId, Incarnation> expected;
+    for (const auto each : ids) expected[each] = Incarnation(1);
+    joiner->expect(expected, cluster.clock.now());
+    for (const auto each : ids) connect(each);
   }
-  void go_on(Duration lasting, bool answers) {
-    for (const TimePoint began = cluster.clock.now(); cluster.clock.now() - began < lasting;) {
-      cluster.clock.advance(std::chrono::milliseconds(100));
+  void connect(ReplicaId to) {
+    sources[to] = *engine->connect(address, {});
+    while (cluster.fabric.step()) engine->poll();
+    joiner->on_source_up(to, sources[to]);
+  }
+  // As the service does it.
+  void connect_anew(ReplicaId to) {
+    engine->close(sources.at(to));
+    joiner->on_source_down(to);
+    connect(to);
+  }
+  // Who was given up meanwhile, and until then.
+  std::size_t go_on(Duration lasting, Answers answers) {
+    std::size_t given_up = 0;
+    for (const TimePoint began = cluster.clock.now(); cluster.clock.now() - began < lasting && given_up == 0;) {
+      cluster.clock.advance(turn);
       joiner->work(cluster.clock.now(), false);
+      given_up = joiner->take_given_up().size();
       while (cluster.fabric.step())
         for (const auto& event : source->poll())
           if (proto::Stream message; event.kind == transport::EventKind::message &&
-                                     message.ParseFromArray(event.message.data(), int(event.message.size())) &&
-                                     message.fetch().sign()) {
-            ++asked;
-            proto::Stream sign;
-            sign.mutable_sign();
-            if (answers) EXPECT_TRUE(joiner->on_message(id, sign));
-          }
+                                     message.ParseFromArray(event.message.data(), int(event.message.size())))
+            take(message, answers);
     }
+    return given_up;
+  }
+  void take(const proto::Stream& message, Answers answers) {
+    fetches += message.fetch().slices_size() > 0;
+    asked += message.fetch().sign();
+    proto::Stream answer;
+    if (message.fetch().sign() && answers == Answers::signs) answer.mutable_sign();
+    if (message.has_verify() && answers == Answers::digests) answer.mutable_verify_reply()->set_too_late(true);
+    if (answer.kind_case() != proto::Stream::KIND_NOT_SET) EXPECT_TRUE(joiner->on_message(id, answer));
   }
 };
 
 TEST_F(ToldSource, ThatGivesSignsIsWaitedForUntilItGivesNone) {
-  go_on(3 * kFiveSilences, true);
+  EXPECT_EQ(go_on(3 * kFiveSilences, Answers::signs), 0u);
   EXPECT_GT(asked, 5);
-  EXPECT_TRUE(joiner->take_given_up().empty());
   const int before = asked;
-  go_on(kFiveSilences + deadlines::kSilence, false);
-  EXPECT_EQ(joiner->take_given_up().size(), 1u);
+  EXPECT_EQ(go_on(kFiveSilences + silence, Answers::none), 1u);
   EXPECT_LE(asked, before + 1) << "nothing piles up at who stands still";
 }
 
-TEST_F(ToldSource, ThatHasSaidNothingStandsStill) {
-  go_on(kFiveSilences + deadlines::kSilence, false);
-  EXPECT_EQ(joiner->take_given_up().size(), 1u);
+TEST_F(ToldSource, ThatHasSaidNothingStandsStill) { EXPECT_EQ(go_on(kFiveSilences + silence, Answers::none), 1u); }
+
+TEST_F(ToldSource, ThatStandsStillIsFoundWithTheShortestSilence) {
+  silence = turn = std::chrono::milliseconds(100);
+  turn /= 5;  // as seldom as the stream's thread looks
+  begin({id});
+  EXPECT_EQ(go_on(6 * silence, Answers::none), 1u);
 }
 
 TEST_F(ToldSource, OfAnOlderReleaseGivesNoSignsAndIsWaitedFor) {
   proto::Stream message;
   message.mutable_verify_reply()->set_request(77);
   ASSERT_TRUE(joiner->on_message(id, message));
-  go_on(3 * kFiveSilences, false);
-  EXPECT_TRUE(joiner->take_given_up().empty());
+  EXPECT_EQ(go_on(3 * kFiveSilences, Answers::none), 0u);
   EXPECT_EQ(asked, 1);
+}
+
+TEST_F(ToldSource, OfAnOlderReleaseThatWasGivenUpBeforeItSaidAnythingIsAskedAgain) {
+  ASSERT_EQ(go_on(kFiveSilences + silence, Answers::none), 1u);
+  connect_anew(id);
+  fetches = 0;
+  go_on(silence, Answers::none);
+  EXPECT_EQ(fetches, 0) << "it may stand still, although the call was taken";
+  connect_anew(id);
+  EXPECT_EQ(go_on(3 * kFiveSilences, Answers::digests), 0u);
+  EXPECT_GT(fetches, 0);
+  EXPECT_FALSE(joiner->unreached_since(cluster.clock.now()));
+}
+
+// Over a slow link all signs are behind what all send.
+TEST_F(ToldSource, ThatLivedAfterAllHasTwiceAsLongEachTime) {
+  for (int times = 1; times <= 8; times *= 2) {
+    EXPECT_EQ(go_on(times * kFiveSilences, Answers::none), 0u) << times;
+    ASSERT_EQ(go_on(times * kFiveSilences + silence, Answers::none), 1u);
+    connect_anew(id);
+    go_on(turn, Answers::signs);
+  }
+}
+
+TEST_F(ToldSource, HasMoreTimeBeforeTheFirstSliceTheMoreSendOverTheLink) {
+  begin({ReplicaId(1), ReplicaId(2), ReplicaId(3), ReplicaId(4)});
+  EXPECT_EQ(go_on(4 * kFiveSilences, Answers::none), 0u);
+  EXPECT_EQ(go_on(silence, Answers::none), 4u);
+}
+
+TEST_F(ToldSource, IsToBeEndedWhenItDoesNotAnswerASecondConnectionEither) {
+  const auto level = logger().level();
+  logger().set_level(spdlog::level::warn);
+  const auto logged = [&](Duration lasting) {
+    testing::internal::CaptureStdout();
+    const std::size_t given_up = go_on(lasting, Answers::none);
+    logger().flush();
+    return std::pair{given_up, testing::internal::GetCapturedStdout()};
+  };
+  const auto [given_up, first] = logged(kFiveSilences + silence);
+  connect_anew(id);
+  const auto [again, second] = logged(2 * kFiveSilences);
+  logger().set_level(level);
+  EXPECT_EQ(given_up, 1u);
+  EXPECT_NE(first.find("before it is heard again"), std::string::npos) << first;
+  EXPECT_EQ(first.find("end that daemon"), std::string::npos) << first;
+  EXPECT_NE(second.find("nor when it was called again; if that lasts, end that daemon"), std::string::npos) << second;
 }
 
 }  // namespace
