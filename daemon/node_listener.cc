@@ -105,8 +105,9 @@ void NodeListener::greet(asio::ip::tcp::socket socket) {
 // goes out behind them.
 void NodeListener::lose(NodeId node) {
   if (!sending_) return handlers_.lost(node);
+  ended_by_send_.insert(node);
   asio::post(acceptor_.get_executor(), [this, node, there = std::weak_ptr(there_)] {
-    if (!there.expired()) handlers_.lost(node);
+    if (!there.expired() && ended_by_send_.erase(node) > 0) handlers_.lost(node);
   });
 }
 
@@ -213,6 +214,7 @@ void NodeListener::send(NodeId node, const std::string& message) {
 }
 
 void NodeListener::close(NodeId node) {
+  ended_by_send_.erase(node);
   auto silent = nodes_.extract(node);
   if (silent.empty()) return;
   events::record(events::Kind::node_lost, {}, silent.mapped().name + "\nit was silent");

@@ -5,6 +5,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <tuple>
 
@@ -70,6 +71,7 @@ class NodeListener {
   std::uint64_t next_node_ = 1, rejected_ = 0;
   std::string address_;
   bool sending_ = false;
+  std::set<membership::NodeId> ended_by_send_;                    // of whom `lost` is still to tell
   const std::shared_ptr<bool> there_ = std::make_shared<bool>();  // as long as this is
 };
 
