@@ -43,9 +43,9 @@ Error not_allowed(const std::string& socket) {
                       ours, socket)};
 }
 
-constexpr const char* kDoesNotAnswer =
-    "it is stopped, hangs, or has too much to do. Let it go on (SIGCONT), or end it, and it is started "
-    "again";
+constexpr const char* kDoesNotAnswer = "it is stopped, hangs, or has too much to do";
+constexpr const char* kRemedy = "Let it go on (SIGCONT), or end it, and it is started again";
+constexpr Duration kAtWork = 5 * deadlines::kSilence;  // what it opens for trainers of several GPUs may take seconds
 
 // Whether the daemon has closed the connection: what it said before that is still to be read, and then its end.
 bool says_why(const Error& error) { return error.code == ErrorCode::unavailable; }
@@ -137,16 +137,17 @@ Result<> ProgressThread::register_with(Fd& socket, TimePoint deadline) {
     auto received = receive_with_fds(socket, local::kMaxMessage);
     if (!received) return gone(received.error());
     if (!*received) {
-      const Duration waited = clock_.now() - since;
-      if (clock_.now() > deadline)
-        return rejoin::fail(ErrorCode::timeout,
-                            "the daemon at {} does not answer, for {:.1f} s now (--patience-ms): {}", config_.socket,
-                            seconds(waited), waits.empty() ? kDoesNotAnswer : waits);
-      if (waited > std::min<Duration>(2 * deadlines::kSilence, config_.patience / 2) && !std::exchange(logged, true))
+      const TimePoint now = clock_.now();
+      const Duration waited = now - since;
+      if (waited > std::min<Duration>(kAtWork, config_.patience / 2) && !std::exchange(logged, true))
         logger().warn(
             "the daemon at {} has taken the call and does not answer, for {:.1f} s now: {}. It is waited for "
             "(--patience-ms {})",
             config_.socket, seconds(waited), waits.empty() ? kDoesNotAnswer : waits, config_.patience.count());
+      if (now > deadline)
+        return rejoin::fail(ErrorCode::timeout,
+                            "the daemon at {} does not answer, for {:.1f} s now (--patience-ms): {}", config_.socket,
+                            seconds(waited), waits.empty() ? fmt::format("{}. {}", kDoesNotAnswer, kRemedy) : waits);
       if (auto may = wait_a_little(socket); !may) return may;
       continue;
     }
