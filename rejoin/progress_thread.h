@@ -117,6 +117,7 @@ class ProgressThread {
   bool send_farewell(const std::string& why);
   void part();
   void wait_for_answer();
+  bool may_be_copied_into() const;
   Result<> make_engine(bool on_gpu);
   Result<> prepare_device();
   Result<> prepare_driver();

@@ -2,6 +2,8 @@
 // See "How a session ends" in docs/design-notes.md.
 #include <poll.h>
 
+#include <algorithm>
+
 #include "base/events.h"
 #include "base/fail.h"
 #include "base/log.h"
@@ -153,7 +155,7 @@ void ProgressThread::part() {
                            "the daemon at {} was not there to hear that this replica leaves: the others go on when "
                            "this process has ended, or after a silence of {:.1f} s",
                            config_.socket, milliseconds(silence_) / 1000);
-    if (!quiet)
+    if (!quiet && may_be_copied_into())
       left_ = rejoin::fail(ErrorCode::timeout,
                            "what the daemon at {} has copied into this state on a GPU is not over after {:.1f} s: the "
                            "GPU is busy or hangs. Leave this memory as it is until the session is closed",
@@ -161,6 +163,14 @@ void ProgressThread::part() {
   }
   changed_.notify_all();
   if (streams_) finish_updates();
+}
+
+// What is copied out of a contributor's state for joiners that it does not serve any more harms nobody.
+bool ProgressThread::may_be_copied_into() const {
+  const auto* statuses = owner_.page().slice_statuses();
+  return !std::all_of(statuses, statuses + owner_.manifest().slices().size(), [](const auto& status) {
+    return local::SliceStatus::unpack(status.load()).state == local::SliceState::current;
+  });
 }
 
 // Memory of a GPU is the framework's, and may be something else when the session has gone. So the daemon answers

@@ -29,6 +29,7 @@ struct Served {
     (void)::pthread_getname_np(::pthread_self(), name, sizeof name);
     if (std::string_view(name) != "rejoin-memory") return;
     stands = true;
+    stands.notify_all();
     may_go_on.wait(false);
   }
   static void go_on() {
@@ -64,7 +65,7 @@ struct Leaving : testing::Test {
     ADD_FAILURE() << "the trainer says nothing";
     return {};
   }
-  void joins() {
+  void joins(std::chrono::milliseconds silence = kSilence) {
     const auto tensor = state.add({.name = "weights", .count = kElements});
     ASSERT_TRUE(tensor && state.bucket({*tensor}) && state.allocate() && state.start(0));
     weights = state.column(*tensor, 0);
@@ -79,7 +80,7 @@ struct Leaving : testing::Test {
     remote = *device::connect_remote(std::move(line), "cuda:test");
     proto::ToTrainer answer;
     answer.mutable_welcome()->set_protocol(membership::kProtocolVersion);
-    answer.mutable_welcome()->set_silence_ms(kSilence / 1ms);
+    answer.mutable_welcome()->set_silence_ms(silence / 1ms);
     answer.mutable_welcome()->set_data_secret(std::string(32, 's'));
     say(answer);
     auto& registered = *answer.mutable_control()->mutable_registered();
@@ -88,6 +89,32 @@ struct Leaving : testing::Test {
     say(answer);
     const auto in = joined.get();
     ASSERT_TRUE(in) << in.error().message;
+  }
+  // While the GPU is at a copy of its state, for longer than the silence.
+  Result<> leaves_meanwhile(local::SliceState slices) {
+    joins(300ms);
+    if (HasFatalFailure()) return {};
+    auto& owner = state.owner();
+    for (std::size_t i = 0; i < owner.manifest().slices().size(); ++i)
+      owner.page().slice_statuses()[i] = local::SliceStatus{slices, 0}.packed();
+    const device::Handle handle{.kind = device::Handle::Kind::address,
+                                .size = weights.size(),
+                                .address = reinterpret_cast<std::uint64_t>(weights.data())};
+    const auto there = *remote->import_shared({&handle, 1});
+    const auto stream = *remote->make_stream();
+    const auto pinned = *remote->allocate_pinned(weights.size());
+    fake.set_hook(&Served::on_call);
+    EXPECT_TRUE(stream->copy(pinned.bytes.data(), there.bytes.data(), weights.size()));
+    Served::stands.wait(false);
+    auto left = std::async(std::launch::async, [&] { return trainer->leave(); });
+    hear([](const auto& one) { return one.has_leave(); });
+    remote->disconnect();
+    proto::ToTrainer answer;
+    answer.mutable_left();
+    say(answer);
+    auto gone = left.get();
+    Served::go_on();
+    return gone;
   }
 
   const std::string socket = "@device_leaving_test." + std::to_string(::getpid());
@@ -137,6 +164,20 @@ TEST_F(Leaving, NothingIsCopiedIntoItsStateOnceItHasLeft) {
   Bytes back(weights.size());
   ASSERT_TRUE(access->read(weights, back.data()));
   EXPECT_EQ(std::ranges::count(back, std::byte{0x11}), static_cast<std::ptrdiff_t>(back.size()));
+}
+
+TEST_F(Leaving, WhatIsStillCopiedOutOfAContributorIsNoFailure) {
+  if (fake.set_hook == nullptr) GTEST_SKIP() << "no driver here stands where it is told to";
+  const auto gone = leaves_meanwhile(local::SliceState::current);
+  EXPECT_TRUE(gone) << gone.error().message;
+}
+
+TEST_F(Leaving, WhatIsStillCopiedIntoAJoinerIs) {
+  if (fake.set_hook == nullptr) GTEST_SKIP() << "no driver here stands where it is told to";
+  const auto gone = leaves_meanwhile(local::SliceState::arrived);
+  ASSERT_FALSE(gone);
+  EXPECT_EQ(gone.error().code, ErrorCode::timeout);
+  EXPECT_NE(gone.error().message.find("has copied into this state on a GPU is not over"), std::string::npos);
 }
 
 }  // namespace
