@@ -263,6 +263,7 @@ void NodeServer::note_answer(const proto::ToNode& message) {
     note(message.registered(), [&](Trainer& trainer) {
       trainer.job = message.registered().job();
       trainer.incarnation = message.registered().incarnation();
+      trainer.outside = false;  // another coordinator may have said so before
     });
   if (message.has_refused())
     note(message.refused(),

@@ -267,6 +267,7 @@ struct GoneTrainers : OneNode {
     ASSERT_TRUE(comes_true([&] { return server->status().at("epoch") == epoch; }));
   }
   nlohmann::json gone() const { return server->status().at("gone"); }
+  void has_gone_of_another_job(bool registered_later);
 };
 
 TEST_F(GoneTrainers, AreToldOfUntilAnotherHasTheirPlaceElsewhere) {
@@ -296,7 +297,7 @@ TEST_F(GoneTrainers, AreToldOfUntilAnotherHasTheirPlaceElsewhere) {
   EXPECT_TRUE(gone().empty());
 }
 
-TEST_F(GoneTrainers, AreNoneThatAreNoPartOfTheJob) {
+void GoneTrainers::has_gone_of_another_job(bool registered_later) {
   start(std::chrono::seconds(20));
   RawTrainer trainer(socket);
   register_as(9, trainer);
@@ -310,9 +311,24 @@ TEST_F(GoneTrainers, AreNoneThatAreNoPartOfTheJob) {
     const auto heard = trainer.hear();
     return heard && heard->control().has_refused();
   }));
+  if (registered_later) {
+    auto& registered = *answer.mutable_registered();
+    registered.set_replica(9);
+    registered.set_instance(10);
+    registered.set_incarnation(3);
+    say(answer);
+    ASSERT_TRUE(comes_true([&] {
+      const auto heard = trainer.hear();
+      return heard && heard->control().has_registered();
+    }));
+  }
   leaves(trainer);
-  EXPECT_TRUE(gone().empty());
+  EXPECT_EQ(gone().size(), registered_later ? 1u : 0u);
 }
+
+TEST_F(GoneTrainers, AreNoneThatAreNoPartOfTheJob) { has_gone_of_another_job(false); }
+
+TEST_F(GoneTrainers, AreThoseThatAnotherCoordinatorHasRefusedBefore) { has_gone_of_another_job(true); }
 
 TEST_F(GoneTrainers, AreForgottenWhereTheyAreTooMany) {
   start(std::chrono::seconds(20));
