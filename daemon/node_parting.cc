@@ -125,7 +125,7 @@ void NodeServer::drop(membership::RankConnection id, const std::string& reason, 
   carry_out(machine_.on_rank_gone(id, reason, how));
   if (trainer.own) {
     trainer.own->remote->disconnect();  // so that its thread waits for no trainer; it may still be at work for long
-    asio::post(*opener_, [stream = std::move(trainer.own), fenced]() mutable {
+    opener_->post([stream = std::move(trainer.own), fenced]() mutable {
       stream.reset();
       fenced();
     });

@@ -54,7 +54,7 @@ Result<std::unique_ptr<NodeServer>> NodeServer::start(asio::io_context& io, cons
   if (!listener) return tl::unexpected(listener.error());
   std::unique_ptr<NodeServer> server(new NodeServer(io, options, keys));
   try {
-    server->opener_.emplace(1);
+    server->opener_.emplace();
   } catch (const std::system_error& error) {
     return gives_no_thread(error);
   }
@@ -81,6 +81,7 @@ Result<std::unique_ptr<NodeServer>> NodeServer::start(asio::io_context& io, cons
 NodeServer::~NodeServer() {
   end_threads();
   if (opener_) opener_->join();
+  opening_.clear();
   host_.reset();
   trainers_.clear();
 }
@@ -130,12 +131,17 @@ Result<NodeServer::Opened> NodeServer::open(membership::RankConnection of, Offer
   return opened;
 }
 
-void NodeServer::on_opened(membership::RankConnection from, const proto::LocalHello& hello, Result<Opened> opened) {
+void NodeServer::on_opened(membership::RankConnection from, const proto::LocalHello& hello) {
+  Result<Opened> opened = std::move(opening_.extract(from).mapped());
   auto found = trainers_.find(from);
-  if (found == trainers_.end()) return;
+  if (found == trainers_.end()) {
+    if (opened) opener_->post([opened = std::move(opened)]() mutable { opened = Opened(); });
+    return;
+  }
   if (!opened) return refuse(from, opened.error());
   Trainer& trainer = found->second;
   trainer.own = std::move(opened->stream);
+  if (trainer.own) trainer.own->trainer = trainer.credentials.pid;
   DeviceStream& stream = trainer.own ? *trainer.own : *host_;
   if (auto admitted = admit(trainer, hello, std::move(*opened->view), stream); !admitted)
     refuse(from, admitted.error());

@@ -4,7 +4,6 @@
 // messages between a trainer and the daemon, in order.
 #pragma once
 
-#include <atomic>
 #include <deque>
 #include <map>
 #include <memory>
@@ -17,6 +16,7 @@
 #include "base/unix_socket.h"
 #include "daemon/coordinators.h"
 #include "daemon/node_options.h"
+#include "daemon/opener.h"
 #include "daemon/standstill.h"
 #include "daemon/stream_thread.h"
 #include "daemon/streams.h"
@@ -45,6 +45,7 @@ class NodeServer {
     std::shared_ptr<device::Device> device;
     std::shared_ptr<device::RemoteDevice> remote;  // `device`, where it is a GPU; otherwise null
     std::unique_ptr<StreamThread> thread;
+    pid_t trainer = 0;  // whose GPU's memory it is; 0: not known, or none
     Standstill still;
     Duration stands{};  // for how long it has, if that is long
     std::uint64_t bytes_served = 0, bytes_passed_on = 0;
@@ -126,7 +127,6 @@ class NodeServer {
   void give_sign_of_life();
   // node_threads.cc. Why a thread stands still, and what to do; empty: it does not.
   void mind_threads();
-  void ask_opener();
   static std::string why_stream_stands(const DeviceStream& stream);
   std::string why_opener_stands() const;
   std::vector<std::string> standing() const;
@@ -155,7 +155,7 @@ class NodeServer {
   };
   // Thread: any. It takes the descriptors.
   Result<Opened> open(membership::RankConnection of, Offering& offering);
-  void on_opened(membership::RankConnection from, const proto::LocalHello& hello, Result<Opened> opened);
+  void on_opened(membership::RankConnection from, const proto::LocalHello& hello);
   DeviceStream* stream_of(std::optional<membership::RankConnection> of);  // null: it has gone
   void on_report(std::optional<membership::RankConnection> of, StreamThread::Report report);
   // node_addresses.cc. Where peers find a trainer's engine, and its stream; before a coordinator has been connected
@@ -233,11 +233,8 @@ class NodeServer {
   std::string coordinator_page_;         // the address of its status page
   Standstill opener_still_;
   Duration opener_stands_{};
-  std::uint64_t opener_asked_ = 0;  // how often it was, and how often it has come to that
-  std::atomic<std::uint64_t> opener_turns_{0};
-  // Opens what trainers offer, and opens and closes RDMA devices, which may take long: the daemon is not silent
-  // meanwhile. It is there once started.
-  std::optional<asio::thread_pool> opener_;
+  std::map<membership::RankConnection, Result<Opened>> opening_;  // the opener's, until on_opened()
+  std::optional<Opener> opener_;                                  // there once started
 };
 
 }  // namespace rejoin::daemon

@@ -1,7 +1,6 @@
 // The daemon's other threads may stand still, in a driver of a NIC or a GPU, or at memory that the system does not
 // give. Then others wait for them without knowing it: that is told here.
 #include <cstdlib>
-#include <future>
 
 #include "base/events.h"
 #include "base/fail.h"
@@ -10,25 +9,29 @@
 
 namespace rejoin::daemon {
 
-namespace {
-
-constexpr const char* kRemedy =
-    "it is in a driver of the GPU or the NIC, or at memory that the system does not give; where that lasts, end this "
-    "daemon, which is started again";
-
-std::string stands(const char* what, Duration still) {
-  return fmt::format("this daemon's thread {} has stood still for {:.0f} s: {}", what, seconds(still), kRemedy);
+std::string why_it_stands(const std::string& thread, Duration still) {
+  return fmt::format(
+      "this daemon's thread {} has stood still for {:.0f} s: it is in a driver of the GPU or the NIC, or at memory "
+      "that the system does not give; where that lasts, end this daemon, which is started again",
+      thread, seconds(still));
 }
 
-}  // namespace
+std::string why_it_stands_for_a_gpu(pid_t trainer, Duration still) {
+  return fmt::format(
+      "this daemon's thread that catches up from and to a GPU has stood still for {:.0f} s: it, or more likely the "
+      "thread rejoin-memory of {} that serves that GPU's memory to it, is in a driver of the GPU or the NIC, or at "
+      "memory that the system does not give; where that lasts, end that trainer, which is started again",
+      seconds(still), trainer == 0 ? "the trainer" : fmt::format("trainer {}", trainer));
+}
 
 std::string NodeServer::why_stream_stands(const DeviceStream& stream) {
   if (stream.stands == Duration{}) return {};
-  return stands(stream.remote ? "that catches up from and to a GPU" : "that catches up", stream.stands);
+  return stream.remote ? why_it_stands_for_a_gpu(stream.trainer, stream.stands)
+                       : why_it_stands("that catches up", stream.stands);
 }
 
 std::string NodeServer::why_opener_stands() const {
-  return opener_stands_ == Duration{} ? std::string() : stands("that opens what trainers offer", opener_stands_);
+  return opener_stands_ == Duration{} ? std::string() : why_it_stands("that opens what trainers offer", opener_stands_);
 }
 
 std::vector<std::string> NodeServer::standing() const {
@@ -46,12 +49,6 @@ std::vector<const NodeServer::DeviceStream*> NodeServer::streams_here() const {
   return streams;
 }
 
-void NodeServer::ask_opener() {
-  if (opener_turns_ != opener_asked_) return;
-  ++opener_asked_;
-  asio::post(*opener_, [this] { ++opener_turns_; });
-}
-
 void NodeServer::mind_threads() {
   const auto look = [this](DeviceStream& stream) {
     stream.stands = stream.still.look(stream.thread->turns(), now(), options_.silence);
@@ -60,8 +57,8 @@ void NodeServer::mind_threads() {
   look(*host_);
   for (auto& [id, trainer] : trainers_)
     if (trainer.own) look(*trainer.own);
-  ask_opener();
-  opener_stands_ = opener_still_.look(opener_turns_, now(), options_.silence);
+  opener_->ask();
+  opener_stands_ = opener_still_.look(opener_->turns(), now(), options_.silence);
   if (opener_stands_ == Duration{}) return;
   if (opener_still_.may_tell(now())) spdlog::warn("{}", why_opener_stands());
   for (auto& [id, trainer] : trainers_) {
@@ -72,30 +69,35 @@ void NodeServer::mind_threads() {
   }
 }
 
-// Nothing ends a thread that stands in a driver but the process's end.
+// Nothing ends a thread that stands in a driver but the process's end. Until that the coordinator hears nothing of this
+// node's trainers, and they find no other daemon: so what is known to stand isn't waited for, and the others for a part
+// of the silence. Where there are no trainers that costs nobody anything.
 void NodeServer::end_threads() {
-  constexpr auto longest = std::chrono::seconds(20);  // what they are at in order may take seconds
-  const TimePoint deadline = now() + longest;
-  std::vector<const DeviceStream*> streams;
+  constexpr Duration shortest = std::chrono::milliseconds(200), longest = std::chrono::seconds(20);
+  const TimePoint deadline = now() + (trainers_.empty() ? longest : std::max<Duration>(options_.silence / 4, shortest));
+  std::string late;
+  const auto left = [&](Duration stands) {
+    return stands > Duration{} || !late.empty() ? Duration{} : std::max<Duration>(deadline - now(), Duration{});
+  };
+  const auto stop = [](const DeviceStream& stream) {
+    if (stream.remote) stream.remote->disconnect();
+    stream.thread->stop();
+  };
+  const auto wait = [&](const DeviceStream& stream) {
+    if (!stream.thread->ends_within(left(stream.stands))) late = "that of a catch-up";
+  };
   if (host_)
-    for (const auto* stream : streams_here()) {
-      if (stream->remote) stream->remote->disconnect();
-      stream->thread->stop();
-      streams.push_back(stream);
-    }
-  const auto left = [&] { return std::max<Duration>(deadline - now(), Duration{}); };
-  const char* late = nullptr;
-  for (const auto* stream : streams)
-    if (!stream->thread->ends_within(left())) late = "that of a catch-up";
-  if (opener_) {
-    std::promise<void> ends;
-    const auto ended = ends.get_future();
-    asio::post(*opener_, [ends = std::move(ends)]() mutable { ends.set_value(); });
-    if (ended.wait_for(left()) != std::future_status::ready) late = "that which opens and closes what trainers offer";
-  }
-  if (late == nullptr) return;
-  spdlog::error("a thread of this daemon stands still, {}: this process ends without it", late);
-  events::record(events::Kind::ended, {}, "without a thread that stands still");
+    for (const auto* stream : streams_here()) stop(*stream);
+  if (host_)
+    for (const auto* stream : streams_here()) wait(*stream);
+  if (late.empty() && opener_ && !opener_->ends_within(left(opener_stands_)))
+    late = "that which opens and closes what trainers offer";
+  if (late.empty())  // else the opener may still be at it
+    for (const auto& [id, opened] : opening_)
+      if (opened && opened->stream) stop(*opened->stream), wait(*opened->stream);
+  if (late.empty()) return;
+  spdlog::error("a thread of this daemon has not come to its end, {}: this process ends without it", late);
+  events::record(events::Kind::ended, {}, "without a thread that has not come to its end");
   spdlog::default_logger()->flush();
   std::_Exit(1);
 }

@@ -175,11 +175,10 @@ NodeServer::Taken NodeServer::on_descriptors(Trainer& trainer, std::vector<Fd> f
     return fail(ErrorCode::corrupt, "it sent {} descriptors for the state on {}", offering.fds.size(),
                 offering.hello.device());
   trainer.opening = true;
-  asio::post(*opener_, [this, from = trainer.id, offering = std::move(offering)]() mutable {
-    auto opened = open(from, offering);
-    asio::post(io_, [this, from, hello = std::move(offering.hello), opened = std::move(opened)]() mutable {
-      on_opened(from, hello, std::move(opened));
-    });
+  auto& opened = opening_[trainer.id];
+  opener_->post([this, from = trainer.id, offering = std::move(offering), &opened]() mutable {
+    opened = open(from, offering);
+    asio::post(io_, [this, from, hello = std::move(offering.hello)] { on_opened(from, hello); });
   });
   return {};
 }

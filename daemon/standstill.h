@@ -1,8 +1,11 @@
 // Tells from outside for how long a thread has stood still, by a number that it counts up as it turns.
 #pragma once
 
+#include <sys/types.h>
+
 #include <algorithm>
 #include <cstdint>
+#include <string>
 #include <utility>
 
 #include "base/clock.h"
@@ -28,5 +31,10 @@ class Standstill {
   TimePoint moved_at_{}, looked_at_{};
   Seldom told_{std::chrono::minutes(1)};
 };
+
+// What to say of it (node_threads.cc), and what to do. Who serves a GPU's memory is in the trainer's process, whose
+// number is 0 where it is not known.
+std::string why_it_stands(const std::string& thread, Duration still);
+std::string why_it_stands_for_a_gpu(pid_t trainer, Duration still);
 
 }  // namespace rejoin::daemon

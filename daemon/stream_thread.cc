@@ -90,7 +90,10 @@ void StreamThread::run() {
       commands.swap(commands_);
     }
     const TimePoint now = clock_.now();
-    for (auto& queued : commands) queued.command(*service_, now);
+    for (auto& queued : commands) {
+      queued.command(*service_, now);
+      turns_.fetch_add(1, std::memory_order_relaxed);  // each may take long
+    }
     Report report{.caught_up = service_->poll(now)};
     report.drifts = service_->take_drifts();
     report.failed = service_->take_failed();

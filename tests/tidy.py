@@ -59,7 +59,7 @@ heavy = {
     "CLI/": r"base/command_line\.cc",
     "nlohmann/json.hpp": r".*\.cc|examples/demo_story\.h|tests/(daemons|demo_support)\.h",
     "spdlog/": r"(base|rejoin)/log\.(h|cc)|nccl/plugin\.cc|fuzz/nccl\.cc|daemon/tests/node_server_test\.cc",
-    "asio": r"daemon/.*\.cc|daemon/(control_tls|framed|listen|resolver|status_server|tests/etcd_support)\.h|fuzz/framed\.cc",
+    "asio": r"daemon/.*\.cc|daemon/(control_tls|framed|listen|opener|resolver|status_server|tests/etcd_support)\.h|fuzz/framed\.cc",
     "grpc": r"daemon/etcd_client\.cc",
     "google/": r"",
     "rapidcheck": r".*/tests/.*\.cc",

@@ -5,6 +5,7 @@
 #include <linux/sockios.h>
 #include <poll.h>
 #include <sys/ioctl.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -17,6 +18,8 @@
 #include "daemon/node_listener.h"
 #include "daemon/node_server.h"
 #include "daemon/tests/meeting.h"
+#include "device/remote_wire.h"
+#include "local/offer.h"
 #include "local/owner.h"
 #include "membership/rank.h"
 
@@ -44,13 +47,35 @@ struct RawTrainer {
     for (const auto& fd : offer) fds.push_back(fd.get());
     register_as(replica, fds);
   }
-  void register_as(std::uint32_t replica, const std::vector<int>& fds) const {
+  // Its state is on a GPU, whose memory nobody serves.
+  void register_as_of_gpu(std::uint32_t replica) {
+    auto offer = *local::unpack(*owner.offer());
+    const auto on_gpu = [](std::vector<device::Handle>& handles) {
+      std::uint64_t address = 1 << 20;
+      for (auto& handle : handles) {
+        handle.kind = device::Handle::Kind::address;
+        handle.address = std::exchange(address, address + handle.size);
+      }
+    };
+    on_gpu(offer.shadow.handles);
+    for (auto& range : offer.memory_ranges) on_gpu(range.handles);
+    const auto all = *local::pack(std::move(offer));
+    int line[2];
+    ASSERT_EQ(::socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, line), 0);
+    const Fd there(line[1]), memory = *make_sealed_memfd("of a line", device::remote::kMemoryBytes);
+    here = Fd(line[0]);
+    std::vector<int> fds;
+    for (const auto& fd : all) fds.push_back(fd.get());
+    fds.insert(fds.end(), {there.get(), memory.get()});
+    register_as(replica, fds, "cuda:test");
+  }
+  void register_as(std::uint32_t replica, const std::vector<int>& fds, const std::string& device = "host") const {
     proto::FromTrainer message;
     auto& hello = *message.mutable_hello();
     membership::Versions().put_into(hello);
     hello.set_layout(local::kLayoutVersion);
     hello.set_descriptors(static_cast<std::uint32_t>(fds.size()));
-    hello.set_device("host");
+    hello.set_device(device);
     hello.mutable_up()->set_replica(replica);
     hello.mutable_up()->set_instance(instance.value_or(replica + 1));
     hello.mutable_up()->set_address(listens);
@@ -78,6 +103,7 @@ struct RawTrainer {
 
   local::Owner owner = *local::Owner::make(*local::Manifest::make({{.name = "w", .count = 64, .columns = 1}}));
   Fd socket;
+  Fd here;                              // the end of its GPU's line
   std::string listens = "127.0.0.1:1";  // what it says of an engine
   std::string card, card_listening;
   std::optional<std::uint64_t> instance;
