@@ -121,7 +121,7 @@ def test_a_gradient_that_is_written_to_and_stays_what_it_is_is_taken(tmp_path, m
     """As by a framework that clips by an infinite norm, only to know it."""
     model = torch.nn.Linear(2, 2)
     one, _ = in_a_step(tmp_path, monkeypatch, model)
-    monkeypatch.setattr(one._buckets, "_looks", lambda: False)  # as in most steps
+    monkeypatch.setattr(one._buckets, "_looks", lambda written_to: written_to)
     for _ in range(2):
         one._buckets.begin(3)
         one._zero_grad()
@@ -178,7 +178,7 @@ class Concatenated(torch.nn.Module):
 def test_gradients_that_share_a_version_may_be_accumulated_and_not_be_changed(tmp_path, monkeypatch, how):
     model = Concatenated()
     one, _ = in_a_step(tmp_path, monkeypatch, model)
-    monkeypatch.setattr(one._buckets, "_looks", lambda: False)  # as in most steps
+    monkeypatch.setattr(one._buckets, "_looks", lambda written_to: written_to)  # as in most steps
     with one.accumulate():
         model(torch.ones(1, 3)).sum().backward()
     model(torch.ones(1, 3)).sum().backward()

@@ -187,6 +187,22 @@ def test_collated_data_is_divided_whatever_holds_it():
         parts_of(data, 5, 6)
 
 
+def test_a_step_is_not_ended_before_all_of_its_parts_were_asked_for(tmp_path, monkeypatch):
+    one, model, _, feed = a_feed_of(tmp_path, monkeypatch, 2, samples=4, micro_batches=2)
+    parts = iter(feed)
+    next(parts)
+    model(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(rejoin.InvalidArgument, match=r"step\(\) with 1 of this step's 2 parts of data to come"):
+        one._optimizer.step()
+    next(parts)
+    with one.accumulate():  # a part of a part
+        model(torch.ones(1, 2)).sum().backward()
+    model(torch.ones(1, 2)).sum().backward()
+    one._optimizer.step()
+    next(parts)
+    assert one.step.number == 2
+
+
 def test_what_a_collate_fn_of_ones_own_gives_is_divided_by_samples():
     images = [torch.full((3, 4, 4), float(number)) for number in range(3)]  # as many channels as there are samples
     boxes = [{"box": torch.arange(3)} for _ in images]

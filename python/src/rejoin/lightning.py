@@ -184,6 +184,10 @@ class RejoinCallback(pl.Callback):  # type: ignore[misc]  # it has types of its 
             self._evaluation.__exit__(None, None, None)
             self._evaluation = None
 
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """End what a validation has begun, which may have raised."""
+        self.on_validation_end(trainer, pl_module)
+
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """End the loop where the job has ended, or this replica is to leave."""
         trainer.should_stop = trainer.should_stop or self.part.ended

@@ -120,13 +120,16 @@ class RejoinMixin:
         own: Any = super().get_train_dataloader()  # type: ignore[misc]
         if not hasattr(own.dataset, "__len__"):
             raise InvalidArgument("a data set without len(): the job's samples are numbered, so it has to have one")
+        seed = args.data_seed if args.data_seed is not None else args.seed
         loader: DataLoader[Any] = DataLoader(
             own.dataset,
-            batch_sampler=part.session.batches(len(own.dataset), seed=args.data_seed or args.seed),
+            batch_sampler=part.session.batches(len(own.dataset), seed=seed),
             collate_fn=own.collate_fn,
             num_workers=own.num_workers,
             prefetch_factor=own.prefetch_factor,
             pin_memory=own.pin_memory,
+            timeout=own.timeout,
+            worker_init_fn=own.worker_init_fn,
             multiprocessing_context="forkserver" if own.num_workers > 0 else None,
         )
         # The mean of all replicas' gradients is clipped by optimizer.step(), and its norm is known then.

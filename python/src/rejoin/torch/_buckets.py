@@ -147,7 +147,7 @@ class Buckets:
         # Gradients that are views of one tensor, as FSDP2's, have one version: each addition to one moves it for all.
         newest = own.data_ptr(), self._newest.get(own.untyped_storage().data_ptr())
         untouched = (own.data_ptr(), own._version) in (tensor.handed_over, newest)
-        if untouched and not self._looks():
+        if not self._looks(written_to=not untouched):
             return
         if not self._is_in(tensor, own):
             if not self._early:
@@ -181,8 +181,9 @@ class Buckets:
             )  # fmt: skip
 
     # What changes a gradient by way of .data or of other views is not in its version. On a GPU the host would wait.
-    def _looks(self) -> bool:
-        return self._device.type != "cuda" and (self._steps <= FIRST or self._steps % _EACH == 0)
+    def _looks(self, written_to: bool) -> bool:
+        by_turns = self._steps <= FIRST or self._steps % _EACH == 0
+        return by_turns or not self._told if written_to else by_turns and self._device.type != "cuda"
 
     def _is_in(self, tensor: Tensor, own: torch.Tensor) -> bool:
         given = tensor.view(tensor.gradient)

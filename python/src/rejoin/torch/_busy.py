@@ -42,6 +42,11 @@ class Busy:
             self._now = None
             self._native.done()
 
+    def with_what_the_script_says(self) -> bool:
+        """Whether it is what the script has said, and not the session's own."""
+        now = self._now
+        return now is not None and not now.is_ours
+
     @contextmanager
     def with_scripts(self, reason: str, seconds: float) -> Iterator[None]:
         """Be busy with what the script says. What it says within that is a part of it."""

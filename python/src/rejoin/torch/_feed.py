@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, default_collate
 
 from rejoin.errors import InvalidArgument
-from rejoin.torch import _loop
+from rejoin.torch import _attach, _loop
 from rejoin.torch._data import Batches
 from rejoin.torch._leaving import Terminated
 
@@ -62,7 +62,10 @@ class Feed:
             )
         for step, data in session.steps(self.loader):
             session._passes = self.micro_batches  # counted as gradients come: all parts may be taken ahead of them
-            yield from [data] if self.micro_batches == 1 else self._divided(step, data)
+            parts = [data] if self.micro_batches == 1 else self._divided(step, data)
+            for number, part in enumerate(parts):
+                session._parts_left = len(parts) - number - 1
+                yield part
 
     def _divided(self, step: Step, data: Any) -> list[Any]:
         batches = self.loader.batch_sampler
@@ -86,7 +89,7 @@ class Feed:
             return
         if not session._in_step or session._updated:
             try:
-                step = _loop.begin_step(session)
+                step = _attach.uncompiled(_loop.begin_step)(session)
             except Terminated:
                 step = None
             if step is not None:
@@ -147,7 +150,10 @@ class _Slicer:
             return False
         if all(isinstance(value, str | bytes) for value in data):
             return True
-        return not self._by_default and not (outermost and all(self._has_all(value) for value in data))
+        fields = outermost and all(self._has_all(value) for value in data)
+        if isinstance(data, list):
+            fields = fields and not any(isinstance(value, Mapping) for value in data)
+        return not self._by_default and not fields
 
     def _has_all(self, data: Any) -> bool:
         if _is_array(data):

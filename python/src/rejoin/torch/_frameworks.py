@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -15,6 +16,8 @@ from rejoin.torch._feed import Feed
 from rejoin.torch._files import replacing
 from rejoin.torch._rates import Schedule
 from rejoin.torch._session import Session
+
+log = logging.getLogger("rejoin")
 
 
 def schedule_of(scheduler: Any) -> Schedule | None:
@@ -63,18 +66,19 @@ class Part:
             with self.busy("a checkpoint"), replacing(self._checkpoint) as file:
                 torch.save(self.session.state_dict(), file)
 
-    @property
-    def _between_steps(self) -> bool:
-        return self.session._joined and self.session._updated and not self.session._ended
-
     def busy(self, reason: str) -> AbstractContextManager[None]:
-        """Let the others wait within this block, where there is a step behind which they do."""
-        return self.session.busy(reason) if self._between_steps else nullcontext()
+        """Let the others wait within this block, where they do."""
+        takes_part = self.session._joined and not self.session._ended
+        return self.session.busy(reason) if takes_part else nullcontext()
 
     @contextmanager
     def evaluates(self) -> Iterator[None]:
         """Let the others wait within this block, and the model be the average of its weights where there is one."""
-        averages = self._between_steps and self.session._rules.ema is not None
+        session = self.session
+        averages = session._joined and not session._ended and session._rules.ema is not None
+        if averages and not session._updated:
+            averages = False
+            log.warning("this evaluation is within a step, and of the weights: their average is there between steps")
         with self.busy("an evaluation"), self.session.averaged() if averages else nullcontext():
             yield
 

@@ -138,7 +138,7 @@ def _again(session: Session) -> Step:
 def computes(session: Session, step: Step) -> Iterator[None]:
     """Let the others wait within this block, up to `optimizer.step()`, where the batch is the first of its size."""
     session._busy.begin_step(sum(end - begin for begin, end in step.samples))
-    session._passes = 1
+    session._passes, session._parts_left = 1, 0
     try:
         yield
     finally:
@@ -149,7 +149,7 @@ def on_gradient(session: Session, tensor: Tensor) -> None:
     """Take what backward() has brought, and hand over what is complete with it."""
     if session._ended or not session._in_step or session._updated:  # another session may have the model by now
         return
-    tensor.came += 1
+    tensor.came += not session._accumulating
     if (session._accumulating or tensor.came < session._passes) and not tensor.arrived:
         if tensor.main_grad:
             session._buckets.add_up(tensor)
@@ -170,6 +170,8 @@ def zero_grad(session: Session) -> None:
     for tensor in session._tensors:
         if tensor.is_parameter:
             tensor.value.grad = None
+        if not tensor.arrived:
+            tensor.came = 0
         if tensor.main_grad and not tensor.arrived and session._in_step and not session._updated:
             tensor.gradient.zero_()
 
@@ -276,6 +278,11 @@ def commit(session: Session, closure: Callable[[], Any] | None) -> Any:
     warming = session._warming and not session._joined  # a function that is compiled with its optimizer.step()
     if not warming and (not session._in_step or session._updated):
         raise InvalidArgument("optimizer.step() is due once in each step that session.steps() gives")
+    if session._parts_left > 0 and not warming:
+        raise InvalidArgument(
+            f"optimizer.step() with {session._parts_left} of this step's {session._passes} parts of data to come, "
+            "which would not be trained: call it behind the last one, as many as session.data(micro_batches=…) says"
+        )
     loss = None
     if closure is not None:
         with torch.enable_grad():

@@ -95,6 +95,7 @@ class Session:
         self._places: Places | None = None
         self._joined = self._finished = self._ended = self._in_step = self._updated = False
         self._began = 0  # with the state of this step: 0, or a checkpoint's
+        self._parts_left = 0  # of a step's data that data() has yet to give
         self._passes = 1  # as many backward() bring a step's gradients
         self._accumulating = self._contributed = self._averaging = self._beginning = self._warming = False
         self._step: Step | None = None
@@ -105,8 +106,10 @@ class Session:
         self._ranks: Ranks | None = None
         self._position: str | None = None
         self._compares = True  # the state with the position's digest
-        self._standing = _standing.Standing(self.replica, self.rank, self._native.check, longest_standing)
         self._busy = Busy(self._native)
+        self._standing = _standing.Standing(
+            self.replica, self.rank, self._native.check, longest_standing, self._busy.with_what_the_script_says
+        )
         self._fetchers: dict[int, Fetcher] = {}
         self._data: list[str] = []  # what batches() was told
         self._group: SessionGroup | None = None

@@ -77,12 +77,22 @@ class Standing:
     next call, and hears there that the replica is out.
     """
 
-    def __init__(self, replica: int, rank: int, check: Callable[[], None], longest: float) -> None:
-        """`check` raises when the replica is out of the job; `longest` seconds this rank may stand still then."""
+    def __init__(
+        self,
+        replica: int,
+        rank: int,
+        check: Callable[[], None],
+        longest: float,
+        busy: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`check` raises when the replica is out of the job; `longest` seconds this rank may stand still then.
+
+        While it is `busy` with what the script says, such as a save in which another rank writes, it may for longer.
+        """
         if not longest > 0:
             raise InvalidArgument(f"longest_standing={longest:g}: seconds, more than 0; math.inf: for ever")
         self._who = f"rank {rank} of replica {replica}"
-        self._check, self._longest = check, longest
+        self._check, self._longest, self._busy = check, longest, busy
         self._every = min(_LOOKS_EVERY_SECONDS, longest / _LOOKS_WITHIN)
         self._lock = threading.Lock()
         self._over: threading.Event | None = None  # of the thread that looks
@@ -109,7 +119,7 @@ class Standing:
         with self._lock:
             if self._over is None or self._thread is None:
                 return
-            if not self._has_stood(self._thread.stands_at()):
+            if not self._has_stood(self._thread.stands_at()) or self._busy():
                 self._stood, self._computed = 0.0, time.process_time()
                 return
             # Not before: while it stands it changes nothing in the session.
