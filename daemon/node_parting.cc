@@ -65,7 +65,8 @@ void NodeServer::remember(const Trainer& trainer, const std::string& reason) {
 void NodeServer::forget_gone() {
   const auto& plan = machine_.plan();
   std::erase_if(gone_, [&](const auto& one) {
-    const auto& [key, gone] = one;
+    const auto& key = one.first;
+    const auto& gone = one.second;
     return std::ranges::any_of(plan.members(), [&](const auto& member) {
       return member.replica() == key.replica.value &&
              (plan.job() != gone.job || member.incarnation() > gone.incarnation);

@@ -35,10 +35,11 @@ nlohmann::json NodeServer::status() const {
   for (const auto& [id, trainer] : trainers_) {
     if (!trainer.key) continue;
     auto info = machine_.ranks().find(id);
-    const bool member = std::ranges::any_of(machine_.plan().members(), [&](const proto::Member& one) {
-      return info != machine_.ranks().end() && one.replica() == trainer.key->replica.value &&
-             one.incarnation() == info->second.up.incarnation();
-    });
+    const bool member =
+        std::ranges::any_of(machine_.plan().members(), [&, key = *trainer.key](const proto::Member& one) {
+          return info != machine_.ranks().end() && one.replica() == key.replica.value &&
+                 one.incarnation() == info->second.up.incarnation();
+        });
     nlohmann::json rank{{"replica", trainer.key->replica.value},
                         {"rank", trainer.key->rank.value},
                         {"pid", trainer.credentials.pid},
