@@ -15,7 +15,8 @@ def session(step=7, digest=1, since=0.0, leads=False, leaving=False) -> SimpleNa
     )  # fmt: skip
     return SimpleNamespace(
         replica=0, _step=object(), version=step, committed=step, finished=True, leads=leads, _since=since,
-        state_digest=lambda: digest, _ranks=ranks, _saves=0, _leaving=SimpleNamespace(is_set=lambda: leaving),
+        state_digest=lambda: digest, _ranks=ranks, _saves=0,
+        _leaving=SimpleNamespace(is_set=lambda: leaving, listen=lambda: None),
     )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import logging
 import os
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -98,7 +99,8 @@ def final_save(session: Session, path: str | os.PathLike[str]) -> Iterator[bool]
     """Let one replica write, and the others wait for it: `Session.final_save()`."""
     path = Path(path)
     ranks = session._ranks
-    session._leaving.listen()  # Lightning puts back who heard SIGTERM before its fit()
+    if threading.current_thread() is threading.main_thread():
+        session._leaving.listen()  # Lightning puts back who heard SIGTERM before its fit()
     if session.version is None or ranks is None or not _has_last_state(session, ranks):
         log.warning("replica %d has not the job's last state, and leaves %s to those that have", session.replica, path)
         yield False
