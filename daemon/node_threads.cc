@@ -73,7 +73,7 @@ void NodeServer::mind_threads() {
 // node's trainers, and they find no other daemon: so what is known to stand isn't waited for, and the others for a part
 // of the silence. Where there are no trainers that costs nobody anything.
 void NodeServer::end_threads() {
-  constexpr Duration shortest = std::chrono::milliseconds(200), longest = std::chrono::seconds(20);
+  constexpr Duration shortest = std::chrono::milliseconds(500), longest = std::chrono::seconds(20);
   const TimePoint deadline = now() + (trainers_.empty() ? longest : std::max<Duration>(options_.silence / 4, shortest));
   std::string late;
   const auto left = [&](Duration stands) {
