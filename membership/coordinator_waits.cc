@@ -115,8 +115,8 @@ void Coordinator::tell_incomplete_replicas() {
       replica.incomplete = {};
       continue;
     }
-    auto& [registered, since, told] = replica.incomplete;
-    if (registered != replica.registered) replica.incomplete = {replica.registered, now_};
+    auto& [since, registered, told] = replica.incomplete;
+    if (registered != replica.registered) replica.incomplete = {.since = now_, .registered = replica.registered};
     if (told || now_ - since < 2 * config_.silence) continue;
     std::set<NodeId> nodes;
     for (const auto& rank : replica.ranks)

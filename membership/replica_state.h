@@ -45,8 +45,8 @@ struct ReplicaState {
   std::uint32_t registered = 0;  // of them
   // Some of its ranks have registered, and some have not: how many, and since when it has been so many.
   struct Incomplete {
-    std::uint32_t registered = 0;
     TimePoint since{};
+    std::uint32_t registered = 0;
     bool told = false;
   } incomplete{};
   Statuses statuses;

@@ -216,7 +216,7 @@ def test_a_step_whose_beginning_was_interrupted_is_not_taken_for_the_one_before(
     one, native = in_a_job
     one._optimizer.step()
 
-    def interrupted(_):
+    def interrupted(*_, **__):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as within:
