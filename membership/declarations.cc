@@ -105,7 +105,7 @@ FirstDeclared Declarations::declared_by(ReplicaId id, const ReplicaState& replic
   for (const auto& rank : replica.ranks)
     first.ranks.push_back({rank.declaration->plan_hash, rank.declaration->settings});
   if (std::ranges::all_of(first.ranks, [&](const auto& one) { return one == first.ranks.front(); }))
-    first.ranks = {first.ranks.front()};
+    first.ranks = std::vector(1, first.ranks.front());  // with no more memory than that
   return first;
 }
 
