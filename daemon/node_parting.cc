@@ -45,12 +45,10 @@ void NodeServer::answer_leavers() {
 void NodeServer::remember(const Trainer& trainer, const std::string& reason) {
   if (trainer.outside) return;
   const auto& plan = machine_.plan();
-  GoneTrainer gone{.pid = trainer.credentials.pid,
-                   .began = began(trainer.credentials.pid),
-                   .reason = reason,
-                   .at = now(),
-                   .job = trainer.job,
-                   .incarnation = trainer.incarnation};
+  GoneTrainer gone{
+      .pid = trainer.credentials.pid, .began = began(trainer.credentials.pid), .reason = reason, .at = now()};
+  if (const auto rank = machine_.ranks().find(trainer.id); rank != machine_.ranks().end())
+    gone.job = rank->second.up.job(), gone.incarnation = rank->second.up.incarnation();
   if (has_ended(trainer)) gone.began.reset();
   if (gone.incarnation == 0) {  // the plan may still name the one before it
     gone.job = plan.job();

@@ -77,10 +77,9 @@ class NodeServer {
     bool opening = false;  // its state, and a stream for its GPU, are being opened, or were
     bool told_to_wait = false;
     std::optional<catchup::RankKey> key;
-    std::string listens;                     // its engine's own address
-    std::string card, card_listening;        // as it has told them
-    std::uint64_t job = 0, incarnation = 0;  // as the coordinator has registered it
-    bool outside = false;                    // it is no part of the job, says the coordinator
+    std::string listens;               // its engine's own address
+    std::string card, card_listening;  // as it has told them
+    bool outside = false;              // it is no part of the job, says the coordinator
     bool catching_up = false;
     std::optional<Incarnation> serves;
     proto::Heartbeat ring;      // the last one, with the counters of its all-reduces

@@ -86,10 +86,9 @@ void NodeServer::end_threads() {
   const auto wait = [&](const DeviceStream& stream) {
     if (!stream.thread->ends_within(left(stream.stands))) late = "that of a catch-up";
   };
-  if (host_)
-    for (const auto* stream : streams_here()) stop(*stream);
-  if (host_)
-    for (const auto* stream : streams_here()) wait(*stream);
+  const auto streams = host_ ? streams_here() : std::vector<const DeviceStream*>();
+  for (const auto* stream : streams) stop(*stream);
+  for (const auto* stream : streams) wait(*stream);
   if (late.empty() && opener_ && !opener_->ends_within(left(opener_stands_)))
     late = "that which opens and closes what trainers offer";
   if (late.empty())  // else the opener may still be at it

@@ -207,8 +207,6 @@ NodeServer::Taken NodeServer::admit(Trainer& trainer, const proto::LocalHello& h
   if (!place) return tl::unexpected(place.error());
   if (auto cleared = clear_place(trainer, key, hello.up()); !cleared) return cleared;
   trainer.key = key;
-  trainer.job = hello.up().job();
-  trainer.incarnation = hello.up().incarnation();
   gone_.erase(key);
   std::erase_if(silent_, [&, pid = trainer.credentials.pid](const auto& one) {
     return one.second.key == key && one.second.pid == pid;
@@ -259,11 +257,7 @@ void NodeServer::note_answer(const proto::ToNode& message) {
         change(trainer);
   };
   if (message.has_registered())
-    note(message.registered(), [&](Trainer& trainer) {
-      trainer.job = message.registered().job();
-      trainer.incarnation = message.registered().incarnation();
-      trainer.outside = false;  // another coordinator may have said so before
-    });
+    note(message.registered(), [](Trainer& trainer) { trainer.outside = false; });  // another one may have said so
   if (message.has_refused())
     note(message.refused(),
          [&](Trainer& trainer) { trainer.outside = message.refused().why() == static_cast<std::uint32_t>(Why::job); });

@@ -27,13 +27,15 @@ std::vector<std::string> Coordinator::waiting_for(TimePoint now) const {
     for (std::uint32_t r = 0; r < config_.replicas; ++r) {
       auto found = replicas_.find(ReplicaId(r));
       const std::uint32_t up = found == replicas_.end() ? 0 : found->second.registered;
-      const auto refused = declarations_.refused().find(ReplicaId(r));
-      std::string more = up == 0 ? "" : ", " + missing_ranks(found->second);
-      if (refused != declarations_.refused().end())
+      if (up == config_.ranks) {
+        there.push_back(ReplicaId(r));
+        continue;
+      }
+      std::string more;
+      if (const auto refused = declarations_.refused().find(ReplicaId(r)); refused != declarations_.refused().end())
         more = fmt::format("; rank {} was refused: {}", refused->second.first, refused->second.second);
-      if (up < config_.ranks)
-        lines.push_back(fmt::format("replica {}: {} of {} ranks have registered{}", r, up, config_.ranks, more));
-      else there.push_back(ReplicaId(r));
+      else if (up > 0) more = ", " + missing_ranks(found->second);
+      lines.push_back(fmt::format("replica {}: {} of {} ranks have registered{}", r, up, config_.ranks, more));
     }
     for (auto& line : declarations_.dissent_lines(replicas_)) lines.push_back(std::move(line));
     for (auto id : there)

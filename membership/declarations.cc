@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <set>
+#include <span>
 #include <tuple>
 
 #include "base/fail.h"
@@ -102,10 +103,10 @@ bool Declarations::fits(const ReplicaState& replica, const FirstDeclared& bindin
 
 FirstDeclared Declarations::declared_by(ReplicaId id, const ReplicaState& replica) {
   FirstDeclared first{id, {}};
-  for (const auto& rank : replica.ranks)
+  const bool alike = std::ranges::all_of(
+      replica.ranks, [&](const RankState& rank) { return rank.declaration == replica.ranks.front().declaration; });
+  for (const auto& rank : std::span(replica.ranks).first(alike ? 1 : replica.ranks.size()))
     first.ranks.push_back({rank.declaration->plan_hash, rank.declaration->settings});
-  if (std::ranges::all_of(first.ranks, [&](const auto& one) { return one == first.ranks.front(); }))
-    first.ranks = std::vector(1, first.ranks.front());  // with no more memory than that
   return first;
 }
 

@@ -70,9 +70,10 @@ Result<Fd> Log::write_next(const proto::LogRecord& snapshot, std::uint64_t& end)
   const auto& job = snapshot.snapshot().job();
   const bool in_new_units = job.constant_batch() && job.unit() > 0 && job.ranks() > 0 &&
                             job.unit() != JobConfig::unit_before(job.batch(), job.ranks());
-  if (const auto& ledger = snapshot.snapshot().ledger(); ledger.has_balance() || ledger.has_next_balance() ||
-                                                         in_new_units ||
-                                                         !snapshot.snapshot().declared().of_ranks().empty())
+  const auto& ledger = snapshot.snapshot().ledger();
+  const bool has_stages = !snapshot.snapshot().declared().of_ranks().empty();
+  static_assert(Feature::stages == Feature::balance);  // else it is the later one that the log needs
+  if (ledger.has_balance() || ledger.has_next_balance() || in_new_units || has_stages)
     records.emplace_back().mutable_needs()->set_protocol(static_cast<std::uint32_t>(Feature::balance));
   const Bytes bytes = log_bytes(records, 0);
   if (auto written = write_and_sync(file, bytes, 0); !written) return tl::unexpected(written.error());

@@ -90,6 +90,14 @@ struct Leaving : testing::Test {
     const auto in = joined.get();
     ASSERT_TRUE(in) << in.error().message;
   }
+  // What the daemon does with: the state, a stream, and memory of its own.
+  auto copies_with() {
+    const device::Handle handle{.kind = device::Handle::Kind::address,
+                                .size = weights.size(),
+                                .address = reinterpret_cast<std::uint64_t>(weights.data())};
+    return std::tuple{*remote->import_shared({&handle, 1}), *remote->make_stream(),
+                      *remote->allocate_pinned(weights.size())};
+  }
   // While the GPU is at a copy of its state, for longer than the silence.
   Result<> leaves_meanwhile(local::SliceState slices) {
     joins(300ms);
@@ -97,12 +105,7 @@ struct Leaving : testing::Test {
     auto& owner = state.owner();
     for (std::size_t i = 0; i < owner.manifest().slices().size(); ++i)
       owner.page().slice_statuses()[i] = local::SliceStatus{slices, 0}.packed();
-    const device::Handle handle{.kind = device::Handle::Kind::address,
-                                .size = weights.size(),
-                                .address = reinterpret_cast<std::uint64_t>(weights.data())};
-    const auto there = *remote->import_shared({&handle, 1});
-    const auto stream = *remote->make_stream();
-    const auto pinned = *remote->allocate_pinned(weights.size());
+    const auto [there, stream, pinned] = copies_with();
     fake.set_hook(&Served::on_call);
     EXPECT_TRUE(stream->copy(pinned.bytes.data(), there.bytes.data(), weights.size()));
     Served::stands.wait(false);
@@ -135,12 +138,7 @@ struct Leaving : testing::Test {
 TEST_F(Leaving, NothingIsCopiedIntoItsStateOnceItHasLeft) {
   joins();
   if (HasFatalFailure()) return;
-  const device::Handle handle{.kind = device::Handle::Kind::address,
-                              .size = weights.size(),
-                              .address = reinterpret_cast<std::uint64_t>(weights.data())};
-  const auto there = *remote->import_shared({&handle, 1});
-  const auto stream = *remote->make_stream();
-  const auto pinned = *remote->allocate_pinned(weights.size());
+  const auto [there, stream, pinned] = copies_with();
   std::ranges::fill(pinned.bytes, std::byte{0x55});
   auto left = std::async(std::launch::async, [&] { return trainer->leave(); });
   hear([](const auto& one) { return one.has_leave(); });
