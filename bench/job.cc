@@ -18,6 +18,7 @@
 #include "base/fail.h"
 #include "base/log.h"
 #include "bench/step_trainer.h"  // made of step_trainer.py
+#include "device/device.h"
 #include "rejoin/session.h"
 
 namespace rejoin::bench {
@@ -188,6 +189,7 @@ int Job::train(std::uint32_t replica) const {
   config.socket = fmt::format("{}/node{}.sock", directory_, replica);
   config.transport = s_.transport;
   config.flight = file("flight");
+  if (s_.cuda) config.device = fmt::format("cuda:{}", *s_.cuda);
   const auto run = [&]() -> Result<> {
     auto session = Session::open(config);
     if (!session) return tl::unexpected(session.error());
@@ -196,14 +198,22 @@ int Job::train(std::uint32_t replica) const {
     if (auto bucket = (*session)->bucket({*tensor}); !bucket) return tl::unexpected(bucket.error());
     if (auto allocated = (*session)->allocate(); !allocated) return allocated;
     if (auto joined = (*session)->join(); !joined) return joined;
+    std::unique_ptr<device::Stream> stream;
+    if (s_.cuda) {
+      auto made = device::open_device(config.device).and_then([](const auto& opened) { return opened->make_stream(); });
+      if (!made) return tl::unexpected(made.error());
+      stream = std::move(*made);
+    }
     for (;;) {
       auto step = (*session)->begin_step();
       if (!step) return tl::unexpected(step.error());
       if (!*step) return {};
       if ((*step)->contributes())
-        if (auto reduced = (*session)->all_reduce(0); !reduced) return reduced;
+        if (auto reduced = stream ? (*session)->all_reduce(0, stream->handle()) : (*session)->all_reduce(0); !reduced)
+          return reduced;
       std::uint32_t contributors = 0;
-      auto committed = (*session)->commit([&](const Update& update) { contributors = update.contributors; });
+      const auto update = [&](const Update& of) { contributors = of.contributors; };
+      auto committed = stream ? (*session)->commit(update, stream->handle()) : (*session)->commit(update);
       if (!committed) return committed;
       if (!(*step)->contributes()) continue;
       progress(replica).step.store((*step)->number());

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -21,7 +22,8 @@ struct JobSettings {
   std::uint64_t bytes = 1 * MiB;  // of the bucket, in float32
   std::string transport = "shm";
   std::uint64_t silence_ms = 500;
-  std::string python;  // trainers run by this interpreter; empty: by this program
+  std::string python;         // trainers run by this interpreter; empty: by this program
+  std::optional<int> cuda{};  // the bucket is in this device's memory, handed over and updated on a stream
 };
 
 class Job {

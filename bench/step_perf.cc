@@ -1,6 +1,11 @@
 // rejoin_step_perf: what a training step costs through the session beyond the bare all-reduce, named part by part. The
 // job is real: coordinator, daemons and trainers are processes of this machine.
+#include <fcntl.h>
 #include <fmt/format.h>
+#include <signal.h>
+#include <sys/prctl.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <cstdio>
 #include <nlohmann/json.hpp>
@@ -24,6 +29,7 @@ struct StepSettings {
   int iterations = 300, warmups = 50;
   std::uint64_t silence_ms = 2000;
   std::string transport = "shm", python, json;
+  std::optional<int> cuda;
 };
 
 // Of one process, for each step.
@@ -44,19 +50,51 @@ struct StepRow {
   std::string calls_not_counted;
 };
 
-Result<StepRow> measure(const StepSettings& s, std::uint64_t bytes, std::uint32_t replicas) {
-  StepRow row{.bytes = bytes, .replicas = replicas};
+// Microseconds, on average, of a bare all-reduce. By a process of its own: one that has used a GPU can't be forked to
+// others that are to, as this one will be to trainers.
+Result<double> bare_us(const StepSettings& s, std::uint64_t bytes, std::uint32_t replicas) {
   AllReduceSettings bare;
   bare.least = bare.most = bytes;
   bare.ranks = replicas, bare.transport = s.transport, bare.op = "mean";
   bare.limits = bare.check = false;
+  bare.cuda = s.cuda;
   bare.iterations = bytes <= 64 * KiB ? std::max(1, s.iterations / 20) : std::max(5, s.iterations / 10);
-  const auto alone = run_all_reduce(bare);
-  if (!alone) return tl::unexpected(alone.error());
-  row.bare_us = alone->rows.front().times.mean * 1e6;
+  int ends[2];
+  if (::pipe2(ends, O_CLOEXEC) != 0) return fail_errno("pipe2");
+  const Fd reads(ends[0]);
+  Fd writes(ends[1]);
+  std::fflush(nullptr);
+  const pid_t parent = ::getpid(), pid = ::fork();
+  if (pid < 0) return fail_errno("fork");
+  if (pid == 0) {
+    ::prctl(PR_SET_PDEATHSIG, SIGKILL);
+    if (::getppid() != parent) ::_exit(1);
+    const auto alone = run_all_reduce(bare);
+    if (!alone) std::fprintf(stderr, "rejoin_step_perf: the bare all-reduce: %s\n", alone.error().message.c_str());
+    const double mean = alone ? alone->rows.front().times.mean * 1e6 : 0;
+    ::_exit(alone && ::write(writes.get(), &mean, sizeof mean) == sizeof mean ? 0 : 1);
+  }
+  writes = {};
+  double mean = 0;
+  const bool told = ::read(reads.get(), &mean, sizeof mean) == sizeof mean;
+  if (!told) ::kill(pid, SIGKILL);  // this one was interrupted
+  ::waitpid(pid, nullptr, 0);
+  if (!told) return fail(ErrorCode::unavailable, "the bare all-reduce has failed");
+  return mean;
+}
 
-  auto job = Job::start(
-      {.replicas = replicas, .bytes = bytes, .transport = s.transport, .silence_ms = s.silence_ms, .python = s.python});
+Result<StepRow> measure(const StepSettings& s, std::uint64_t bytes, std::uint32_t replicas) {
+  StepRow row{.bytes = bytes, .replicas = replicas};
+  const auto bare = bare_us(s, bytes, replicas);
+  if (!bare) return tl::unexpected(bare.error());
+  row.bare_us = *bare;
+
+  auto job = Job::start({.replicas = replicas,
+                         .bytes = bytes,
+                         .transport = s.transport,
+                         .silence_ms = s.silence_ms,
+                         .python = s.python,
+                         .cuda = s.cuda});
   if (!job) return tl::unexpected(job.error());
   const auto reached = [&](std::uint64_t step) {
     for (std::uint32_t r = 0; r < replicas; ++r)
@@ -165,6 +203,10 @@ Result<> run(const StepSettings& s) {
       "# times are of the processes' flight recordings; each part begins where the one before ends, so the parts sum "
       "to the step\n");
   nlohmann::json json{{"transport", s.transport}, {"trainers", s.python.empty() ? "C++" : s.python}};
+  if (s.cuda) {
+    std::printf("# in the memory of CUDA device %d, on a stream\n", *s.cuda);
+    json["cuda"] = *s.cuda;
+  }
   const auto wake_up = wake_up_us();
   if (!wake_up) return tl::unexpected(wake_up.error());
   std::printf(
@@ -205,11 +247,14 @@ int main(int argc, char** argv) {
   line.add("--transport", s.transport, "shm, tcp, tcp+aes or ucx:LIST").show_default();
   line.add("--silence-ms", s.silence_ms, "of the job").range(100, 3600000).show_default();
   line.add("--python", s.python, "trainers are run by this Python interpreter, which has the package");
+  line.add("--use_cuda", s.cuda, "the bucket is in this CUDA device's memory, handed over and updated on a stream");
   line.add("--json", s.json, "write the results to this file");
   if (const auto status = line.parse(argc, argv)) return *status;
   for (const auto bytes : s.sizes)
     if (bytes % 4 != 0)
       return std::fprintf(stderr, "rejoin_step_perf: --sizes must be multiples of 4, and %lu is none\n", bytes), 2;
+  if (s.cuda && !s.python.empty())
+    return std::fprintf(stderr, "rejoin_step_perf: --use_cuda is for trainers in C++: leave out --python\n"), 2;
   init_logging("step_perf", "warn");
   if (const auto done = bench::check_results(s.json).and_then([&] { return bench::run(s); }); !done)
     return std::fprintf(stderr, "rejoin_step_perf: %s\n", done.error().message.c_str()), 1;

@@ -83,6 +83,9 @@ def page(found, directory, card):
     out.append(beside_the_host(found, "catchup-", "Catch-up", "The stream, all of it verified; medians.",
                                lambda one: [("", sorted(run["verified_gbps"] for run in one["runs"])[len(one["runs"]) // 2])],
                                "GB/s"))
+    out.append(beside_the_host(found, "steps-", "Steps of a session", "Milliseconds, of a bucket that is reduced and committed.",
+                               lambda one: [(f", {size(row['bytes'])}", row["step_p50_us"] / 1e3) for row in one["rows"]],
+                               "ms"))
     out.append(nccl(found))
     if "trainer_time_ratio" in served:
         out.append("<h2>A daemon beside a trainer that fills the card</h2>" + table(

@@ -173,6 +173,8 @@ case ${1:-} in
         step "catch-up over $transport, ${memory:-host}" "$bin/rejoin_catchup_bw" --transport $transport -s ${REJOIN_STATE:-1G} --json "$out/catchup-$where.json" $memory
       done
     done
+    step "steps of a session, host" "$bin/rejoin_step_perf" -s 4K,1M --replicas 2 -n 200 --json "$out/steps-host.json"
+    step "steps of a session, GPU" "$bin/rejoin_step_perf" -s 4K,1M --replicas 2 -n 200 --use_cuda 0 --json "$out/steps-GPU.json"
     if command -v nvidia-cuda-mps-control >/dev/null; then
       step "all-reduce over shm, GPU, under MPS" with_mps "$bin/rejoin_allreduce_perf" --transport shm --ranks 2 -b 1M -e 64M -f 4 --use_cuda 0 --json "$out/allreduce-shm-GPU-MPS.json"
     else echo "gpu: no nvidia-cuda-mps-control here: nothing was measured under MPS" >&2; fi
@@ -205,7 +207,7 @@ case ${1:-} in
   pack)
     to=${2:?usage: ./run gpu pack DIR}
     mkdir -p "$to/bin" "$to/lib"
-    for program in device_test transport_test ftar_test catchup_test session_test rejoin_write_bw rejoin_read_bw rejoin_allreduce_perf rejoin_catchup_bw rejoin_kernel_bw rejoin_gpu_probe \
+    for program in device_test transport_test ftar_test catchup_test session_test rejoin_write_bw rejoin_read_bw rejoin_allreduce_perf rejoin_catchup_bw rejoin_step_perf rejoin_kernel_bw rejoin_gpu_probe \
                    rejoin_nccl_check rejoin-demo rejoin-demo-trainer rejoind rejoin_nccl_net_test; do
       [[ ! -x $bin/$program ]] || install -s "$bin/$program" "$to/bin/"
     done

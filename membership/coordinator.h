@@ -174,8 +174,6 @@ class Coordinator {
   void list_claims(TimePoint now, std::vector<std::string>& lines) const;
 
   // coordinator_declarations.cc
-  std::optional<FirstDeclared> binding_declaration() const;
-  bool dissent() const;
   Screened screen_declaration(NodeId node, const proto::RankUp& up);
   void on_declaration(const proto::Declaration& declared);
   void settle_declarations();
@@ -224,6 +222,7 @@ class Coordinator {
   void lose_everybody();
   void next_epoch(const std::string& reason, Begun step = Begun::maybe);
   void drop_registration(ReplicaId replica, const std::string& reason);
+  bool forget_registration(ReplicaId replica);  // false: there is none
   void evict(NodeId node, ReplicaId replica, Incarnation incarnation, const std::string& reason, std::uint64_t of_job);
   bool is_back(const MemberState& member) const;
   bool present(ReplicaId replica, Incarnation incarnation) const;

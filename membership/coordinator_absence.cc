@@ -182,7 +182,7 @@ void Coordinator::give_up_suspended() {
 void Coordinator::remove(ReplicaId id, const std::string& reason, Parting parting) {
   // It has done its part and leaves. It stays a member: its other ranks may come back, and have yet to hear the end.
   if (finished()) {
-    if (replicas_.erase(id) > 0) note("replica {} has left the finished job: {}", id, reason);
+    if (forget_registration(id)) note("replica {} has left the finished job: {}", id, reason);
     return;
   }
   if (SuspendedReplica* out = out_for_now(id)) out->ended = true;
@@ -246,6 +246,14 @@ void Coordinator::next_epoch(const std::string& reason, Begun step) {
   tell_prospect();
 }
 
+bool Coordinator::forget_registration(ReplicaId id) {
+  const auto found = replicas_.find(id);
+  if (found == replicas_.end()) return false;
+  declarations_.unregister(found->second);
+  replicas_.erase(found);
+  return true;
+}
+
 void Coordinator::drop_registration(ReplicaId id, const std::string& reason) {
   auto found = replicas_.find(id);
   if (found == replicas_.end()) return;
@@ -259,7 +267,7 @@ void Coordinator::drop_registration(ReplicaId id, const std::string& reason) {
   for (const auto node : told) evict(node, id, found->second.incarnation, reason, job_);
   proto::ToNode gone;
   gone.mutable_peers()->add_gone(found->second.incarnation.value);
-  replicas_.erase(found);
+  forget_registration(id);
   send_all(std::move(gone));
 }
 

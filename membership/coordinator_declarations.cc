@@ -3,12 +3,6 @@
 
 namespace rejoin::membership {
 
-std::optional<FirstDeclared> Coordinator::binding_declaration() const {
-  return declarations_.binding(replicas_, !members_.empty());
-}
-
-bool Coordinator::dissent() const { return declarations_.dissent(replicas_); }
-
 // Who differs does not register, but is refused as soon as it is known in what.
 Screened Coordinator::screen_declaration(NodeId node, const proto::RankUp& up) {
   declarations_.forget_if([&](const Mismatch& one) { return same_process(one.up, up); });
@@ -18,7 +12,7 @@ Screened Coordinator::screen_declaration(NodeId node, const proto::RankUp& up) {
     if (up.incarnation() == 0) return Screened::goes_on;
     declarations_.set_first({ReplicaId(up.replica()), {{declaration.plan_hash, declaration.settings}}});
   }
-  const auto binding = binding_declaration();
+  const auto binding = declarations_.binding(replicas_, !members_.empty());
   if (!binding || Declarations::fits(declaration, binding->of(up.rank()))) return Screened::goes_on;
   if (declarations_.too_many_for(up)) {
     refuse(node, up, refusals::Why::declaration,
@@ -38,9 +32,9 @@ void Coordinator::on_declaration(const proto::Declaration& declared) {
 // With each event that may have changed it, and each tick.
 void Coordinator::settle_declarations() {
   announce_after_dissent();
-  const auto binding = binding_declaration();
+  const auto binding = declarations_.binding(replicas_, !members_.empty());
   if (!binding) return settle_without_majority();
-  if (members_.empty() && dissent()) turn_out_those_who_differ(*binding);
+  if (members_.empty() && declarations_.dissent()) turn_out_those_who_differ(*binding);
   bool any = false;
   for (auto& one : declarations_.take_mismatches()) {
     Declaration& its = *one.declaration;
@@ -79,7 +73,7 @@ void Coordinator::settle_without_majority() {
 
 // Who registered meanwhile could not connect with the others.
 void Coordinator::announce_after_dissent() {
-  if (!unannounced_ || dissent()) return;
+  if (!unannounced_ || declarations_.dissent()) return;
   end_recovery_if_all_are_back();
   if (recovering_until_) return;
   unannounced_ = false;

@@ -210,7 +210,7 @@ void Coordinator::register_new(NodeId node, const proto::RankUp& up) {
 
 // Those who differ in what they declare could not connect with each other.
 void Coordinator::on_fully_registered(ReplicaId id) {
-  const bool differed = dissent();
+  const bool differed = declarations_.dissent();
   settle_declarations();
   auto found = replicas_.find(id);
   if (differed) {
@@ -237,7 +237,7 @@ void Coordinator::welcome(NodeId node, const proto::RankUp& up, Incarnation inca
 // A rank that we know: the plan again, since one that it heard before could not mean it.
 void Coordinator::welcome_back(NodeId node, const proto::RankUp& up, const ReplicaState& replica) {
   welcome(node, up, replica.incarnation);
-  if (dissent()) {
+  if (declarations_.dissent()) {
     unannounced_ = true;
   } else if (recovering_until_) {
     if (fully_registered(replica)) end_recovery_if_all_are_back();  // which announces all to everybody
@@ -264,8 +264,7 @@ RankState& Coordinator::keep(ReplicaState& replica, NodeId node, const proto::Ra
   replica.ranks.resize(config_.ranks);
   RankState& rank = replica.ranks[up.rank()];
   prospect_.stale = true;
-  if (!rank.registered) rank.registered = true, ++replica.registered;
-  rank.declaration = &declarations_.of(up);
+  declarations_.registers(replica, up);
   declarations_.forget_refused(up);
   const auto process = ProcessId::of(up);
   if (const auto before = nodes_.find(rank.node);
@@ -352,7 +351,7 @@ void Coordinator::announce_replica(const ReplicaState& replica, ReplicaId id) {
 
 void Coordinator::flush_announcements() {
   auto pending = announcer_.take_pending(now_);
-  if (dissent()) unannounced_ |= !pending.of_ranks.empty();
+  if (declarations_.dissent()) unannounced_ |= !pending.of_ranks.empty();
   else
     for (const auto& [ranks, nodes] : pending.of_ranks) send_each(announcer_.all_peers(nodes, ranks, replicas_));
   if (pending.of_plan.empty()) return;

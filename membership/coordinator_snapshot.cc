@@ -73,7 +73,7 @@ bool Coordinator::has_recovered_like(const Coordinator& other) const {
     for (const auto& out : of.suspended_) suspended.emplace_back(out.replica, out.incarnation, out.ended);
     std::vector<std::pair<ReplicaId, std::string>> out;
     for (const auto& [replica, one] : of.out_) out.emplace_back(replica, one.why);
-    const auto first = of.declarations_.first().value_or(FirstDeclared{});
+    const auto first = of.declarations_.first() ? *of.declarations_.first() : FirstDeclared{};
     return std::tuple(of.ledger_, of.epoch_, of.committed_, of.job_, of.most_committed_, of.last_incarnation_,
                       std::pair(first.replica, first.ranks), of.never_members_, of.incarnations_before_epoch_,
                       of.steps_rolled_back_, members, suspended, out, of.last_roll_back_, of.stopped_, of.differing_,

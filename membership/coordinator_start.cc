@@ -96,7 +96,7 @@ std::vector<ReplicaId> Coordinator::ready_to_start() {
   std::vector<ReplicaId> there;
   for (const auto& [id, replica] : replicas_)
     if (present(id, replica.incarnation)) there.push_back(id);
-  if (dissent()) return {};
+  if (declarations_.dissent()) return {};
   // Who was refused for what it declares may come back right, and catch up; a majority does not wait for that.
   if (there.size() + declarations_.refused().size() < config_.replicas || 2 * there.size() <= config_.replicas) {
     if (!started() || there.empty()) {

@@ -86,6 +86,50 @@ void Declarations::forget_unused(const Replicas& replicas) {
   std::erase_if(declarations_, [&](const auto& one) { return !used.contains(&one.second); });
 }
 
+// ---- who has registered with what
+
+void Declarations::count(std::uint32_t rank, const Declaration* declaration, int change) {
+  Having& having = having_[rank];
+  if (having.ranks == 0) having.declaration = declaration;
+  const std::pair key(rank, declaration);
+  if (having.declaration == declaration) having.ranks += change;
+  else if ((others_[key] += change) == 0) others_.erase(key);
+  if (having.ranks > 0) return;
+  const auto other = others_.lower_bound({rank, nullptr});
+  if (other == others_.end() || other->first.first != rank) return;
+  having = {other->first.second, other->second};
+  others_.erase(other);
+}
+
+void Declarations::forget_vote_of(const ReplicaState& replica) {
+  if (replica.registered == ranks_) vote_.reset();
+}
+
+void Declarations::registers(ReplicaState& replica, const proto::RankUp& up) {
+  RankState& rank = replica.ranks[up.rank()];
+  Declaration* const declaration = &of(up);
+  if (rank.registered && rank.declaration == declaration) return;
+  forget_vote_of(replica);
+  if (rank.registered) count(up.rank(), rank.declaration, -1);
+  else ++replica.registered;
+  rank.registered = true;
+  rank.declaration = declaration;
+  count(up.rank(), declaration, +1);
+  forget_vote_of(replica);
+}
+
+void Declarations::unregister(ReplicaState& replica, std::uint32_t rank) {
+  if (!replica.ranks[rank].registered) return;
+  forget_vote_of(replica);
+  count(rank, replica.ranks[rank].declaration, -1);
+  replica.ranks[rank].registered = false;
+  --replica.registered;
+}
+
+void Declarations::unregister(ReplicaState& replica) {
+  for (std::uint32_t rank = 0; rank < replica.ranks.size(); ++rank) unregister(replica, rank);
+}
+
 // ---- what binds
 
 // Logs from before there were settings have none.
@@ -110,9 +154,14 @@ FirstDeclared Declarations::declared_by(ReplicaId id, const ReplicaState& replic
   return first;
 }
 
-// By the majority vote of Boyer and Moore (1981): of all who have it only one can be left. It is counted then.
-std::optional<FirstDeclared> Declarations::binding(const Replicas& replicas, bool has_members) const {
+std::shared_ptr<const FirstDeclared> Declarations::binding(const Replicas& replicas, bool has_members) const {
   if (has_members) return first_;
+  if (!vote_) vote_ = vote(replicas);
+  return *vote_;
+}
+
+// By the majority vote of Boyer and Moore (1981): of all who have it only one can be left. It is counted then.
+std::shared_ptr<const FirstDeclared> Declarations::vote(const Replicas& replicas) const {
   const auto votes = [&](const ReplicaState& replica) { return replica.registered == ranks_; };
   const Replicas::value_type* left = nullptr;
   std::uint32_t ahead = 0;
@@ -122,11 +171,11 @@ std::optional<FirstDeclared> Declarations::binding(const Replicas& replicas, boo
     if (left == &one || !first_that_differs(left->second, one.second)) ++ahead;
     else --ahead;
   }
-  if (left == nullptr) return std::nullopt;
+  if (left == nullptr) return nullptr;
   const auto count = std::ranges::count_if(
       replicas, [&](const auto& one) { return votes(one.second) && !first_that_differs(left->second, one.second); });
-  if (2 * static_cast<std::uint64_t>(count) <= replicas_) return std::nullopt;
-  return declared_by(left->first, left->second);
+  if (2 * static_cast<std::uint64_t>(count) <= replicas_) return nullptr;
+  return std::make_shared<const FirstDeclared>(declared_by(left->first, left->second));
 }
 
 Declaration* Declarations::behind(const FirstDeclared::OfRank& binding) {
@@ -168,19 +217,9 @@ bool Declarations::on_content(const proto::Declaration& content, Declaration* re
 
 // ---- replicas that differ, and no majority
 
-bool Declarations::dissent(const Replicas& replicas) const {
-  if (declarations_.size() < 2) return false;
-  std::vector<const Declaration*> common(ranks_);
-  for (const auto& [id, replica] : replicas)
-    for (std::size_t rank = 0; rank < replica.ranks.size(); ++rank)
-      if (const auto* its = declared(replica, rank); its != nullptr)
-        if (const auto* before = std::exchange(common[rank], its); before != nullptr && before != its) return true;
-  return false;
-}
-
 Declarations::Dissent Declarations::without_majority(const Replicas& replicas, TimePoint now) {
   Dissent result;
-  if (!dissent(replicas)) {
+  if (!dissent()) {
     dissent_since_.reset();
     return result;
   }
@@ -232,10 +271,9 @@ std::vector<std::uint64_t> Declarations::turn_out_mismatches(Replicas& replicas,
     if (fits(replica, binding)) continue;
     gone.push_back(replica.incarnation.value);
     for (std::uint32_t number = 0; number < replica.ranks.size(); ++number) {
-      RankState& rank = replica.ranks[number];
+      const RankState& rank = replica.ranks[number];
       if (!rank.registered || fits(*rank.declaration, binding.of(number))) continue;
-      rank.registered = false;
-      --replica.registered;
+      unregister(replica, number);
       if (!rank.connected_node) continue;
       auto& one = mismatches_.emplace_back(
           Mismatch{.node = rank.node, .up = {}, .declaration = rank.declaration, .since = now, .was_registered = true});

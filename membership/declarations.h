@@ -6,6 +6,7 @@
 #pragma once
 
 #include <map>
+#include <memory>
 #include <optional>
 #include <string>
 #include <utility>
@@ -27,25 +28,31 @@ struct Mismatch {
 class Declarations {
  public:
   Declarations(std::uint32_t replicas, std::uint32_t ranks, Duration silence)
-      : replicas_(replicas), ranks_(ranks), silence_(silence) {}
+      : replicas_(replicas), ranks_(ranks), silence_(silence), having_(ranks) {}
 
   // The one that ranks which say the same share. It stays where it is until forget_unused() finds nobody who has it.
   Declaration& of(const proto::RankUp& up);
   void forget_unused(const Replicas& replicas);  // when there are many
 
-  // What the members have declared, by the log.
-  const std::optional<FirstDeclared>& first() const { return first_; }
-  void set_first(FirstDeclared first) { first_ = std::move(first); }
-  // What binds everybody: that, where there are members, or what a majority declares, if there is one.
-  std::optional<FirstDeclared> binding(const Replicas& replicas, bool has_members) const;
+  // A rank registers, at first or again, with what it declares; it is registered no longer; none of the replica's is.
+  // Nothing else changes who has registered with what.
+  void registers(ReplicaState& replica, const proto::RankUp& up);
+  void unregister(ReplicaState& replica, std::uint32_t rank);
+  void unregister(ReplicaState& replica);
+
+  // What the members have declared, by the log, or null.
+  const std::shared_ptr<const FirstDeclared>& first() const { return first_; }
+  void set_first(FirstDeclared first) { first_ = std::make_shared<const FirstDeclared>(std::move(first)); }
+  // What binds everybody: that, where there are members, or what a majority declares. Null: nothing does.
+  std::shared_ptr<const FirstDeclared> binding(const Replicas& replicas, bool has_members) const;
   static bool fits(const Declaration& declaration, const FirstDeclared::OfRank& binding);
   static bool fits(const ReplicaState& replica, const FirstDeclared& binding);  // all ranks that have registered
   static FirstDeclared declared_by(ReplicaId id, const ReplicaState& replica);  // of which all have
   // One that fits, if possible one of which it is known what is behind it. Nothing: nobody here has declared it.
   Declaration* behind(const FirstDeclared::OfRank& binding);
 
-  // Replicas that have registered differ.
-  bool dissent(const Replicas& replicas) const;
+  // Ranks of one number that have registered differ.
+  bool dissent() const { return !others_.empty(); }
   // A line for each way in which they do.
   std::vector<std::string> dissent_lines(const Replicas& replicas) const;
 
@@ -91,11 +98,21 @@ class Declarations {
 
  private:
   std::string names(const std::vector<ReplicaId>& replicas, std::uint32_t rank) const;
+  void count(std::uint32_t rank, const Declaration* declaration, int change);
+  void forget_vote_of(const ReplicaState& replica);
+  std::shared_ptr<const FirstDeclared> vote(const Replicas& replicas) const;
 
   std::uint32_t replicas_, ranks_;
   Duration silence_;
   std::map<std::pair<std::uint64_t, std::string>, Declaration> declarations_;  // by hash and settings
-  std::optional<FirstDeclared> first_;
+  struct Having {
+    const Declaration* declaration = nullptr;
+    std::uint32_t ranks = 0;  // that are registered with it
+  };
+  std::vector<Having> having_;                                                    // one of what those of a number have
+  std::map<std::pair<std::uint32_t, const Declaration*>, std::uint32_t> others_;  // the others, where they differ
+  std::shared_ptr<const FirstDeclared> first_;
+  mutable std::optional<std::shared_ptr<const FirstDeclared>> vote_;  // nothing: it is to be counted
   std::vector<Mismatch> mismatches_;
   Refused refused_;
   std::optional<TimePoint> dissent_since_;

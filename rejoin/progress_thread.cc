@@ -159,7 +159,7 @@ Result<> ProgressThread::prepare_device() {
                                                  .external_launcher = true});
   if (!reducer) return tl::unexpected(reducer.error());
   reducer_ = std::move(*reducer);
-  auto streams = StreamOrder::make(device, reducer_, buckets_.size());
+  auto streams = StreamOrder::make(device, reducer_, buckets_.size(), [this] { signal_eventfd(wake_); });
   if (!streams) return tl::unexpected(streams.error());
   streams_ = std::move(*streams);
   kernel_launcher_ = std::make_unique<KernelLauncher>(reducer_);
@@ -285,7 +285,7 @@ void ProgressThread::fail(Error error) {
   signal_eventfd(wake_);
 }
 
-// What the trainer's streams have come to; and to them, what has been reduced.
+// What the trainer's streams have come to.
 void ProgressThread::poll_streams() {
   const auto reached = streams_->poll();
   for (const auto& what : reached) {
@@ -296,6 +296,10 @@ void ProgressThread::poll_streams() {
     asked_ = true;
   }
   if (!reached.empty()) changed_.notify_all();
+  let_streams_go_on();
+}
+
+void ProgressThread::let_streams_go_on() {
   const auto& reduced = driver_->reduced();
   for (std::uint32_t b = 0; b < reduced.size(); ++b)
     if (std::exchange(shown_reduced_[b], reduced[b]) != reduced[b]) streams_->on_reduced(b, reduced[b]);
@@ -341,6 +345,7 @@ void ProgressThread::run() {
     if (daemon_) check_daemon(now);
     const std::uint64_t outcomes = driver_->outcomes();
     driver_->poll(now);
+    if (streams_) let_streams_go_on();
     if (driver_->outcomes() != outcomes) idle_->reset();
     for (auto& report : driver_->take_reports()) unsent_.add(std::move(report));
     send_all(now);

@@ -142,6 +142,7 @@ class ProgressThread {
   Result<> may_reduce(std::uint32_t bucket) const;
   bool ask();
   void poll_streams();
+  void let_streams_go_on();  // past the buckets that have been reduced
   void look_after_streams();
   void finish_updates();
   void finish_works();

@@ -31,11 +31,12 @@ StreamOrder::Flags& StreamOrder::flags(std::size_t which) const {
 }
 
 Result<std::unique_ptr<StreamOrder>> StreamOrder::make(std::shared_ptr<device::Device> device,
-                                                       std::shared_ptr<device::Reducer> reducer, std::size_t buckets) {
+                                                       std::shared_ptr<device::Reducer> reducer, std::size_t buckets,
+                                                       std::function<void()> wake) {
   if (auto can = device->has_stream_flags(); !can) return tl::unexpected(can.error());
   auto memory = device->allocate_pinned((buckets + 1) * sizeof(Flags));
   if (!memory) return tl::unexpected(memory.error());
-  std::unique_ptr<StreamOrder> order(new StreamOrder(std::move(device), std::move(reducer), buckets));
+  std::unique_ptr<StreamOrder> order(new StreamOrder(std::move(device), std::move(reducer), buckets, std::move(wake)));
   order->memory_ = std::move(*memory);
   for (std::size_t i = 0; i <= buckets; ++i) new (&order->flags(i)) Flags;
   return order;
@@ -73,8 +74,13 @@ Result<device::Stream*> StreamOrder::adopted(CudaStream handle) {
 }
 
 void StreamOrder::await(const Reached& what) {
-  const std::lock_guard lock(mutex_);
-  waiting_.push_back(what);
+  bool first = false;
+  {
+    const std::lock_guard lock(mutex_);
+    first = waiting_.empty();
+    waiting_.push_back(what);
+  }
+  if (first) wake_();
 }
 
 // That the bucket is ready is queued first. So whatever another thread of the trainer's makes the driver wait for

@@ -6,6 +6,7 @@
 // docs/design-notes.md.
 #pragma once
 
+#include <functional>
 #include <map>
 #include <mutex>
 
@@ -16,10 +17,12 @@ namespace rejoin {
 
 class StreamOrder {
  public:
-  // `reducer` stays on the device while a stream waits. Errors: `unavailable` (a device whose streams wait for no
-  // flags); of the device.
+  // `reducer` stays on the device while a stream waits. `wake` is called on the trainer's thread when
+  // waits_for_streams() becomes true: from then on somebody is to poll(). Errors: `unavailable` (a device whose streams
+  // wait for no flags); of the device.
   static Result<std::unique_ptr<StreamOrder>> make(std::shared_ptr<device::Device> device,
-                                                   std::shared_ptr<device::Reducer> reducer, std::size_t buckets);
+                                                   std::shared_ptr<device::Reducer> reducer, std::size_t buckets,
+                                                   std::function<void()> wake);
   ~StreamOrder();  // lets all streams go on, and waits until they are past what they waited for
 
   // ---- the trainer's threads, one at a time. Streams are cudaStream_t. Errors: of the device.
@@ -36,7 +39,7 @@ class StreamOrder {
   };
   // Returns the points that streams have come to since the last call.
   std::vector<Reached> poll();
-  bool waits_for_streams() const;  // poll() will have something: nobody is woken for it
+  bool waits_for_streams() const;  // poll() will have something: nobody is woken when it has
   bool streams_wait() const;       // for on_reduced()
   void on_reduced(std::uint32_t bucket, std::uint64_t step);
   void release();  // nothing waits any more, whatever becomes of the steps
@@ -45,8 +48,13 @@ class StreamOrder {
   // Of a bucket: the last step that its stream has handed it over in, has gone on in, and that it was reduced in. (The
   // last of them is for updates.)
   struct Flags;
-  StreamOrder(std::shared_ptr<device::Device> device, std::shared_ptr<device::Reducer> reducer, std::size_t buckets)
-      : device_(std::move(device)), reducer_(std::move(reducer)), handed_over_(buckets), held_(buckets) {}
+  StreamOrder(std::shared_ptr<device::Device> device, std::shared_ptr<device::Reducer> reducer, std::size_t buckets,
+              std::function<void()> wake)
+      : device_(std::move(device)),
+        reducer_(std::move(reducer)),
+        wake_(std::move(wake)),
+        handed_over_(buckets),
+        held_(buckets) {}
   Flags& flags(std::size_t which) const;
   void await(const Reached& what);
   Result<> hold(std::uint32_t bucket, std::uint64_t step, device::Stream* behind);
@@ -55,6 +63,7 @@ class StreamOrder {
 
   std::shared_ptr<device::Device> device_;
   std::shared_ptr<device::Reducer> reducer_;
+  const std::function<void()> wake_;
   device::Memory memory_;                                          // pinned: Flags
   std::map<CudaStream, std::unique_ptr<device::Stream>> streams_;  // the trainer's; its threads'
   std::vector<std::uint64_t> handed_over_;                         // by bucket, the last step; likewise

@@ -108,11 +108,11 @@ TEST(GoingOn, CountsWhatIsOfTheNextEpoch) {
   EXPECT_EQ(went.commit, 21e6);
 }
 
-nlohmann::json results_of(std::vector<std::string> arguments) {
+nlohmann::json results_of(std::vector<std::string> arguments, const std::vector<std::string>& environment = {}) {
   test::Scratch scratch;
   arguments.front() = test::binaries() + "/" + arguments.front();
   arguments.insert(arguments.end(), {"--json", scratch.path + "/out.json"});
-  const auto ended = test::run(arguments);
+  const auto ended = test::run(arguments, environment);
   EXPECT_EQ(ended.status, 0) << ended.output;
   return nlohmann::json::parse(test::read_file(scratch.path + "/out.json"), nullptr, false);
 }
@@ -134,6 +134,15 @@ TEST(StepPerf, NamesAllOfAStep) {
     EXPECT_EQ(row.at("costs").size(), 3u);
     for (const auto& cost : row.at("costs")) EXPECT_GT(cost.at("cpu_us"), 0);
   }
+}
+
+// The progress thread may sleep for a tenth of a second where nothing goes on, and streams wake nobody.
+TEST(StepPerf, OnAGpuNoStepWaitsForAThreadThatSleeps) {
+  const auto json =
+      results_of({"rejoin_step_perf", "-s", "4K", "--replicas", "2", "-n", "60", "-w", "5", "--use_cuda", "0"},
+                 {"LD_LIBRARY_PATH=" REJOIN_FAKE_CUDA});
+  ASSERT_FALSE(json.is_discarded());
+  EXPECT_LT(json.at("rows").at(0).at("step_p50_us"), 60'000);
 }
 
 TEST(RecoveryPerf, SurvivorsOfAKillAndOfAStopGoOn) {

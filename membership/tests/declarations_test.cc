@@ -27,10 +27,9 @@ struct Declared {
   void registers(std::uint32_t number, std::uint64_t plan_hash) {
     ReplicaState& replica = replicas[ReplicaId(number)];
     replica.incarnation = Incarnation(number + 1);
-    replica.registered = 1;
     replica.ranks = {{.node = NodeId(number), .instance = std::uint64_t{100} + number}};
-    replica.ranks[0].registered = replica.ranks[0].connected_node = true;
-    replica.ranks[0].declaration = &declarations.of(declaring(number, plan_hash));
+    replica.ranks[0].connected_node = true;
+    declarations.registers(replica, declaring(number, plan_hash));
   }
   Mismatch mismatch(std::uint32_t number, std::uint64_t plan_hash, const std::string& settings = "ring") {
     const auto up = declaring(number, plan_hash, settings);
@@ -43,8 +42,8 @@ using Fate = Declarations::Fate;
 TEST(Declarations, WhatMoreThanHalfOfTheReplicasDeclareBinds) {
   Declared all;
   all.registers(0, 5), all.registers(1, 6), all.registers(2, 5);
-  EXPECT_EQ(all.declarations.binding(all.replicas, false), std::nullopt);
-  EXPECT_TRUE(all.declarations.dissent(all.replicas));
+  EXPECT_EQ(all.declarations.binding(all.replicas, false), nullptr);
+  EXPECT_TRUE(all.declarations.dissent());
   all.registers(3, 5);
   const auto binding = all.declarations.binding(all.replicas, false);
   ASSERT_TRUE(binding);
@@ -102,7 +101,7 @@ TEST(Declarations, ThoseWhoDifferFromAMajorityAreRegisteredNoLonger) {
   const auto gone = all.declarations.turn_out_mismatches(all.replicas, {ReplicaId(1), {{5, "ring"}}}, kStart);
   EXPECT_EQ(gone, std::vector<std::uint64_t>{1});
   EXPECT_FALSE(all.replicas.contains(ReplicaId(0)));
-  EXPECT_FALSE(all.declarations.dissent(all.replicas));
+  EXPECT_FALSE(all.declarations.dissent());
   const auto mismatches = all.declarations.take_mismatches();
   ASSERT_EQ(mismatches.size(), 1u);
   EXPECT_EQ(mismatches[0].up.instance(), 100u);

@@ -3,6 +3,7 @@
 
 #include <map>
 
+#include "base/sanitized.h"
 #include "membership/coordinator.h"
 #include "membership/log.h"
 
@@ -17,6 +18,7 @@ constexpr std::size_t kFrame = 16 * MiB;  // daemon/framed.h: the most that a pe
 struct Job {
   JobConfig config;
   std::uint32_t nodes;
+  bool stages = false;  // each rank number declares something of its own
   Coordinator coordinator{config};
   TimePoint now{1s};
   std::map<std::uint32_t, std::uint64_t> incarnations;
@@ -28,7 +30,8 @@ struct Job {
     std::map<std::pair<std::uint32_t, std::uint32_t>, std::string> addresses;  // by rank and replica
     void take(const proto::Peers& peers) {
       const RankSet complete(peers.complete(), std::uint64_t{1} << 32);
-      std::erase_if(addresses, [&](const auto& one) { return complete.contains(one.first.first); });
+      if (!complete.empty())
+        std::erase_if(addresses, [&](const auto& one) { return complete.contains(one.first.first); });
       for (const auto& peer : peers.peers()) addresses[{peer.rank(), peer.replica()}] = peer.address();
     }
   };
@@ -56,9 +59,11 @@ struct Job {
         up.set_rank(rank);
         up.set_instance(1 + std::uint64_t{replica} * config.ranks + rank);
         up.set_digest(5);
-        up.set_plan_hash(9);
+        up.set_plan_hash(stages ? rank : 9);
         up.set_address(std::string(address_bytes, 'a'));
         up.set_stream_address(std::string(address_bytes, 's'));
+        if (const auto found = incarnations.find(replica); found != incarnations.end())
+          up.set_incarnation(found->second), up.set_job(coordinator.job());
         send(replica, message);
       }
     RankSet all;
@@ -120,6 +125,22 @@ TEST(Sizes, AJobOfAThousandReplicasStartsCommitsAndIsReadBackWithinAFrame) {
   ASSERT_TRUE(again.recover(parsed->records, job.now));
   EXPECT_EQ(again.committed(), job.coordinator.committed());
   EXPECT_EQ(again.epoch(), job.coordinator.epoch());
+}
+
+// The coordinator compares what is declared with each rank that comes.
+TEST(Sizes, ThousandsOfRanksOfStagesStartAJobAndComeBackToAnotherCoordinator) {
+  constexpr std::uint32_t replicas = kSanitized ? 128 : 512;
+  Job job{.config = {.replicas = replicas, .ranks = 64, .batch = 7, .silence = 1s}, .nodes = 4, .stages = true};
+  ASSERT_TRUE(job.coordinator.recover({}, job.now));
+  job.register_all(10);
+  ASSERT_TRUE(job.coordinator.started());
+  job.step();
+  Job after{.config = job.config, .nodes = job.nodes, .stages = true, .incarnations = job.incarnations};
+  ASSERT_TRUE(after.coordinator.recover(job.log, after.now));
+  after.register_all(10);
+  after.step();
+  EXPECT_EQ(after.coordinator.committed(), Step(2));
+  EXPECT_EQ(after.plan.members_size(), replicas);
 }
 
 // Of addresses as long as those of 24 replicas with eight rails, more than a frame takes in all.

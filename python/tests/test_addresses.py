@@ -1,21 +1,33 @@
 """Where a process group and a checkpoint server say that they are, on machines with one family of addresses or both."""
 
+import json
 import subprocess
-import sys
 from importlib.util import find_spec
 
 import pytest
 
 pytest.importorskip("torch")
+
+import forked  # noqa: E402
+
 SERVER = ["server"] if find_spec("torchft") else []
 
-# Each argument is a MASTER_ADDR and what a group listens on; "server": a checkpoint server.
+# It makes the network namespace, in which "ip" is told the first argument. Each further one is a MASTER_ADDR and what a
+# group listens on; "server": a checkpoint server.
 PROGRAM = """
-import os, sys
+import ctypes, json, os, subprocess, sys
 from datetime import timedelta
 from rejoin.distributed import Options, ProcessGroup
+network, *cases = sys.argv[1:]
+CLONE_NEWNET, libc = 0x40000000, ctypes.CDLL(None, use_errno=True)
+if libc.unshare(CLONE_NEWNET) != 0:
+    print("unshare():", os.strerror(ctypes.get_errno()), file=sys.stderr)
+    sys.exit(77)
+for line in json.loads(network):
+    if subprocess.run(["ip", *line.split()]).returncode != 0:
+        sys.exit(77)
 os.environ["MASTER_PORT"] = "4711"
-for case in sys.argv[1:]:
+for case in cases:
     os.environ["MASTER_ADDR"], _, listen = case.partition(" ")
     try:
         if case == "server":
@@ -37,14 +49,13 @@ ROUTE = "-6 route add default via fd00:5::9 dev eth0"
 def told_on_a_machine(*network, cases):
     """Give what each says in a network namespace of their own."""
     lines = ["link set lo up", "link add eth0 type veth peer name eth1", "link set eth0 up", "link set eth1 up"]
-    set_up = " && ".join(f"ip {line}" for line in (*lines, *network))
-    made = subprocess.run(["unshare", "-n", "sh", "-c", set_up], capture_output=True, text=True)
-    if made.returncode:
-        pytest.skip(f"network namespaces with IPv6 can't be had: {made.stderr}")
-    command = ["unshare", "-n", "sh", "-c", f'{set_up} && exec "$@"', "sh", sys.executable, "-c", PROGRAM, *cases]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    told = [line.removeprefix("TOLD ") for line in ended.stdout.splitlines() if line.startswith("TOLD ")]
-    assert len(told) == len(cases), ended.stdout + ended.stderr
+    arguments = ["-c", PROGRAM, json.dumps([*lines, *network]), *cases]
+    process = forked.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    out, errors = process.communicate(100)
+    if process.returncode == 77:
+        pytest.skip(f"network namespaces with IPv6 can't be had: {errors}")
+    told = [line.removeprefix("TOLD ") for line in out.splitlines() if line.startswith("TOLD ")]
+    assert len(told) == len(cases), out + errors
     return told
 
 

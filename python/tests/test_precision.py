@@ -40,7 +40,7 @@ def chunks(whole: torch.Tensor) -> list[torch.Tensor]:
 
 def test_a_sharded_replica_with_mixed_precision_comes_back_and_has_what_one_process_computes(tmp_path):
     flags = ["--optimizer", "mixed", "--max-norm", "0.5"]
-    job = Job(tmp_path, *flags, ranks=2, steps=120, kill={1: ("backward", 20)})
+    job = Job(tmp_path, *flags, ranks=2, steps=50, kill={1: ("backward", 10)})
     errors = job.wait()
     assert "replica 1 ended with status 1" in errors, errors
     check_equal(job, 2)
@@ -140,7 +140,7 @@ def test_float16_with_masters_a_scale_and_an_average(tmp_path):
 
 def test_bfloat16_weights_with_float32_masters_and_gradients_in_a_job_of_a_constant_batch(tmp_path):
     job = Job(
-        tmp_path, "--optimizer", "main", "--max-norm", "0.5", batch=7, steps=120, kill={1: ("backward", 20)},
+        tmp_path, "--optimizer", "main", "--max-norm", "0.5", batch=7, steps=60, kill={1: ("backward", 20)},
         constant_batch=True,
     )  # fmt: skip
     assert "replica 1 ended with signal SIGKILL" in job.wait()

@@ -41,6 +41,22 @@ TEST_F(Streams, LaterWorkWaitsForTheReductionOfThisStepAndBucket) {
   EXPECT_EQ(*stream->reached(), behind);
 }
 
+// It may sleep for long where no stream was to come anywhere.
+TEST_F(Streams, WhoPollsIsWokenForTheFirstThatIsToComeAndPollsForTheOthers) {
+  hold();
+  for (std::uint32_t b = 0; b < 3; ++b) ASSERT_TRUE(order->hand_over(b, 1, stream->handle()));
+  EXPECT_EQ(woken, 1);
+  let_go();
+  for (std::uint32_t b = 0; b < 3; ++b) {
+    EXPECT_EQ(next().size(), 1u);
+    order->on_reduced(b, 1);
+  }
+  ASSERT_TRUE(order->updated(1, true, stream->handle()));
+  EXPECT_EQ(woken, 2);
+  EXPECT_EQ(next().size(), 1u);
+  EXPECT_FALSE(order->waits_for_streams());
+}
+
 // As with NCCL: buckets of one stream, each waiting for the one before, end all.
 TEST_F(Streams, BucketsOfOneStreamAreReadyOneAfterTheOther) {
   for (std::uint32_t b = 0; b < 3; ++b) ASSERT_TRUE(order->hand_over(b, 1, stream->handle()));

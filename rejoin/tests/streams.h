@@ -24,7 +24,8 @@ struct Streams : testing::Test {
   std::unique_ptr<device::Stream> stream = *device->make_stream();
   const device::fake::Control fake{device::cuda_library().c_str()};  // all null with a real driver
   device::Memory flag = *device->allocate_pinned(64);                // what the stream is held up with
-  std::unique_ptr<StreamOrder> order = *StreamOrder::make(device, reducer, 300);
+  int woken = 0;
+  std::unique_ptr<StreamOrder> order = *StreamOrder::make(device, reducer, 300, [this] { ++woken; });
 
   ~Streams() override {  // also of a test that has failed in the middle
     let_go();
