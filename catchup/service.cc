@@ -233,11 +233,14 @@ std::vector<Service::CompletedRank> Service::poll(TimePoint now) {
   return std::exchange(caught_up_, {});
 }
 
-Duration Service::wait(TimePoint now, Duration most) const {
-  for (const auto& [endpoint, serving] : serving_)
-    if (const TimePoint due = serving.source->due(); due > now) most = std::min(most, due - now);
+Duration Service::wait(TimePoint polled, TimePoint now, Duration most) const {
+  // What has come due since poll_again() looked is due at once.
+  const auto until = [&](TimePoint due) {
+    if (due > polled) most = std::min(most, std::max(Duration{}, due - now));
+  };
+  for (const auto& [endpoint, serving] : serving_) until(serving.source->due());
   for (const auto& [key, rank] : ranks_)
-    if (rank.tries_again() && rank.retry_at > now) most = std::min(most, rank.retry_at - now);
+    if (rank.tries_again()) until(rank.retry_at);
   return most;
 }
 

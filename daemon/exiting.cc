@@ -40,7 +40,8 @@ std::optional<fs::path> folder_of(int pidfd, const fs::path& proc) {
 // What proc(5) says of a thread, or a process, which tells of its first thread, from field 2 on, the rest of its name.
 std::vector<std::string> fields_of(const fs::path& folder) {
   std::ifstream in(folder / "stat");
-  const std::string stat(std::istreambuf_iterator<char>(in), {});
+  std::string stat;  // of a process that has ended since the file was opened none: a read fails then
+  std::getline(in, stat, '\0');
   const auto name_ends = stat.rfind(')');  // a name may hold blanks and brackets, too
   if (name_ends == std::string::npos) return {};
   return split(std::string_view(stat).substr(name_ends), ' ');

@@ -7,6 +7,8 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
+#include <cerrno>
 #include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
@@ -309,8 +311,10 @@ int main(int argc, char** argv) {
       return done.error().code == ErrorCode::mismatch ? 2 : 1;  // with these settings its log would not fit again
     }
   } catch (const std::system_error& error) {  // asio's, where it can have no descriptors at all
-    spdlog::error("the system does not give what a daemon needs ({}): raise 'ulimit -n', and 'ulimit -u'",
-                  error.what());
+    const bool lacks = std::ranges::any_of(std::array{EMFILE, ENFILE, EAGAIN, ENOMEM},
+                                           [&](int code) { return error.code().value() == code; });
+    spdlog::error("the system does not give what a daemon needs ({}){}", error.what(),
+                  lacks ? ": raise 'ulimit -n', and 'ulimit -u'" : "");
     return 1;
   }
   return 0;

@@ -118,7 +118,7 @@ void StreamThread::run() {
     fds.push_back(wake_.get());
     const bool streams = !joining.empty() || service_->serving() > 0;
     const Duration longest = std::min<Duration>(silence_, std::chrono::seconds(1));
-    idle.wait(false, service_->wait(clock_.now(), streams ? kReportEvery : longest), fds);
+    idle.wait(false, service_->wait(now, clock_.now(), streams ? kReportEvery : longest), fds);
     drain_eventfd(wake_);
   }
   service_.reset();

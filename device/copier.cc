@@ -36,7 +36,7 @@ class ReducerCopier final : public Copier {
       const auto done = reducer_->done();
       if (!done) return tl::unexpected(done.error());
       if (*done >= last_) return {};
-      (void)reducer_->wants_launch();  // its external launcher looks by itself now and then
+      (void)reducer_->wants_launch();
     }
   }
 

@@ -147,6 +147,7 @@ bool Reducer::wants_launch() {
   see_done();
   const bool wants = options_.external_launcher && posted_ > done_ && !a_kernel_takes_it();
   if (wants) wanted_ = true;
+  if (wants && call_launcher_) call_launcher_();
   return wants;
 }
 

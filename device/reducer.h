@@ -6,6 +6,7 @@
 #include <array>
 #include <atomic>
 #include <deque>
+#include <functional>
 #include <mutex>
 #include <optional>
 
@@ -52,7 +53,8 @@ class Reducer {
   bool idle() const { return given_ == done_; }
   // Nothing comes for a while: the kernel leaves when it has done what was given, unless it is held.
   void rest();
-  bool wants_launch();  // no kernel takes what was given, nor is held
+  bool wants_launch();  // no kernel takes what was given, nor is held; whoever launches is called
+  void call_launcher_by(std::function<void()> call) { call_launcher_ = std::move(call); }  // while nothing is given
 
   // ---- any thread
   // From here until as many let_go() the kernel stays, work or not, and nobody else calls the driver for it. The first
@@ -91,6 +93,7 @@ class Reducer {
   std::deque<Given> waiting_;                                                   // for room in the mailbox
   std::array<std::shared_ptr<coding::Loss>, kernels::Mailbox::kWorks> losses_;  // where those of what was posted go
   std::uint64_t given_ = 0, posted_ = 0, done_ = 0, tiles_ = 0, looks_ = 0;
+  std::function<void()> call_launcher_;
   std::atomic<bool> wanted_{false};  // … and the launcher's
 
   // Launching. A thread that holds launching_ may be in the driver: whoever may not wait for that takes it never.

@@ -11,11 +11,25 @@ namespace rejoin::membership {
 
 namespace {
 
-std::string text_of_mixed(ReplicaId replica, Step low, Step high) {
+// Which of its ranks came with which, the oldest states first, of as many as can be read.
+std::string text_of_mixed(ReplicaId id, const ReplicaState& replica) {
+  constexpr std::size_t most = 4;
+  std::map<std::uint64_t, RankSet> by_version;
+  for (std::uint32_t rank = 0; rank < replica.ranks.size(); ++rank)
+    by_version[replica.ranks[rank].version].add(RankSet(rank));
+  std::string who;
+  for (std::size_t told = 0; const auto& [version, ranks] : by_version) {
+    if (told++ == most) {
+      who += ", …";
+      break;
+    }
+    who += fmt::format("{}rank{} {} with {}", who.empty() ? "" : ", ", ranks.size() == 1 ? "" : "s",
+                       shortened(ranks.text(), 80), version == 0 ? "none" : fmt::format("that of step {}", version));
+  }
   return fmt::format(
-      "replica {}: its ranks came with the states of steps {} to {}; all ranks of a replica must start from one "
+      "replica {}: its ranks came with the states of steps {} to {} ({}); all ranks of a replica must start from one "
       "checkpoint",
-      replica, low, high);
+      id, by_version.begin()->first, by_version.rbegin()->first, who);
 }
 
 // Short, however many gaps there are.
@@ -210,7 +224,7 @@ bool Coordinator::send_back_mixed(const std::vector<ReplicaId>& replicas, std::o
     if (low == high || foreign(low) || (newest && low <= *newest)) continue;
     auto [before, first] = sent_back_.try_emplace(id, came);
     if (!first && std::exchange(before->second, came) == came) continue;
-    const std::string what = text_of_mixed(id, low, high);
+    const std::string what = text_of_mixed(id, replicas_.at(id));
     warn("{}; it starts once more", what);
     drop_registration(id, what);
     any = true;
@@ -227,7 +241,8 @@ std::vector<std::string> Coordinator::unfit(const std::vector<ReplicaId>& replic
                     "earlier release, which may take over, knows nothing. Upgrade all coordinators",
                     static_cast<std::uint32_t>(Feature::stages)));
   for (auto id : replicas)
-    if (const auto [low, high] = versions(replicas_.at(id)); low != high) all.push_back(text_of_mixed(id, low, high));
+    if (const auto [low, high] = versions(replicas_.at(id)); low != high)
+      all.push_back(text_of_mixed(id, replicas_.at(id)));
     else if (foreign(low) && steps_rolled_back_ == 0)
       all.push_back(fmt::format(
           "replica {}: it has come with the state of step {}, and step {} is the last that is committed, and nothing "

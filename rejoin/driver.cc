@@ -213,7 +213,7 @@ void Driver::poll_ring(TimePoint now) {
           record(accusation);
           broken_[outcome.member.replica] = outcome.error->message;
         }
-        reach_at_ = std::min(reach_at_, now + silence_ / (again ? 2 : 16));
+        reach_at_ = std::min(reach_at_, now + silence_ / (again ? 2 : 64));
         break;
       }
     }

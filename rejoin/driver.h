@@ -91,7 +91,8 @@ class Driver {
   // was paused. Returns for how long since the last turn; zero as a rule.
   Duration notice(TimePoint now);
   Duration recent_pause(TimePoint now) const;  // how long this process was paused just now; zero as a rule
-  // Runs the ring and reports on it. The caller calls it after each event, and often while working() says so.
+  // Runs the ring and reports on it. The caller calls it after each event, often while working() says so, and when it
+  // is due(), whatever comes.
   void poll(TimePoint now);
   // Returns the reports that have come up since the last call, for the daemon. describe() repeats those that get lost
   // with a daemon.
@@ -142,7 +143,8 @@ class Driver {
   // For each bucket the last step for which it has been reduced; after a retry it is reduced once more.
   const std::vector<std::uint64_t>& reduced() const { return reduced_; }
   bool busy() const { return ring_ && ring_->busy(); }
-  bool working() const { return ring_ && ring_->working(); }    // see ftar::Communicator
+  bool working() const { return ring_ && ring_->working(); }  // see ftar::Communicator
+  TimePoint due() const { return ring_ && !failure_ ? std::min(reach_at_, measure_at_) : TimePoint::max(); }
   std::uint64_t outcomes() const { return outcomes_; }          // how many the ring has had since the start
   std::uint64_t links_closed() const { return links_closed_; }  // because both ends had no use for them
   const membership::Rank& machine() const { return machine_; }

@@ -12,10 +12,12 @@ constexpr auto kLook = std::chrono::milliseconds(200);  // at a kernel that nobo
 KernelLauncher::KernelLauncher(std::shared_ptr<device::Reducer> reducer) : reducer_(std::move(reducer)) {}
 
 Result<> KernelLauncher::start() {
+  reducer_->call_launcher_by([this] { call(); });
   return start_thread(thread_, [this] { run(); });
 }
 
 KernelLauncher::~KernelLauncher() {
+  reducer_->call_launcher_by({});
   {
     const std::lock_guard lock(mutex_);
     stop_ = true;

@@ -16,12 +16,12 @@ namespace rejoin {
 class KernelLauncher {
  public:
   explicit KernelLauncher(std::shared_ptr<device::Reducer> reducer);  // one with an external launcher
-  ~KernelLauncher();
-  Result<> start();  // errors: `exhausted`, where the system gives no thread
-  // Asks for a launch. Any thread may call it, and it never waits for the driver.
-  void call();
+  ~KernelLauncher();                                                  // nothing is being given to the reducer
+  // From now on the reducer calls it. Errors: `exhausted`, where the system gives no thread.
+  Result<> start();
 
  private:
+  void call();  // on any thread; it never waits for the driver
   void run();
 
   const std::shared_ptr<device::Reducer> reducer_;

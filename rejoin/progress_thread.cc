@@ -56,7 +56,7 @@ ProgressThread::~ProgressThread() {
 void ProgressThread::finish_works() {
   while (reducer_ && !reducer_->idle()) {
     if (!reducer_->done()) return;  // nothing works on it any more
-    if (reducer_->wants_launch()) kernel_launcher_->call();
+    (void)reducer_->wants_launch();
     std::this_thread::yield();
   }
 }
@@ -308,7 +308,7 @@ void ProgressThread::let_streams_go_on() {
 void ProgressThread::look_after_streams() {
   watchdog_->turn();
   poll_streams();
-  if (reducer_->wants_launch()) kernel_launcher_->call();
+  (void)reducer_->wants_launch();
 }
 
 void ProgressThread::run() {
@@ -353,7 +353,7 @@ void ProgressThread::run() {
     if (leaves(now)) break;
     // On the GPU, for microseconds, and without waking anybody.
     if (driver_->working()) continue;
-    Duration limit = std::min<Duration>(silence_ / 8, std::chrono::milliseconds(100));
+    Duration limit = std::min<Duration>({silence_ / 8, std::chrono::milliseconds(100), driver_->due() - now});
     if (!daemon_) limit = kReconnect;
     if (streams_ && streams_->waits_for_streams()) limit = kStreams;
     const int others[] = {daemon_.get(), wake_.get(), interrupt_seen_ ? -1 : interrupt_.eventfd().get()};

@@ -58,7 +58,7 @@ bool says_why(const Error& error) { return error.code == ErrorCode::unavailable;
 Result<> ProgressThread::wait_a_little(const Fd& socket) {
   if (auto may = may_go_on(); !may) return may;
   pollfd waiting[] = {{socket.get(), POLLIN, 0}, {interrupt_.eventfd().get(), POLLIN, 0}};  // poll() passes over -1
-  ::poll(waiting, std::size(waiting), 100);
+  ::poll(waiting, std::size(waiting), socket ? 100 : static_cast<int>(milliseconds(kReconnect)));
   if (config_.while_waiting) config_.while_waiting();
   return {};
 }

@@ -1,4 +1,5 @@
-// How a progress thread waits: spin a little, then let others run, then sleep until something can be polled.
+// How a progress thread waits: spin a little, then let others run, then sleep until something can be polled. It spins
+// no longer where others need its core.
 #pragma once
 
 #include <poll.h>
@@ -27,16 +28,15 @@ class Idle {
   Idle(Engine& engine, Options options) : engine_(engine), options_(options) {}
   explicit Idle(Engine& engine) : Idle(engine, Options{}) {}
 
-  void reset() { idle_polls_ = 0, tired_ = false; }  // something happened
+  void reset() { idle_polls_ = 0, given_away_ = 0, tired_ = false; }  // something happened
 
   // Call after a poll that brought nothing. Sleeps at most `limit`, and wakes when `others` (any may be -1) are
   // readable. `urgent`: an answer is expected soon, so spin; otherwise sleep at once.
   void wait(bool urgent, Duration limit, std::span<const int> others = {}) {
     if (++idle_polls_ == 1) since_ = SteadyClock().now();
     if (idle_polls_ % 64 == 0) tired_ = tired_ || SteadyClock().now() - since_ > options_.longest;
-    if (urgent && !tired_ && idle_polls_ <= options_.spins) return;
     if (urgent && !tired_ && idle_polls_ <= options_.spins + options_.yields) {
-      ::sched_yield();
+      if (idle_polls_ > options_.spins || crowded_ || idle_polls_ % kBetweenYields == 0) yield();
       return;
     }
     if (!engine_.arm()) return;
@@ -48,10 +48,23 @@ class Idle {
   }
 
  private:
+  static constexpr int kBetweenYields = 50;  // spins
+  static constexpr int kGivenAway = 8;  // yields after which others have needed the core for so long that it sleeps
+  static constexpr Duration kAlone = std::chrono::microseconds(3);  // takes a yield for which nobody has waited
+
+  // Where others wait for this core, and he who is waited for may be one of them, it is theirs.
+  void yield() {
+    const TimePoint before = SteadyClock().now();
+    ::sched_yield();
+    crowded_ = SteadyClock().now() - before > kAlone;
+    if (crowded_ && ++given_away_ > kGivenAway) tired_ = true;
+  }
+
   Engine& engine_;
   const Options options_;
   int idle_polls_ = 0;
-  bool tired_ = false;
+  int given_away_ = 0;
+  bool tired_ = false, crowded_ = false;
   TimePoint since_{};
   std::vector<pollfd> waiting_;
 };

@@ -70,6 +70,14 @@ bool readable(const Fd& pidfd) {
   return ::poll(&look, 1, 0) > 0;
 }
 
+// As where it has ended between the file's opening and its reading. Of a directory, too, a read alone fails.
+TEST(Exiting, AProcessOfWhichNothingCanBeReadIsNone) {
+  const MadeUpProc proc;
+  proc.pidfd("42");
+  fs::create_directories(proc.folder / "42/stat");
+  EXPECT_FALSE(proc.exiting());
+}
+
 TEST(Exiting, IsKnownBeforeThePidfdTellsOfTheEnd) {
   for (const auto first : {test::HeldEnd::First::stays, test::HeldEnd::First::ends}) {
     Fd pidfd;

@@ -75,7 +75,9 @@ TEST(Coordinator, AReplicaWhoseRanksHaveNoCheckpointInCommonIsSentBackOnceAndThe
     bench.link_all();
     EXPECT_EQ(bench.evicted_anybody(), instance == 2);
   }
-  EXPECT_TRUE(bench.waits_for("replica 0: its ranks came with the states of steps 2 to 3"));
+  EXPECT_TRUE(
+      bench.waits_for("replica 0: its ranks came with the states of steps 2 to 3 (rank 1 with that of step 2, rank 0 "
+                      "with that of step 3)"));
   EXPECT_EQ(bench.coordinator.wants_roll_back(), Step(1)) << "there is no better one";
 }
 

@@ -79,6 +79,18 @@ def test_what_the_script_is_busy_with_covers_what_the_session_is():
     ]  # fmt: skip
 
 
+def test_the_script_is_busy_for_no_longer_than_it_has_said(monkeypatch):
+    """Else a rank that stands within a save would keep the others of its replica, once that is out, for ever."""
+    now = 100.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    busy = Busy(Native())
+    with busy.with_scripts("a checkpoint", 20):
+        now = 119.0
+        assert busy.with_what_the_script_says()
+        now = 121.0
+        assert not busy.with_what_the_script_says()
+
+
 def first(size):
     return "in step", 120_000, f"its first batch of {size} samples, which it may compile for"
 

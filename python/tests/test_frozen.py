@@ -1,5 +1,6 @@
 """Frozen parameters, which are each replica's own, and have to be equal."""
 
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -8,6 +9,7 @@ torch = pytest.importorskip("torch")
 
 from test_session import session  # noqa: E402
 
+import rejoin  # noqa: E402
 from rejoin.torch import _frozen  # noqa: E402
 from rejoin.torch._frozen import digest, frozen  # noqa: E402
 from rejoin.torch._leaving import Leaving  # noqa: E402
@@ -38,6 +40,24 @@ def test_frozen_parameters_are_told_apart_by_name():
         digests.add(digest(changed))
     digests |= {digest(value.flip(0)), digest(value[:12])}
     assert len(digests) == 16
+
+
+def test_ranks_wait_for_each_other_before_the_session_has_joined():
+    """What looks whether the replica is out of its job is refused until then."""
+
+    def check():
+        raise rejoin.InvalidArgument("check() before join()")
+
+    store = torch.distributed.HashStore()
+    made = [Ranks(0, Leaving(), check) for _ in range(2)]
+    for number, one in enumerate(made):
+        one.rank, one._size, one._store = number, 2, store
+    model = torch.nn.Linear(2, 2).requires_grad_(False)
+    with ThreadPoolExecutor() as threads:
+        first = threads.submit(frozen, model, made[0])
+        with pytest.raises(TimeoutError):
+            first.result(0.3)
+        assert frozen(model, made[1]) == first.result(20)
 
 
 def test_a_digest_is_taken_by_parts_which_need_no_room_for_a_copy(monkeypatch):

@@ -100,7 +100,7 @@ TEST(KernelLauncher, WorksAreDoneThoughOnlyTheLauncherLaunches) {
     const auto given = *reducer->copy(to.bytes.data() + 1, from.bytes.data(), 999);
     const auto deadline = std::chrono::steady_clock::now() + 20s;
     while (*reducer->done() < given) {
-      if (reducer->wants_launch()) launcher.call();
+      (void)reducer->wants_launch();
       ASSERT_LT(std::chrono::steady_clock::now(), deadline);
     }
     EXPECT_EQ(to.bytes[999], std::byte(round));

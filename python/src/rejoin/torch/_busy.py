@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ class _With:
     seconds: float
     is_ours: bool
     over: bool = False  # also where the script's has taken its place
+    begun: float = 0.0
 
 
 class Busy:
@@ -35,6 +37,7 @@ class Busy:
 
     def _begin(self, what: _With) -> None:
         what.begin(int(what.seconds * 1000), what.reason)
+        what.begun = time.monotonic()
         self._now = what
 
     def _end(self) -> None:
@@ -43,9 +46,9 @@ class Busy:
             self._native.done()
 
     def with_what_the_script_says(self) -> bool:
-        """Whether it is what the script has said, and not the session's own."""
+        """Whether it is what the script has said, for no longer than it has said, and not the session's own."""
         now = self._now
-        return now is not None and not now.is_ours
+        return now is not None and not now.is_ours and time.monotonic() < now.begun + now.seconds
 
     @contextmanager
     def with_scripts(self, reason: str, seconds: float) -> Iterator[None]:

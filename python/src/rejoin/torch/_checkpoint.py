@@ -189,6 +189,11 @@ def restore(session: Session, state: Mapping[str, Any], changed: bool = False) -
 
 def _place_of(session: Session, ranks: Mapping[str, Any], changed: bool) -> Mapping[str, Any]:
     place: Mapping[str, Any] | None = ranks.get(f"rank{session.rank}", ranks.get(_FIRST_RANK) if changed else None)
+    if place is None and changed:
+        raise InvalidArgument(
+            f"the checkpoint knows {', '.join(ranks)}, and not {_FIRST_RANK}, from which other ranks than its own take "
+            f"what is each rank's: give rank {session.rank} the file that {_FIRST_RANK} has written"
+        )
     if place is None:
         raise InvalidArgument(
             f"the checkpoint knows {', '.join(ranks)}, and this is rank {session.rank} of its replica: where other "

@@ -50,7 +50,8 @@ def frozen(model: torch.nn.Module, ranks: Ranks, held: Sequence[torch.Tensor] = 
             )
     mine = struct.pack(f"<{len(named)}Q", *(digest(p) for _, p in named))
     digests = [0] * len(named)
-    for rank, packed in enumerate(ranks.gather("frozen", mine)):
+    # Patient: before join() no replica is out of the job, and ranks may take far longer than others to read a model.
+    for rank, packed in enumerate(ranks.gather("frozen", mine, patient=True)):
         for i, (of,) in enumerate(struct.iter_unpack("<Q", packed)):
             digests[i] += of * (2 * rank + 1)
     for depth in range(max(name.count(".") for name, _ in named) + 1, -1, -1):

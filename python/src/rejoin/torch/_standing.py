@@ -87,7 +87,8 @@ class Standing:
     ) -> None:
         """`check` raises when the replica is out of the job; `longest` seconds this rank may stand still then.
 
-        While it is `busy` with what the script says, such as a save in which another rank writes, it may for longer.
+        While it is `busy` with what the script says, such as a save in which another rank writes, and for no longer
+        than that says, it may for longer.
         """
         if not longest > 0:
             raise InvalidArgument(f"longest_standing={longest:g}: seconds, more than 0; math.inf: for ever")

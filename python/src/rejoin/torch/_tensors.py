@@ -294,7 +294,7 @@ def parameters_of(
                 f"parameter '{name}' is not divided by fully_shard(), and others are: each rank would have one of its "
                 "own. Call fully_shard(model) on the whole model last"
             )
-        if shard is None and parameter.numel() == 0:
+        if parameter.numel() == 0:
             raise InvalidArgument(f"parameter '{name}' has no elements: freeze it, and leave it out of the optimizer")
         if shard is None and not parameter.is_contiguous():
             raise InvalidArgument(
