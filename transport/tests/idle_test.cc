@@ -78,13 +78,10 @@ TEST_F(IdleOnACore, ThatAnotherThreadNeedsItSleepsSoon) {
 }
 
 TEST_F(IdleOnACore, SpinsAgainWhenSomethingHasHappened) {
-  Idle alone(engine, {.spins = 200, .yields = 10, .longest = std::chrono::hours(1)});
-  int most = 0;  // of several tries: other processes need the core, too
-  for (int i = 0; i < 20; ++i) {
-    most = std::max(most, polls_of(alone, engine));
-    alone.reset();
-  }
-  EXPECT_EQ(most, 211);
+  EXPECT_GT(polls_of(idle, engine), 1);
+  EXPECT_EQ(polls_of(idle, engine), 1) << "nothing has";
+  idle.reset();
+  EXPECT_GT(polls_of(idle, engine), 1);
 }
 
 }  // namespace
