@@ -11,7 +11,7 @@ import trainer  # noqa: E402
 from test_job import Job, check_equal, same_bits  # noqa: E402
 
 from rejoin.torch import Batches  # noqa: E402
-from rejoin.torch._update import square_sum  # noqa: E402
+from rejoin.torch._update import square_sum, square_sums  # noqa: E402
 
 MEAN = re.compile(r"(rank \d: )?step (\d+) mean (\S+) digest ")
 
@@ -197,3 +197,32 @@ def test_ranks_leave_together(tmp_path):
         ends = re.findall(r"end (\d+) ", job.log(replica))
         assert len(ends) == 2 and ends[0] == ends[1], job.log(replica)[-2000:]
         assert 'trainer.py", line' not in job.log(replica), job.log(replica)[-3000:]  # torchrun's own error is none
+
+
+def test_sums_of_squares_come_together_and_have_the_bits_of_each_alone():
+    def alone(flat: torch.Tensor) -> float:  # each sum fetched by itself, also where it has no element
+        total = 0.0
+        for part in torch.split(flat, 4096 * 2048):
+            squares = part.double().square()
+            whole = squares.numel() // 4096 * 4096
+            total += float(squares[:whole].view(-1, 4096).sum(1).sum()) + float(squares[whole:].sum())
+        return total
+
+    class Fetched(torch.utils._python_dispatch.TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, function, types, arguments=(), named=None):
+            Fetched.count += function is torch.ops.aten._local_scalar_dense.default
+            return function(*arguments, **(named or {}))
+
+    torch.manual_seed(0)
+    sizes = (0, 1, 255, 4095, 4096, 4097, 3 * 4096, 100_003)
+    flats = [torch.randn(size, dtype=dtype) for dtype in (torch.float32, torch.bfloat16) for size in sizes]
+    flats += [torch.randn(4096 * 2048 + rest) for rest in (0, 7)] + [torch.tensor([1.0, math.inf])]
+    flats += [torch.tensor([math.nan] * 5000), torch.full((9000,), 1e200, dtype=torch.float64)]
+    wanted = torch.tensor([alone(flat) for flat in flats], dtype=torch.float64)
+    with Fetched():
+        sums = torch.tensor(square_sums(iter(flats)), dtype=torch.float64)
+        assert square_sums([]) == [] and square_sums([flats[0]]) == [0.0]
+    assert Fetched.count == 0, "a GPU is waited for once, behind all of them"
+    assert same_bits(sums, wanted)

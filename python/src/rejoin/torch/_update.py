@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,9 +81,11 @@ class Update:
             shards = {tensor.name: tensor.shard for tensor in self._tensors if tensor.shard is not None}
             self._first_copies = first_copies(shards, self._ranks.rank, self._ranks.gather) if shards else set()
         mine = sum(
-            square_sum(tensor.reduced)
-            for tensor in self._tensors
-            if tensor.is_parameter and (tensor.shard is None or tensor.name in self._first_copies)
+            square_sums(
+                tensor.reduced
+                for tensor in self._tensors
+                if tensor.is_parameter and (tensor.shard is None or tensor.name in self._first_copies)
+            )
         )
         self._ranks.publish(step, float(mine))
         self._seen[step] = (float(mine), self._scale_of_step())
@@ -261,14 +263,34 @@ def _clipped(gradient: torch.Tensor, coefficient: float | None, dtype: torch.dty
     return (gradient.to(torch.promote_types(gradient.dtype, dtype)) * coefficient).to(dtype)
 
 
-# In rows of a fixed length, so that it does not depend on how torch divides the work among threads.
+# In rows of a fixed length, so that it does not depend on how torch divides the work among threads. Sums stay where the
+# tensors are until the last of them is queued, and come over together: the host waits for a GPU once. They are added up
+# in one order, in float64, so that all replicas get the same bits.
+def square_sums(flats: Iterable[torch.Tensor]) -> list[float]:
+    """Sum the squares of each, in float64."""
+    row = 4096
+    sums: list[torch.Tensor] = []
+    terms: list[list[int]] = []  # of each tensor, and of each part of it: how many of the sums
+    for flat in flats:
+        terms.append([])
+        for part in torch.split(flat, row * 2048):
+            squares = part.double().square()
+            count, before = squares.numel(), len(sums)
+            if whole := count // row * row:
+                sums.append(squares[:whole].view(-1, row).sum(1).sum())
+            if count > whole:
+                sums.append((squares[whole:] if whole else squares).sum())
+            terms[-1].append(len(sums) - before)
+    numbers = iter(torch.stack(sums).tolist() if sums else ())
+    totals = []
+    for of_tensor in terms:
+        total = 0.0
+        for of_part in of_tensor:
+            total += sum(itertools.islice(numbers, of_part))  # two numbers at most, which have one sum
+        totals.append(total)
+    return totals
+
+
 def square_sum(flat: torch.Tensor) -> float:
     """Sum the squares, in float64."""
-    row = 4096
-    total = 0.0
-    for part in torch.split(flat, row * 2048):
-        squares = part.double().square()
-        whole = squares.numel() // row * row
-        rows = squares[:whole].view(-1, row).sum(1)
-        total += float(rows.sum()) + float(squares[whole:].sum())
-    return total
+    return square_sums([flat])[0]
