@@ -88,6 +88,46 @@ def test_a_rank_that_records_nothing_counts_and_is_named(caplog):
     ] * 2, "each rank has said so once"
 
 
+class Asked:
+    """A store that notes what it is asked for."""
+
+    def __init__(self, store: object) -> None:
+        self._store, self.of, self.with_ = store, [], []
+
+    def __getattr__(self, name):
+        def ask(*arguments):
+            self.with_.append(arguments)
+            self.of.append(name)
+            return getattr(self._store, name)(*arguments)
+
+        return ask
+
+
+def test_however_many_ranks_each_asks_the_store_for_the_one_that_is_missing():
+    count, store = 100, torch.distributed.HashStore()
+    ranks = ranks_of(store, count)
+    one, asked = ranks[0], Asked(store)
+    one._store = asked
+    for rank in ranks:
+        rank.publish(1, 1.0)
+    assert one.total(1, 1.0) == count
+    assert asked.of == ["set", "check", "multi_get"]
+    asked.of.clear()
+    asked.with_.clear()
+    with ThreadPoolExecutor() as threads:
+        for number, rank in enumerate(ranks):
+            if number not in (33, 77):
+                rank.publish(2, 1.0)
+        total = threads.submit(one.total, 2, 1.0)
+        for late in (33, 77):
+            while asked.with_[-2:] != [([f"sum/2/{late}"],)] * 2:
+                assert not total.done()
+            ranks[late].publish(2, 1.0)
+        assert total.result(60) == count
+    turns = [asked.with_.count(([f"sum/2/{late}"],)) for late in (33, 77)]
+    assert len(asked.of) - sum(turns) < 20, "it looks for who is missing once for each, and by halves"
+
+
 def test_a_mean_of_the_last_step_is_known_after_the_loop(monkeypatch):
     class Gone:  # whoever had the store has left
         def check(self, keys):

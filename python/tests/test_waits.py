@@ -212,10 +212,10 @@ def test_a_time_in_which_this_process_was_stopped_is_not_taken_for_a_rank_that_h
         if len(looks) == 3:  # what the others tell is there a moment after all of them go on
             one._store.set("sum/7/1", one._store.get("sum/7/0"))
         looks.append(time.monotonic())
-        return missing(keys)
+        return has(keys)
 
-    missing, clock = one._missing, time.monotonic
-    monkeypatch.setattr(one, "_missing", looked)
+    has, clock = one._has, time.monotonic
+    monkeypatch.setattr(one, "_has", looked)
     monkeypatch.setattr(time, "monotonic", lambda: clock() + (1000.0 if len(looks) > 2 else 0.0))
     assert one.total(7, 1.5) == 3.0
     assert looks[3] - looks[2] > 900.0

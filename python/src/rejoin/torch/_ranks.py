@@ -149,8 +149,10 @@ class Ranks:
         looked_at = turn_at = time.monotonic()
         waited = 0.0  # as far as this process saw it: where it was stopped, others may have told meanwhile
         limit = math.inf if patient else LONGEST_WAIT_SECONDS + 8 * max(self._steps, default=0.0)
+        between = max(0.002, 1e-4 * self._size)  # looks of each rank, where waits are short: one store answers all
         with self._leaving.waiting(at_once=False):
-            while missing := self._missing(keys):
+            missing = self._missing(keys, 0)
+            while missing < len(keys):
                 now = time.monotonic()
                 if now - looked_at > 0.1:
                     looked_at = now
@@ -158,19 +160,31 @@ class Ranks:
                     if not patient:
                         self._check()
                 if waited > limit:
-                    rank = missing[0] if of_ranks is None else of_ranks[missing[0]]
+                    rank = missing if of_ranks is None else of_ranks[missing]
                     raise Unavailable(
                         f"rank {rank} of this replica has not told {what} for {limit:.0f} s: it hangs, or died"
                     )
                 waited += min(now - turn_at, _LONGEST_TURN_SECONDS)
                 turn_at = now
-                time.sleep(min(0.02, waited / 8))  # not the store's wait(), which logs each time that it ends
+                # Not the store's wait(): each that ends in vain is logged by torch, which looks up the host's name for
+                # that and takes seconds where no name server answers.
+                time.sleep(min(waited / 8, max(waited / 64, between), 0.02))
+                if self._has(keys[missing : missing + 1]):
+                    missing = self._missing(keys, missing + 1)
 
-    def _missing(self, keys: list[str]) -> list[int]:
+    # The first key that is missing from `first` on, or how many there are: a few requests, however many ranks.
+    def _missing(self, keys: list[str], first: int) -> int:
+        if first == len(keys) or self._has(keys[first:]):
+            return len(keys)
+        end = len(keys)
+        while end - first > 1:
+            middle = (first + end) // 2
+            first, end = (middle, end) if self._has(keys[first:middle]) else (first, middle)
+        return first
+
+    def _has(self, keys: list[str]) -> bool:
         try:
-            if self._store.check(keys):
-                return []
-            return [number for number, key in enumerate(keys) if not self._store.check([key])]
+            return bool(self._store.check(keys))
         except torch.distributed.DistError as error:
             raise Unavailable(f"the store of this replica's torch.distributed: {error}") from error
 
