@@ -35,6 +35,17 @@ def test_each_data_epoch_has_each_sample_once_in_an_order_of_its_own():
     assert Batches(101, shuffle=False).indices(((100, 103),)) == [100, 0, 1]
 
 
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_each_shard_has_its_part_of_ranges_that_go_over_ends_of_data_epochs(shuffle):
+    order = [k for epoch in range(8) for k in Batches(7, 3, shuffle).indices(((7 * epoch, 7 * epoch + 7),))]
+    for ranges in (((0, 6),), ((5, 29), (40, 46)), ((3, 3), (0, 1), (50, 55)), ((13, 15), (20, 22), (6, 8)), ()):
+        wanted = [order[k] for begin, end in ranges for k in range(begin, end)]
+        for shards in (1, 2, 3, 6):
+            parts = [Batches(7, 3, shuffle, shard, shards).indices(ranges) for shard in range(shards)]
+            assert sum(parts, []) == wanted and len({len(part) for part in parts}) == 1
+            assert all(type(k) is int for k in parts[0])
+
+
 def test_every_seed_of_64_bits_has_an_order_and_those_that_could_be_used_before_the_one_that_they_had():
     """Jobs that are under way go on with another release, also from a checkpoint in the midst of a data epoch."""
 

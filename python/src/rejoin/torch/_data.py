@@ -108,25 +108,33 @@ class Batches(Sampler[list[int]]):
 
     def indices(self, ranges: Ranges) -> list[int]:
         """Give the data set's indices of these samples, as far as they are this shard's."""
-        samples = [k for begin, end in ranges for k in range(begin, end)]
-        if len(samples) % self.shards != 0:
+        stretches = [range(begin, end) for begin, end in ranges]
+        count = sum(map(len, stretches))
+        if count % self.shards != 0:
             raise InvalidArgument(
-                f"a step of {len(samples)} samples can't be divided among {self.shards} shards: let --batch be a "
+                f"a step of {count} samples can't be divided among {self.shards} shards: let --batch be a "
                 "multiple of that, and with --constant-batch or --balance-batches --ranks, too"
             )
-        each = len(samples) // self.shards
-        return [self._index(k) for k in samples[self._shard * each : (self._shard + 1) * each]]
+        each = count // self.shards
+        indices: list[int] = []
+        before = self._shard * each  # samples of other shards, of those that are left
+        for stretch in stretches:
+            mine = stretch[before : before + each - len(indices)]
+            before = max(before - len(stretch), 0)
+            while mine:
+                epoch, number = divmod(mine[0], self.size)
+                of_epoch = range(number, min(number + len(mine), self.size))
+                indices += self._order(epoch)[number : of_epoch.stop].tolist() if self._shuffle else of_epoch
+                mine = mine[len(of_epoch) :]
+        return indices
 
-    def _index(self, sample: int) -> int:
-        epoch, number = divmod(sample, self.size)
-        if not self._shuffle:
-            return number
+    def _order(self, epoch: int) -> torch.Tensor:
         if epoch not in self._permutations:
             if len(self._permutations) > 2:
                 self._permutations.pop(next(iter(self._permutations)))
             generator = torch.Generator().manual_seed(_mixed(self._seed) * _EPOCHS + epoch)
             self._permutations[epoch] = torch.randperm(self.size, generator=generator, device="cpu")
-        return int(self._permutations[epoch][number])
+        return self._permutations[epoch]
 
     def expect(self, coming: list[Ranges]) -> None:
         """Take what the steps after this one will probably train."""
