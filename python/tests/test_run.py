@@ -61,12 +61,13 @@ def until(condition, limit: float = 60) -> None:
 
 def test_nothing_is_started_again_once_the_job_ends(tmp_path):
     starts, ready = tmp_path / "starts", tmp_path / "ready"
-    # The first one leaves when the second one's pause would long be over, which is 1.6 s after its fifth death.
+    # The first one leaves when the second one's pause would long be over, which is 1.5 s after its fifth death.
     leaves = f"trap 'for i in {{1..40}}; do sleep 0.1; done; exit 0' TERM; touch {ready}; while :; do sleep 0.05; done"
     dies = f"until [[ -e {ready} ]]; do sleep 0.05; done; echo >> {starts}; exit 3"
     more = """
     def _again(self, process, what):
         goes_on = super()._again(process, what)
+        assert len(process.died) > 1 or process.again_at <= __import__("time").monotonic(), "at once the first time"
         if len(process.died) == 5:
             os.kill(os.getpid(), signal.SIGTERM)  # is heard before the pause is over, however slow this machine is
         return goes_on

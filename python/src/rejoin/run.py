@@ -346,7 +346,7 @@ class Job:
         if said:
             process.told = known
         self._say(f"{process.name} {what}, and is started again{said}")
-        process.again_at = now + min(0.1 * 2 ** min(len(process.died) - 1, 6), 5.0)
+        process.again_at = now + min(0.1 * (2 ** min(len(process.died) - 1, 6) - 1), 5.0)  # at once the first time
         return True
 
     def _stop(self) -> None:
