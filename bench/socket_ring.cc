@@ -168,7 +168,7 @@ Result<std::uint64_t> SocketRing::all_reduce(const Operation& o) {
     line.advance(static_cast<std::size_t>(got), arrived);
     return {};
   };
-  // As our own progress threads wait (transport/idle.h): they poll for a while, let others run, and then sleep.
+  // Much as our own progress threads wait (transport/idle.h): they poll for a while, let others run, and then sleep.
   const int spins = ranks_ <= cores() ? 2000 : 20;
   const SteadyClock clock;
   int idle = 0;

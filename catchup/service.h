@@ -99,8 +99,9 @@ class Service {
   std::vector<std::pair<RankKey, Drift>> take_drifts() { return std::exchange(drifts_, {}); }
   // Returns the ranks that were removed since the last call because their device has failed.
   std::vector<RankKey> take_failed() { return std::exchange(failed_, {}); }
-  // More work, or something to be taken, without waiting for events.
-  bool busy() const { return busy_ || !caught_up_.empty() || !drifts_.empty() || !failed_.empty(); }
+  bool busy() const { return busy_; }  // more work without waiting for events
+  // poll(), take_drifts() or take_failed() will give something.
+  bool has_news() const { return !caught_up_.empty() || !drifts_.empty() || !failed_.empty(); }
   // The caller, who called poll_again() last at `polled`, polls again after this time at the latest, and no later than
   // `most` from now.
   Duration wait(TimePoint polled, TimePoint now, Duration most) const;

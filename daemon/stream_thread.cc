@@ -113,7 +113,7 @@ void StreamThread::run() {
     if (service_->busy()) continue;
     service_->arm_doorbells();
     service_->poll_again(now);  // what changed before the doorbells were armed would ring nobody
-    if (service_->busy()) continue;
+    if (service_->busy() || service_->has_news()) continue;
     std::vector<int> fds = service_->doorbells();
     fds.push_back(wake_.get());
     const bool streams = !joining.empty() || service_->serving() > 0;

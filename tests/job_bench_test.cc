@@ -142,7 +142,7 @@ TEST(StepPerf, OnAGpuNoStepWaitsForAThreadThatSleeps) {
       results_of({"rejoin_step_perf", "-s", "4K", "--replicas", "2", "-n", "60", "-w", "5", "--use_cuda", "0"},
                  {"LD_LIBRARY_PATH=" REJOIN_FAKE_CUDA});
   ASSERT_FALSE(json.is_discarded());
-  EXPECT_LT(json.at("rows").at(0).at("step_p50_us"), 60'000);
+  EXPECT_LT(json.at("rows").at(0).at("step_p50_us"), 90'000);
 }
 
 TEST(RecoveryPerf, SurvivorsOfAKillAndOfAStopGoOn) {

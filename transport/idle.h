@@ -1,5 +1,6 @@
-// How a progress thread waits: spin a little, then let others run, then sleep until something can be polled. It spins
-// no longer where others need its core.
+// How a progress thread waits: spin a little, then let others run, then sleep until something can be polled. It learns
+// from what comes of that: where spinning was in vain it spins less the next time, since whoever is waited for may need
+// the core; where something came meanwhile, for at least twice as long as that took.
 #pragma once
 
 #include <poll.h>
@@ -8,6 +9,7 @@
 #include <algorithm>
 #include <ctime>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "base/clock.h"
@@ -28,18 +30,26 @@ class Idle {
   Idle(Engine& engine, Options options) : engine_(engine), options_(options) {}
   explicit Idle(Engine& engine) : Idle(engine, Options{}) {}
 
-  void reset() { idle_polls_ = 0, given_away_ = 0, tired_ = false; }  // something happened
+  void reset() {  // something happened
+    if (!slept_) pays_ = std::max(pays_, std::min(2 * idle_polls_, options_.spins + options_.yields));
+    idle_polls_ = 0;
+    tired_ = slept_ = false;
+  }
 
   // Call after a poll that brought nothing. Sleeps at most `limit`, and wakes when `others` (any may be -1) are
   // readable. `urgent`: an answer is expected soon, so spin; otherwise sleep at once.
   void wait(bool urgent, Duration limit, std::span<const int> others = {}) {
-    if (++idle_polls_ == 1) since_ = SteadyClock().now();
+    if (++idle_polls_ == 1) {
+      since_ = SteadyClock().now();
+      tries_ = ++waits_ % kTries == 0;
+    }
     if (idle_polls_ % 64 == 0) tired_ = tired_ || SteadyClock().now() - since_ > options_.longest;
-    if (urgent && !tired_ && idle_polls_ <= options_.spins + options_.yields) {
-      if (idle_polls_ > options_.spins || crowded_ || idle_polls_ % kBetweenYields == 0) yield();
+    if (urgent && !tired_ && idle_polls_ <= (tries_ ? options_.spins + options_.yields : pays_)) {
+      if (idle_polls_ > options_.spins) ::sched_yield();
       return;
     }
     if (!engine_.arm()) return;
+    if (urgent && !std::exchange(slept_, true) && !tries_) pays_ = std::max(pays_ * 3 / 4, std::min(pays_, kFew));
     waiting_.assign(1, {engine_.event_fd(), POLLIN, 0});
     for (int fd : others) waiting_.push_back({fd, POLLIN, 0});
     const auto ns = std::chrono::ceil<std::chrono::nanoseconds>(std::max(limit, Duration::zero())).count();
@@ -48,23 +58,15 @@ class Idle {
   }
 
  private:
-  static constexpr int kBetweenYields = 50;  // spins
-  static constexpr int kGivenAway = 8;  // yields after which others have needed the core for so long that it sleeps
-  static constexpr Duration kAlone = std::chrono::microseconds(3);  // takes a yield for which nobody has waited
-
-  // Where others wait for this core, and he who is waited for may be one of them, it is theirs.
-  void yield() {
-    const TimePoint before = SteadyClock().now();
-    ::sched_yield();
-    crowded_ = SteadyClock().now() - before > kAlone;
-    if (crowded_ && ++given_away_ > kGivenAway) tired_ = true;
-  }
+  static constexpr int kFew = 32;         // polls, which cost less than to sleep
+  static constexpr unsigned kTries = 16;  // every so manieth wait spins for as long as it may
 
   Engine& engine_;
   const Options options_;
+  int pays_ = options_.spins + options_.yields;  // polls and yields, by what has come of them
+  unsigned waits_ = 0;
   int idle_polls_ = 0;
-  int given_away_ = 0;
-  bool tired_ = false, crowded_ = false;
+  bool tries_ = false, tired_ = false, slept_ = false;
   TimePoint since_{};
   std::vector<pollfd> waiting_;
 };

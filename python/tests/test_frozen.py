@@ -58,6 +58,14 @@ def test_ranks_wait_for_each_other_before_the_session_has_joined():
         with pytest.raises(TimeoutError):
             first.result(0.3)
         assert frozen(model, made[1]) == first.result(20)
+        # Stages of a pipeline: each rank's own are compared with those of the same rank of the other replicas.
+        for stage in (torch.nn.Linear(2, 2), torch.nn.Sequential(model, torch.nn.Linear(2, 2).requires_grad_(False))):
+            for one in made:
+                one._store = torch.distributed.PrefixStore(f"{len(list(stage.parameters()))}", store)
+            first = threads.submit(frozen, model, made[0])
+            of_stage = frozen(stage, made[1])
+            assert first.result(20) == frozen(model, Ranks(0, Leaving(), check))
+            assert of_stage.startswith("4 frozen: ") or of_stage == ""
 
 
 def test_a_digest_is_taken_by_parts_which_need_no_room_for_a_copy(monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import struct
 from collections.abc import Sequence
 
@@ -39,7 +40,7 @@ def frozen(model: torch.nn.Module, ranks: Ranks, held: Sequence[torch.Tensor] = 
     named = [
         (name, p) for name, p in every if type(p.data) is torch.Tensor
     ]  # others, such as packed ones, have no bytes
-    if not named:
+    if not named and not ranks.several:
         return ""
     for name, p in named:
         if p.is_meta or p.layout is not torch.strided:
@@ -48,12 +49,17 @@ def frozen(model: torch.nn.Module, ranks: Ranks, held: Sequence[torch.Tensor] = 
                 f"frozen parameter '{name}' {what}, and can't be compared with those of the other replicas: let it be "
                 "a plain tensor with its values by join(), or take it out of the model"
             )
+    # Shards of what has the same names. Other ranks may be other stages, with other parameters, or none.
+    names = hashlib.blake2b("\0".join(name for name, _ in named).encode(), digest_size=8).digest()
     mine = struct.pack(f"<{len(named)}Q", *(digest(p) for _, p in named))
     digests = [0] * len(named)
     # Patient: before join() no replica is out of the job, and ranks may take far longer than others to read a model.
-    for rank, packed in enumerate(ranks.gather("frozen", mine, patient=True)):
-        for i, (of,) in enumerate(struct.iter_unpack("<Q", packed)):
-            digests[i] += of * (2 * rank + 1)
+    for rank, told_by in enumerate(ranks.gather("frozen", names + mine, patient=True)):
+        if told_by.startswith(names):
+            for i, (of,) in enumerate(struct.iter_unpack("<Q", told_by[len(names) :])):
+                digests[i] += of * (2 * rank + 1)
+    if not named:
+        return ""
     for depth in range(max(name.count(".") for name, _ in named) + 1, -1, -1):
         told: dict[str, int] = {}
         for (name, _), of in zip(named, digests, strict=True):

@@ -6,6 +6,8 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import reduce
+from operator import add
 from typing import TYPE_CHECKING
 
 import torch
@@ -107,7 +109,8 @@ class Metrics:
         means: dict[str, float] = {}
         for name in {name: None for of in told.values() for name in of}:
             counts = {rank: of[name] for rank, of in told.items() if name in of}
-            means[name] = sum(mean for mean, _ in counts.values()) / len(counts)
+            total = reduce(add, (mean for mean, _ in counts.values()))  # not sum(), as in _update.py
+            means[name] = total / len(counts)
             silent = [rank for rank, (_, recorded) in counts.items() if not recorded]
             if silent and len(silent) < len(counts) and name not in self._noted:
                 self._noted.add(name)

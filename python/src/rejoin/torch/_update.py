@@ -80,15 +80,15 @@ class Update:
         if self._first_copies is None:
             shards = {tensor.name: tensor.shard for tensor in self._tensors if tensor.shard is not None}
             self._first_copies = first_copies(shards, self._ranks.rank, self._ranks.gather) if shards else set()
-        mine = sum(
-            square_sums(
-                tensor.reduced
-                for tensor in self._tensors
-                if tensor.is_parameter and (tensor.shard is None or tensor.name in self._first_copies)
-            )
-        )
-        self._ranks.publish(step, float(mine))
-        self._seen[step] = (float(mine), self._scale_of_step())
+        mine = 0.0
+        for squares in square_sums(
+            tensor.reduced
+            for tensor in self._tensors
+            if tensor.is_parameter and (tensor.shard is None or tensor.name in self._first_copies)
+        ):
+            mine += squares  # not sum(), which rounds otherwise since Python 3.12: replicas may have several
+        self._ranks.publish(step, mine)
+        self._seen[step] = (mine, self._scale_of_step())
         while len(self._seen) > REMEMBERED:
             self._seen.pop(next(iter(self._seen)))
 
