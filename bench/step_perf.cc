@@ -9,6 +9,7 @@
 
 #include <cstdio>
 #include <nlohmann/json.hpp>
+#include <optional>
 
 #include "base/command_line.h"
 #include "base/fail.h"

@@ -7,7 +7,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <array>
 #include <cerrno>
 #include <filesystem>
 #include <fstream>
@@ -311,8 +310,8 @@ int main(int argc, char** argv) {
       return done.error().code == ErrorCode::mismatch ? 2 : 1;  // with these settings its log would not fit again
     }
   } catch (const std::system_error& error) {  // asio's, where it can have no descriptors at all
-    const bool lacks = std::ranges::any_of(std::array{EMFILE, ENFILE, EAGAIN, ENOMEM},
-                                           [&](int code) { return error.code().value() == code; });
+    const int code = error.code().value();
+    const bool lacks = without_descriptors(code) || code == EAGAIN;  // the latter of threads
     spdlog::error("the system does not give what a daemon needs ({}){}", error.what(),
                   lacks ? ": raise 'ulimit -n', and 'ulimit -u'" : "");
     return 1;

@@ -296,7 +296,6 @@ void ProgressThread::poll_streams() {
     asked_ = true;
   }
   if (!reached.empty()) changed_.notify_all();
-  let_streams_go_on();
 }
 
 void ProgressThread::let_streams_go_on() {

@@ -31,7 +31,7 @@ class Idle {
   explicit Idle(Engine& engine) : Idle(engine, Options{}) {}
 
   void reset() {  // something happened
-    if (!slept_) pays_ = std::max(pays_, std::min(2 * idle_polls_, options_.spins + options_.yields));
+    if (!slept_) pays_ = std::max(pays_, std::min(2 * idle_polls_, most()));
     idle_polls_ = 0;
     tired_ = slept_ = false;
   }
@@ -44,7 +44,7 @@ class Idle {
       tries_ = ++waits_ % kTries == 0;
     }
     if (idle_polls_ % 64 == 0) tired_ = tired_ || SteadyClock().now() - since_ > options_.longest;
-    if (urgent && !tired_ && idle_polls_ <= (tries_ ? options_.spins + options_.yields : pays_)) {
+    if (urgent && !tired_ && idle_polls_ <= (tries_ ? most() : pays_)) {
       if (idle_polls_ > options_.spins) ::sched_yield();
       return;
     }
@@ -61,9 +61,11 @@ class Idle {
   static constexpr int kFew = 32;         // polls, which cost less than to sleep
   static constexpr unsigned kTries = 16;  // every so manieth wait spins for as long as it may
 
+  int most() const { return options_.spins + options_.yields; }  // polls and yields before it sleeps
+
   Engine& engine_;
   const Options options_;
-  int pays_ = options_.spins + options_.yields;  // polls and yields, by what has come of them
+  int pays_ = most();  // by what has come of them
   unsigned waits_ = 0;
   int idle_polls_ = 0;
   bool tries_ = false, tired_ = false, slept_ = false;

@@ -7,6 +7,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from test_ranks import ranks_of  # noqa: E402
 from test_session import session  # noqa: E402
 
 import rejoin  # noqa: E402
@@ -49,9 +50,7 @@ def test_ranks_wait_for_each_other_before_the_session_has_joined():
         raise rejoin.InvalidArgument("check() before join()")
 
     store = torch.distributed.HashStore()
-    made = [Ranks(0, Leaving(), check) for _ in range(2)]
-    for number, one in enumerate(made):
-        one.rank, one._size, one._store = number, 2, store
+    made = ranks_of(store, 2, check)
     model = torch.nn.Linear(2, 2).requires_grad_(False)
     with ThreadPoolExecutor() as threads:
         first = threads.submit(frozen, model, made[0])

@@ -179,7 +179,7 @@ def alone(job: Job, kind: str, max_norm: float | None, start: dict | None = None
     """What one process of plain PyTorch computes from the ledger; of two replicas the order of the sum is no matter."""
     torch.set_num_threads(1)
     from rejoin.torch._data import Batches
-    from rejoin.torch._update import square_sum
+    from rejoin.torch._update import square_sums
 
     model = trainer.make_model(kind)
     optimizer = trainer.make_optimizer(kind, model)
@@ -210,7 +210,7 @@ def alone(job: Job, kind: str, max_norm: float | None, start: dict | None = None
             reduced = [sum(g[i] for g in gradients) * torch.tensor(1 / count) for i in range(len(gradients[0]))]
             coefficient = 1.0
             if max_norm is not None:
-                norm = sum(square_sum(g.reshape(-1)) for g in reduced) ** 0.5
+                norm = sum(square_sums(g.reshape(-1) for g in reduced)) ** 0.5
                 coefficient = max_norm / (norm + 1e-6) if norm > max_norm else 1.0
             for p, g in zip(model.parameters(), reduced, strict=True):
                 p.grad = g * coefficient if coefficient != 1.0 else g

@@ -11,7 +11,7 @@ import trainer  # noqa: E402
 from test_job import Job, check_equal, same_bits  # noqa: E402
 
 from rejoin.torch import Batches  # noqa: E402
-from rejoin.torch._update import square_sum, square_sums  # noqa: E402
+from rejoin.torch._update import square_sums  # noqa: E402
 
 MEAN = re.compile(r"(rank \d: )?step (\d+) mean (\S+) digest ")
 
@@ -69,7 +69,7 @@ def test_a_sharded_replica_with_mixed_precision_comes_back_and_has_what_one_proc
             gradients.append([(one + other) / 2 for one, other in zip(*by_rank, strict=True)])
         assert means["", step] == means["rank 1: ", step] == pytest.approx(sum(losses) / len(losses), rel=1e-8)
         reduced = mean(gradients)
-        total = sum(sum(square_sum(chunks(g)[rank]) for g in reduced) for rank in range(2))
+        total = sum(sum(square_sums(chunks(g)[rank] for g in reduced)) for rank in range(2))
         coefficient = clip(math.sqrt(total), 0.5)
         for p, g in zip(parameters, reduced, strict=True):
             p.grad = g * coefficient if coefficient != 1.0 else g
@@ -106,7 +106,7 @@ def test_float16_with_masters_a_scale_and_an_average(tmp_path):
             (torch.nn.functional.cross_entropy(model(x.half()).float(), y) * 2.0**log_scale).backward()
             gradients.append([p.grad.float() for p in model.parameters()])
         reduced = mean(gradients)
-        total = sum(square_sum(g.reshape(-1)) for g in reduced)
+        total = sum(square_sums(g.reshape(-1) for g in reduced))
         if not math.isfinite(total):
             log_scale, skipped, good = log_scale - 1, skipped + 1, 0
             continue
@@ -172,7 +172,7 @@ def test_bfloat16_weights_with_float32_masters_and_gradients_in_a_job_of_a_const
             for sum_, g in zip(total, main, strict=True):
                 sum_ += g * len(y)
         reduced = [g * torch.tensor(1 / counts[step]) for g in total]
-        coefficient = clip(math.sqrt(sum(square_sum(g.reshape(-1)) for g in reduced)), 0.5)
+        coefficient = clip(math.sqrt(sum(square_sums(g.reshape(-1) for g in reduced))), 0.5)
         for p, g in zip(masters, reduced, strict=True):
             p.grad = g * coefficient if coefficient != 1.0 else g
         for group in optimizer.param_groups:

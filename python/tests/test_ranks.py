@@ -13,8 +13,8 @@ from rejoin.torch import _leaving, _loop, _ranks  # noqa: E402
 from rejoin.torch._metrics import Metrics  # noqa: E402
 
 
-def ranks_of(store: object, count: int) -> list[_ranks.Ranks]:
-    made = [_ranks.Ranks(0, _leaving.Leaving(), lambda: None) for _ in range(count)]
+def ranks_of(store: object, count: int, check=lambda: None) -> list[_ranks.Ranks]:
+    made = [_ranks.Ranks(0, _leaving.Leaving(), check) for _ in range(count)]
     for number, one in enumerate(made):
         one.rank, one._size, one._store = number, count, store
     return made

@@ -6,15 +6,13 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import reduce
-from operator import add
 from typing import TYPE_CHECKING
 
 import torch
 
 from rejoin.errors import InvalidArgument, RejoinError
 from rejoin.torch._leaving import Terminated
-from rejoin.torch._ranks import Ranks
+from rejoin.torch._ranks import Ranks, added_up
 
 if TYPE_CHECKING:
     from rejoin.torch._tensors import Tensor
@@ -109,8 +107,7 @@ class Metrics:
         means: dict[str, float] = {}
         for name in {name: None for of in told.values() for name in of}:
             counts = {rank: of[name] for rank, of in told.items() if name in of}
-            total = reduce(add, (mean for mean, _ in counts.values()))  # not sum(), as in _update.py
-            means[name] = total / len(counts)
+            means[name] = added_up(mean for mean, _ in counts.values()) / len(counts)
             silent = [rank for rank, (_, recorded) in counts.items() if not recorded]
             if silent and len(silent) < len(counts) and name not in self._noted:
                 self._noted.add(name)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 import os
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -29,6 +31,11 @@ _ALIKE = (
     "All ranks of a replica leave after the same step: decide it by what is equal on all of them, such as step.mean()"
 )
 _sessions = itertools.count()
+
+
+def added_up(values: Iterable[float]) -> float:
+    """Add them up one after the other: `sum()` rounds otherwise since Python 3.12, and replicas may have several."""
+    return reduce(operator.add, values, 0.0)
 
 
 class Ranks:
@@ -84,10 +91,7 @@ class Ranks:
         """Add up the ranks' parts of a step's sum, in their order: all get the same bits. Waits for the others."""
         if self._store is None:
             return value
-        total = 0.0
-        for packed in self.told_of_step("sum", step, range(self._size)):
-            total += struct.unpack("<d", packed)[0]
-        return total
+        return added_up(struct.unpack("<d", packed)[0] for packed in self.told_of_step("sum", step, range(self._size)))
 
     def tell_of_step(self, what: str, step: int, mine: bytes) -> None:
         """Tell the others this rank's part of a step, and wait for nobody."""

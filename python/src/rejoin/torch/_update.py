@@ -15,7 +15,7 @@ from rejoin.errors import Unavailable
 from rejoin.torch import _optimizer, _refusals
 from rejoin.torch._memory import tensor_at
 from rejoin.torch._modes import one_thread
-from rejoin.torch._ranks import REMEMBERED, Ranks
+from rejoin.torch._ranks import REMEMBERED, Ranks, added_up
 from rejoin.torch._rates import Rates, Schedule
 from rejoin.torch._settings import Settings
 from rejoin.torch._sharding import first_copies
@@ -80,13 +80,13 @@ class Update:
         if self._first_copies is None:
             shards = {tensor.name: tensor.shard for tensor in self._tensors if tensor.shard is not None}
             self._first_copies = first_copies(shards, self._ranks.rank, self._ranks.gather) if shards else set()
-        mine = 0.0
-        for squares in square_sums(
-            tensor.reduced
-            for tensor in self._tensors
-            if tensor.is_parameter and (tensor.shard is None or tensor.name in self._first_copies)
-        ):
-            mine += squares  # not sum(), which rounds otherwise since Python 3.12: replicas may have several
+        mine = added_up(
+            square_sums(
+                tensor.reduced
+                for tensor in self._tensors
+                if tensor.is_parameter and (tensor.shard is None or tensor.name in self._first_copies)
+            )
+        )
         self._ranks.publish(step, mine)
         self._seen[step] = (mine, self._scale_of_step())
         while len(self._seen) > REMEMBERED:
@@ -282,15 +282,4 @@ def square_sums(flats: Iterable[torch.Tensor]) -> list[float]:
                 sums.append((squares[whole:] if whole else squares).sum())
             terms[-1].append(len(sums) - before)
     numbers = iter(torch.stack(sums).tolist() if sums else ())
-    totals = []
-    for of_tensor in terms:
-        total = 0.0
-        for of_part in of_tensor:
-            total += sum(itertools.islice(numbers, of_part))  # two numbers at most, which have one sum
-        totals.append(total)
-    return totals
-
-
-def square_sum(flat: torch.Tensor) -> float:
-    """Sum the squares, in float64."""
-    return square_sums([flat])[0]
+    return [added_up(added_up(itertools.islice(numbers, part)) for part in parts) for parts in terms]
