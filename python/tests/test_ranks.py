@@ -128,6 +128,21 @@ def test_however_many_ranks_each_asks_the_store_for_the_one_that_is_missing():
     assert len(asked.of) - sum(turns) < 20, "it looks for who is missing once for each, and by halves"
 
 
+def test_a_rank_that_may_take_long_is_waited_for_and_named_while_it_does(caplog, monkeypatch):
+    monkeypatch.setattr(_ranks, "LONGEST_WAIT_SECONDS", 0.05)
+    caplog.set_level(logging.WARNING, "rejoin")
+    one, other = ranks_of(torch.distributed.HashStore(), 2)
+    with ThreadPoolExecutor() as threads:
+        says = threads.submit(one.gather, "frozen", b"a", patient=True)
+        while len(caplog.records) < 2:
+            assert not says.done()
+        other.say("frozen", b"b")
+        assert says.result(60) == [b"a", b"b"]
+    assert {line.getMessage().partition(" for ")[0] for line in caplog.records} == {
+        "rank 1 of this replica has not told its 'frozen'"
+    }
+
+
 def test_a_mean_of_the_last_step_is_known_after_the_loop(monkeypatch):
     class Gone:  # whoever had the store has left
         def check(self, keys):

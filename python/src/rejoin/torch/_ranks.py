@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import math
+import logging
 import operator
 import os
 import struct
@@ -18,6 +18,8 @@ import torch
 from rejoin.errors import InvalidArgument, Unavailable
 from rejoin.launch import ranks_of_replica
 from rejoin.torch._leaving import Leaving
+
+log = logging.getLogger("rejoin")
 
 REMEMBERED = 4096  # steps; a replica that catches up gets gradients of steps before
 LONGEST_WAIT_SECONDS = (
@@ -117,7 +119,7 @@ class Ranks:
     def gather(self, name: str, mine: bytes, patient: bool = False) -> list[bytes]:
         """Give what each rank says under this name, in their order; once for each name. Waits for the others.
 
-        `patient`: however long it takes, and when this replica has left the job.
+        `patient`: however long it takes, and when this replica has left the job; the log says for whom it waits.
         """
         if self._store is None:
             return [mine]
@@ -152,7 +154,7 @@ class Ranks:
     def _wait(self, what: str, keys: list[str], patient: bool = False, of_ranks: Sequence[int] | None = None) -> None:
         looked_at = turn_at = time.monotonic()
         waited = 0.0  # as far as this process saw it: where it was stopped, others may have told meanwhile
-        limit = math.inf if patient else LONGEST_WAIT_SECONDS + 8 * max(self._steps, default=0.0)
+        limit = LONGEST_WAIT_SECONDS + (0.0 if patient else 8 * max(self._steps, default=0.0))
         between = max(0.002, 1e-4 * self._size)  # looks of each rank, where waits are short: one store answers all
         with self._leaving.waiting(at_once=False):
             missing = self._missing(keys, 0)
@@ -165,9 +167,11 @@ class Ranks:
                         self._check()
                 if waited > limit:
                     rank = missing if of_ranks is None else of_ranks[missing]
-                    raise Unavailable(
-                        f"rank {rank} of this replica has not told {what} for {limit:.0f} s: it hangs, or died"
-                    )
+                    silent = f"rank {rank} of this replica has not told {what} for {limit:.0f} s"
+                    if not patient:
+                        raise Unavailable(f"{silent}: it hangs, or died")
+                    log.warning("%s: this one waits for it; where it died, end this process, too", silent)
+                    limit *= 2
                 waited += min(now - turn_at, _LONGEST_TURN_SECONDS)
                 turn_at = now
                 # Not the store's wait(): each that ends in vain is logged by torch, which looks up the host's name for
