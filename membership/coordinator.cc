@@ -111,7 +111,7 @@ Actions Coordinator::on_tick(TimePoint now) {
   if (finished()) settle_claims();
   if (outdated_) tell_why_it_waits();
   if (announcer_.flushes_with_tick(now, pause_detector_.settling(now))) flush_announcements();
-  if (pause_detector_.settling(now) || finished() || outdated_) return take();
+  if (!judges_now()) return take();
   forgive_what_nobody_was_heard_in();
   lose_silent_nodes();
   ends_count_ = ends_count_ || !recovering_until_ || now_ >= *recovering_until_;

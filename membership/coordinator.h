@@ -196,6 +196,7 @@ class Coordinator {
   void tell_why_it_waits();
   void tell_incomplete_replicas();
   // coordinator_accusations.cc
+  bool judges_now() const { return !pause_detector_.settling(now_) && !finished() && !outdated_; }
   bool mend();
   void put_out_for_now(ReplicaId id, const std::string& why);
   void hold_back(ReplicaId id, const std::string& why);
@@ -392,7 +393,7 @@ class Coordinator {
   Readmissions readmissions_{config_.silence};
   std::map<Edge, Accusation> accusations_;           // in this epoch
   bool has_log_ = false, nobody_was_heard_ = false;  // it was not the first to decide; all are to wait anew: judge()
-  std::map<Edge, int> mended_;  // epochs begun for a pair, the lower number first, since the last commit
+  std::map<Edge, int> mended_;                       // epochs begun for a pair, the lower first, since the last commit
   Actions actions_;
 };
 

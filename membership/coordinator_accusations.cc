@@ -14,6 +14,15 @@ namespace {
 
 constexpr int kMends = 3;  // epochs in which two members may try to connect again, for each step
 
+// Then neither of them has died.
+bool broke_at_both_ends(const std::map<Edge, Accusation>& accusations, const Edge& edge) {
+  const auto lost = [&](const Edge& side) {
+    const auto found = accusations.find(side);
+    return found != accusations.end() && found->second.lost;
+  };
+  return lost(edge) && lost({edge.to, edge.from});
+}
+
 }  // namespace
 
 void Coordinator::on_accusation(NodeId node, const proto::Accusation& accusation) {
@@ -34,20 +43,25 @@ void Coordinator::on_accusation(NodeId node, const proto::Accusation& accusation
   edge->second.lost |= accusation.lost();
   edge->second.counts |= !accusation.only_waiting();
   if (accusation.excused() && accusation.suspect() == accusation.replica()) edge->second.excused = now_;
+  if (judges_now() && mended_.empty() && broke_at_both_ends(accusations_, edge->first)) mend();
 }
 
-// Two members whose connection broke connect again, in an epoch of the same members, before anyone is judged. A process
-// that has died is reported by its daemon first.
+// Two members whose connection broke connect again, in an epoch of the same members, before anyone is judged: at once
+// where both say so. One end may have lost a process that has died, which its daemon reports first; and of what breaks
+// again in the same step, or of many that break at a time, the tries would be used up.
 bool Coordinator::mend() {
   std::set<Edge> broken;
   std::string what;
+  const bool first = mended_.empty();
   for (const auto& [edge, about] : accusations_) {
-    if (!about.lost || now_ - about.since < config_.silence / 16) continue;
+    if (!about.lost ||
+        (now_ - about.since < config_.silence / 16 && !(first && broke_at_both_ends(accusations_, edge))))
+      continue;
     const MemberState *one = members_.find(edge.from), *other = members_.find(edge.to);
     if (one == nullptr || other == nullptr || one == other) continue;
     if (!present(one->replica, one->incarnation) || !present(other->replica, other->incarnation)) continue;
     const Edge pair{std::min(edge.from, edge.to), std::max(edge.from, edge.to)};
-    if (mended_[pair] >= kMends) continue;
+    if (const auto times = mended_.find(pair); times != mended_.end() && times->second >= kMends) continue;
     broken.insert(pair);
     what = about.what;
   }

@@ -148,6 +148,28 @@ TEST(Coordinator, WhoIsLostOrHasReducedIsNotSaidToHang) {
   }
 }
 
+// One end may have lost it to a process that has died, which its daemon is about to report.
+TEST(Coordinator, AConnectionThatBothItsEndsHaveLostIsMadeAnewAtOnceAndAgainAfterASixteenthOfTheSilence) {
+  Bench bench;
+  bench.start();
+  const auto begun = [&, first = bench.coordinator.epoch().value] { return bench.coordinator.epoch().value - first; };
+  bench.accuse(0, 1, /*lost=*/true);
+  bench.accuse(0, 2, /*lost=*/true);
+  bench.accuse(1, 0);
+  EXPECT_EQ(begun(), 0u) << "an end that waits has not lost it";
+  bench.accuse(1, 0, /*lost=*/true);
+  EXPECT_EQ(begun(), 1u);
+  EXPECT_EQ(bench.log.back().epoch().reason(), "replicas 0 and 1 connect again: connection reset");
+  bench.accuse(0, 1, /*lost=*/true), bench.accuse(1, 0, /*lost=*/true);
+  EXPECT_EQ(begun(), 1u) << "what breaks at once again would use up the tries";
+  bench.pass(63ms);
+  EXPECT_EQ(begun(), 2u);
+  bench.steps(1);
+  bench.accuse(0, 1, /*lost=*/true), bench.accuse(1, 0, /*lost=*/true);
+  EXPECT_EQ(begun(), 3u);
+  EXPECT_EQ(bench.coordinator.members().size(), 3u);
+}
+
 TEST(Coordinator, AWaitThatIsNotTooLongYetIsToldButNotJudged) {
   Bench bench;
   bench.start();
