@@ -223,13 +223,10 @@ Result<std::uint64_t> RingOperation::combine(std::uint32_t chunk, const std::byt
 }
 
 // What a lone contributor has is the result.
-void RingOperation::code_alone() {
-  for (std::uint32_t i = 0; i < schedule_.chunks_of(0); ++i) {
-    const std::uint32_t chunk = schedule_.chunk_id(0, i);
-    const Width width = slow_ ? final_width_ : Width::plain;
-    forms_[chunk] = form_of(width, false);
-    give(combine(chunk, nullptr, Tag::kPlain, width, true), GivenWork::alone(chunk));
-  }
+void RingOperation::code_alone(std::uint32_t chunk) {
+  const Width width = slow_ ? final_width_ : Width::plain;
+  forms_[chunk] = form_of(width, false);
+  give(combine(chunk, nullptr, Tag::kPlain, width, true), GivenWork::alone(chunk));
 }
 
 Result<std::uint64_t> RingOperation::add_coded(const Tag& tag, const std::byte* arrived) {

@@ -201,7 +201,7 @@ Result<> Communicator::all_reduce(std::uint32_t index, Step step, ReduceOp op, s
 
 // (x + x) / 2n has the bits of x / n: there is one way of dividing, on the CPU and on GPUs.
 void Communicator::Bucket::take(BytesView alone, std::byte* out) const {
-  if (divisor > 1) add(spec.type, out, alone.data(), alone.data(), spec.count, 2 * divisor);
+  if (divisor > 1) add(spec.type, out, alone.data(), alone.data(), alone.size() / size_of(spec.type), 2 * divisor);
   else std::memcpy(out, alone.data(), alone.size());
 }
 
@@ -246,13 +246,13 @@ void Communicator::finish(Bucket& bucket) {
 
 bool Communicator::working() const {
   if (device_works()) return true;
-  return pulls_ &&
+  return works_by_itself() &&
          std::ranges::any_of(buckets_, [](const Bucket& one) { return one.running && one.running->has_work(); });
 }
 
 // A turn of one operation that has something to do by itself.
 void Communicator::work() {
-  if (!pulls_) return;
+  if (!works_by_itself()) return;
   for (auto& bucket : buckets_) {
     if (!bucket.running || !bucket.running->has_work()) continue;
     bucket.running->work();

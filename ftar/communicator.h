@@ -298,6 +298,7 @@ class Communicator {
   std::uint64_t plan_hash() const;
   bool damage_if_due(Step step, std::span<std::byte> arrived);  // returns whether it was
   bool device_works() const { return done_by_device_ < given_to_device_; }
+  bool works_by_itself() const { return pulls_ || contributors_ == 1; }
   void work();
   bool may_pull() const;
   bool pulled(const Bucket& bucket) const;

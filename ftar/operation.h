@@ -152,7 +152,7 @@ struct Communicator::Bucket {
   }
   // Returns what this member contributes, in the host's memory.
   BytesView contribution() const { return own.empty() ? BytesView(spec.input) : BytesView(own); }
-  // Makes the result of what a single contributor has, in the host's memory.
+  // Makes the result of what a single contributor has, in the host's memory; also of a part of it.
   void take(BytesView alone, std::byte* out) const;
 };
 
@@ -190,6 +190,8 @@ class RingOperation final : public ChunkedOperation {
   bool on_chunk(Peer& from, const Tag& tag, const std::optional<transport::Digested>& digested) override;
   void on_write_completed(Peer& to, std::uint32_t kind) override;
   void on_reduced(std::uint64_t number) override;
+  bool has_work() const override;
+  void work() override;
   bool done() const override {
     return final_count_ == chunks_ && outstanding_ == 0 && all_sent() && on_device_.empty();
   }
@@ -229,7 +231,7 @@ class RingOperation final : public ChunkedOperation {
   void code_own(std::uint32_t chunk);
   Result<std::uint64_t> combine(std::uint32_t chunk, const std::byte* arrived, std::uint32_t form, coding::Width width,
                                 bool last);
-  void code_alone();
+  void code_alone(std::uint32_t chunk);
   Result<std::uint64_t> add_coded(const Tag& tag, const std::byte* arrived);
   void decode(std::uint32_t chunk);
 
@@ -251,7 +253,9 @@ class RingOperation final : public ChunkedOperation {
   // ring.cc
   void give(const Result<std::uint64_t>& number, GivenWork work);
   void on_done(const GivenWork& work);
-  Peer* scatter_from_ = nullptr;  // the contributor before this one
+  const bool alone_;               // this member is the only contributor
+  std::uint32_t taken_alone_ = 0;  // … and how many chunks of its input it has taken
+  Peer* scatter_from_ = nullptr;   // the contributor before this one
   Peer* scatter_to_ = nullptr;
   std::vector<std::uint32_t> scatter_sends_;
   std::size_t scatter_next_ = 0, scatter_own_ = 0;  // the first `own` come from the input

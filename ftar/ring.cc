@@ -53,7 +53,8 @@ std::optional<std::uint64_t> ChunkedOperation::digest() const {
   return all;
 }
 
-RingOperation::RingOperation(Communicator& owner, Communicator::Bucket& bucket) : ChunkedOperation(owner, bucket) {
+RingOperation::RingOperation(Communicator& owner, Communicator::Bucket& bucket)
+    : ChunkedOperation(owner, bucket), alone_(contributes_ && owner.contributors_ == 1) {
   const std::uint32_t p = owner.position_, n = owner.contributors_;
   const auto members = static_cast<std::uint32_t>(owner.ring_.size());
   partial_.resize(final_.size());
@@ -80,17 +81,34 @@ void RingOperation::start() {
     if (peer != nullptr && std::find(senders.begin(), senders.end(), peer) == senders.end()) senders.push_back(peer);
   for (auto* peer : senders)
     if (!owner_.send(*peer, MessageHeader::ready, bucket_.index, bucket_.step.value)) return;  // `closed` follows
-  if (owner_.contributors_ == 1 && contributes_) {
+  if (alone_ && owner_.reducer_) {
     const auto& [type, count, in, out, exact] = bucket_.spec;
-    if (coding_ != nullptr) code_alone();
-    else if (owner_.reducer_)
+    if (coding_ != nullptr)
+      while (taken_alone_ < schedule_.chunks_of(0)) code_alone(schedule_.chunk_id(0, taken_alone_++));
+    else
       give(bucket_.divisor > 1
                ? owner_.reducer_->add(type, out.data(), in.data(), in.data(), count, 2 * bucket_.divisor)
                : owner_.reducer_->copy(out.data(), in.data(), bucket_.bytes()),
            {});
-    else bucket_.take(in, out.data()), make_all_final();
   }
   pump();
+}
+
+bool RingOperation::has_work() const { return alone_ && !owner_.reducer_ && taken_alone_ < schedule_.chunks_of(0); }
+
+// One chunk, so that the rest of the process gets its turn.
+void RingOperation::work() {
+  const std::uint32_t chunk = schedule_.chunk_id(0, taken_alone_++);
+  owner_.last_progress_ = owner_.now_;
+  if (coding_ != nullptr) {
+    code_alone(chunk);
+    return pump();
+  }
+  const Range range = schedule_.chunk(chunk);
+  bucket_.take(bucket_.spec.input.subspan(range.offset, range.length), bucket_.spec.output.data() + range.offset);
+  make_final(chunk);
+  pump();
+  take_digest(chunk);
 }
 
 bool RingOperation::all_sent() const {
@@ -144,10 +162,7 @@ void RingOperation::pump_gather(Gather& gather) {
 }
 
 void RingOperation::make_all_final() {
-  for (std::uint32_t i = 0; i < schedule_.chunks_of(0); ++i) {
-    make_final(schedule_.chunk_id(0, i));
-    take_digest(schedule_.chunk_id(0, i));
-  }
+  for (std::uint32_t i = 0; i < schedule_.chunks_of(0); ++i) make_final(schedule_.chunk_id(0, i));
 }
 
 bool RingOperation::on_chunk(Peer& from, const Tag& tag, const std::optional<transport::Digested>& digested) {
@@ -248,6 +263,7 @@ void RingOperation::on_write_completed(Peer&, std::uint32_t kind) {
 }
 
 std::optional<Wait> RingOperation::wait() const {
+  if (has_work()) return std::nullopt;  // for nobody
   Wait wait;
   const std::uint32_t p = owner_.position_, n = owner_.contributors_;
   const auto on = [&](Peer* peer, std::string what) {

@@ -124,12 +124,16 @@ struct Cluster {
       pump();
     }
   }
+  bool works() const {
+    return !device &&
+           std::ranges::any_of(ranks, [](auto& rank) { return rank->alive && rank->communicator->working(); });
+  }
   // Until it is, or nothing moves any more. What a GPU does takes real time, which the fabric knows nothing of.
   bool until(const std::function<bool()>& done) {
     const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);
     for (int idle = 0; !done();) {
       pump();
-      if (fabric.step()) continue;
+      if (fabric.step() || works()) continue;
       if (device ? std::chrono::steady_clock::now() > deadline : ++idle > 3) return done();
       if (device) device::pause();
     }

@@ -203,11 +203,31 @@ TEST(FtarPlans, AllWaysOfAddingUpGiveTheSameBits) {
 }
 
 TEST(FtarPlans, AMemberAloneIsGivenWhatItGave) {
-  Cluster cluster(2, {5000}, Over::gpu);
+  for (const Over over : {Over::gpu, Over::viewed, Over::host}) {
+    Cluster cluster(2, {5000}, over);
+    cluster.add();
+    cluster.enter(Epoch(1), cluster.ring_members());
+    cluster.start(Step(1), ReduceOp::mean);
+    ASSERT_TRUE(cluster.until([&] { return cluster.all_done(Step(1)); }));
+    cluster.expect_result(cluster.live());
+  }
+}
+
+// However large the buckets are of whom nobody helps: they are copied by who gives the process's signs of life, too.
+TEST(FtarPlans, AMemberAloneTakesAChunkInATurn) {
+  Cluster cluster(2, {10 * 256, 3 * 256});
   cluster.add();
   cluster.enter(Epoch(1), cluster.ring_members());
   cluster.start(Step(1), ReduceOp::mean);
-  ASSERT_TRUE(cluster.until([&] { return cluster.all_done(Step(1)); }));
+  const Rank& rank = *cluster.ranks[0];
+  for (int turn = 1; turn <= 13; ++turn) {
+    ASSERT_EQ(rank.done(Step(1)), turn > 10 ? 1u : 0u) << turn;
+    ASSERT_TRUE(rank.communicator->working()) << turn;
+    EXPECT_TRUE(rank.communicator->waits(cluster.clock.now()).empty()) << "it waits for nobody";
+    cluster.pump();
+  }
+  EXPECT_EQ(rank.done(Step(1)), 2u);
+  EXPECT_FALSE(rank.communicator->working());
   cluster.expect_result(cluster.live());
 }
 

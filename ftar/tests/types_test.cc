@@ -99,7 +99,8 @@ void run(const Case& c) {
     rank.communicator->enter(Epoch(1), ring);
     for (std::uint32_t b = 0; b < kCounts.size(); ++b) ASSERT_TRUE(rank.communicator->all_reduce(b, Step(1), c.op));
   }
-  for (int idle = 0; idle < 4; idle = fabric.step() ? 0 : idle + 1)
+  const auto works = [](const Party& rank) { return rank.communicator->working(); };
+  for (int idle = 0; idle < 4; idle = fabric.step() || std::ranges::any_of(ranks, works) ? 0 : idle + 1)
     for (auto& rank : ranks)
       for (const auto& outcome : rank.communicator->poll(clock.now())) rank.done += outcome.kind == Outcome::Kind::done;
   for (std::size_t m = 0; m < ranks.size(); ++m) {
