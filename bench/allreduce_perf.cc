@@ -37,7 +37,7 @@ int main(int argc, char** argv) {
   bench::AllReduceSettings s;
   CommandLine line("All-reduce time and bandwidth; columns and options as in nccl-tests' all_reduce_perf.");
   line.add("-b,--minbytes", s.least, "smallest size, e.g. 8, 4K, 1M").sized().show_default();
-  line.add("-e,--maxbytes", s.most, "largest size").sized().show_default();
+  line.add("-e,--maxbytes", s.most, "largest size; each rank needs twice as much memory").sized().show_default();
   line.add("-f,--stepfactor", s.factor, "factor between sizes").real_range(1.01, 1e6).show_default();
   line.add("-n,--iters", s.iterations, "timed iterations (20 times as many up to 64 KiB)")
       .range(1, 1000000)

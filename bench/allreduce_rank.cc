@@ -37,10 +37,13 @@ namespace {
 
 constexpr std::uint64_t kLeastLimited = 64 * KiB;  // below, it is messages that count, and not bytes
 constexpr int kMostTurns = 5;
+constexpr std::size_t kPiece = 1 * MiB;  // that is filled or checked at a time
+constexpr std::uint32_t kPeriod = 16;    // elements, after which values come again
+static_assert(kPiece % (kPeriod * sizeof(double)) == 0, "each piece has the values of the first");
 
 // Small whole numbers, exact in every type: element i of rank r.
 std::uint32_t value_at(std::uint32_t rank, std::size_t i) {
-  return (static_cast<std::uint32_t>(i) * 7 + rank * 3) % 16;
+  return (static_cast<std::uint32_t>(i) * 7 + rank * 3) % kPeriod;
 }
 
 // A sum, or the mean that comes of it.
@@ -115,10 +118,11 @@ class RankProcess {
     if (!output) return tl::unexpected(output.error());
     input_ = std::move(*input);
     output_ = std::move(*output);
-    Bytes values(most);
-    for (std::size_t i = 0; i < most / element; ++i) put(type_, values.data() + i * element, value_at(rank_, i));
-    if (auto done = access_->write(input_.bytes.data(), values); !done) return done;
-    if (auto done = access_->write(output_.bytes.data(), Bytes(most, std::byte{0xee})); !done) return done;
+    Bytes values(std::min(most, kPiece));
+    for (std::size_t i = 0; i < values.size() / element; ++i)
+      put(type_, values.data() + i * element, value_at(rank_, i));
+    if (auto done = fill(input_.bytes.first(most), values); !done) return done;
+    if (auto done = fill(output_.bytes.first(most), Bytes(values.size(), std::byte{0xee})); !done) return done;
     std::vector<ftar::BucketSpec> buckets;
     for (auto size : sizes_of(s_, element))
       buckets.push_back({type_, size / element, input_.bytes.first(size), output_.bytes.first(size)});
@@ -129,6 +133,14 @@ class RankProcess {
                                          {.job = 7, .rank = 0});
     if (!made) return tl::unexpected(made.error());
     communicator_ = std::move(*made);
+    return {};
+  }
+
+  Result<> fill(std::span<std::byte> memory, BytesView block) {
+    for (std::size_t at = 0; at < memory.size(); at += block.size()) {
+      const auto some = block.first(std::min(block.size(), memory.size() - at));
+      if (auto done = access_->write(memory.data() + at, some); !done) return done;
+    }
     return {};
   }
 
@@ -270,20 +282,22 @@ class RankProcess {
   Result<std::uint64_t> count_wrong(std::uint64_t bytes) const {
     const std::size_t element = size_of(type_);
     std::uint64_t wrong = 0;
-    Bytes result(bytes);
-    if (auto done = access_->read(output_.bytes.first(bytes), result.data()); !done)
-      return tl::unexpected(done.error());
+    Bytes result(std::min<std::size_t>(bytes, kPiece));
     const auto n = static_cast<double>(s_.ranks);
     // Each rank's coding may lose half a step of its block, whose values are below 16 times n and what was lost before.
     const double of_step = s_.coding == "8" ? 127.5 : 7.5;
     const double may_be = s_.coding == "off" ? 0 : n * 16 * (n + n / of_step) / of_step / (s_.op == "mean" ? n : 1);
-    for (std::size_t i = 0; i < bytes / element; ++i) {
-      std::uint32_t sum = 0;
-      for (std::uint32_t r = 0; r < s_.ranks; ++r) sum += value_at(r, i);
-      std::byte expected[8];
-      put(type_, expected, sum, s_.op == "mean" ? s_.ranks : 1);  // the sums are exact in every type
-      const std::byte* got = result.data() + i * element;
-      if (std::memcmp(got, expected, element) != 0 && !(may_be > 0 && apart(got, expected) <= may_be)) ++wrong;
+    for (std::size_t at = 0; at < bytes; at += result.size()) {
+      const auto some = output_.bytes.subspan(at, std::min<std::size_t>(result.size(), bytes - at));
+      if (auto done = access_->read(some, result.data()); !done) return tl::unexpected(done.error());
+      for (std::size_t i = 0; i < some.size() / element; ++i) {
+        std::uint32_t sum = 0;
+        for (std::uint32_t r = 0; r < s_.ranks; ++r) sum += value_at(r, i);
+        std::byte expected[8];
+        put(type_, expected, sum, s_.op == "mean" ? s_.ranks : 1);  // the sums are exact in every type
+        const std::byte* got = result.data() + i * element;
+        if (std::memcmp(got, expected, element) != 0 && !(may_be > 0 && apart(got, expected) <= may_be)) ++wrong;
+      }
     }
     return wrong;
   }
@@ -315,6 +329,26 @@ class RankProcess {
   const Usage usage_;  // for what it can count
 };
 
+// Waits for all ranks but this one. The error is of one that has ended by a signal, and otherwise of one that has
+// failed, and has said why.
+Result<> wait_for(const std::vector<pid_t>& children) {
+  Result<> result;
+  for (std::uint32_t rank = 1; rank <= children.size(); ++rank) {
+    const pid_t pid = children[rank - 1];
+    int status = 0;
+    ::waitpid(pid, &status, 0);
+    if (status == 0 || (!result && result.error().code != ErrorCode::cancelled)) continue;
+    result = another_failed();
+    if (!WIFSIGNALED(status)) continue;
+    const int signal = WTERMSIG(status);
+    const char* name = ::sigabbrev_np(signal);
+    result = fail(ErrorCode::unavailable, "rank {}, process {}, was ended by {}{}", rank, pid,
+                  name != nullptr ? "SIG" + std::string(name) : fmt::format("signal {}", signal),
+                  signal == SIGKILL ? ", as where memory lacks (dmesg tells): each rank needs twice --maxbytes" : "");
+  }
+  return result;
+}
+
 }  // namespace
 
 Result<AllReduceResults> run_all_reduce(const AllReduceSettings& settings) {
@@ -330,7 +364,9 @@ Result<AllReduceResults> run_all_reduce(const AllReduceSettings& settings) {
     if (pid == 0) {
       ::prctl(PR_SET_PDEATHSIG, SIGKILL);
       auto done = RankProcess(settings, meeting, rank, *pairs).run();
-      if (!done) meeting.failed.store(1), std::fprintf(stderr, "rank %u: %s\n", rank, done.error().message.c_str());
+      if (!done) meeting.failed.store(1);
+      if (!done && done.error().code != ErrorCode::cancelled)  // another has failed, and says why
+        std::fprintf(stderr, "rank %u: %s\n", rank, done.error().message.c_str());
       ::_exit(done ? 0 : 1);
     }
     if (pid < 0) {
@@ -342,13 +378,8 @@ Result<AllReduceResults> run_all_reduce(const AllReduceSettings& settings) {
   }
   auto results = RankProcess(settings, meeting, 0, *pairs).run();
   if (!results) meeting.failed.store(1);
-  bool good = true;
-  for (const pid_t pid : children) {
-    int status = 0;
-    ::waitpid(pid, &status, 0);
-    good = good && WIFEXITED(status) && WEXITSTATUS(status) == 0;
-  }
-  if (results && !good) return another_failed();
+  const auto others = wait_for(children);
+  if (!others && (results || others.error().code == ErrorCode::unavailable)) return tl::unexpected(others.error());
   return results;
 }
 

@@ -1,6 +1,7 @@
 // The tools in perftest's manner, as a user runs them: a server, a client, and what they print.
 #include <gtest/gtest.h>
 
+#include <iterator>
 #include <nlohmann/json.hpp>
 
 #include "tests/process.h"
@@ -65,6 +66,35 @@ TEST(Perf, AFileThatCannotBeWrittenIsFoundBeforeTheRun) {
       EXPECT_EQ(ended.status, 1) << tool[0];
       EXPECT_NE(ended.output.find("can't write " + file), std::string::npos) << ended.output;
     }
+}
+
+// Memory that ranks share among them is no part of what is limited here.
+TEST(Perf, AnAllReduceNeedsNoMemoryBesideItsBuffers) {
+  const std::string tool = "exec " + binaries() + "/rejoin_allreduce_perf -b 96M -e 96M -n 1 -w 0 --limits 0";
+  const Ended ended = run({"/bin/sh", "-c", "ulimit -d 65536; " + tool}, {}, std::chrono::seconds(60));
+  EXPECT_EQ(ended.status, 0) << ended.output;
+  EXPECT_NE(ended.output.find(" 100663296 "), std::string::npos) << ended.output;
+}
+
+TEST(Perf, ARankOfAnAllReduceThatIsKilledIsNamed) {
+  Scratch scratch;
+  Process process({binaries() + "/rejoin_allreduce_perf", "-n", "1000000", "-e", "8", "--ranks", "4"},
+                  scratch.path + "/out");
+  const std::string mine = std::to_string(process.pid());
+  std::vector<pid_t> ranks;
+  EXPECT_TRUE(eventually([&] {
+    std::ifstream children("/proc/" + mine + "/task/" + mine + "/children");
+    ranks.assign(std::istream_iterator<pid_t>(children), {});
+    return ranks.size() == 3;
+  }));
+  ASSERT_EQ(ranks.size(), 3u);
+  ::kill(ranks[1], SIGKILL);
+  EXPECT_EQ(process.wait(std::chrono::seconds(30)), 1);
+  const std::string told = "rejoin_allreduce_perf: rank 2, process " + std::to_string(ranks[1]) +
+                           ", was ended by SIGKILL, as where memory lacks (dmesg tells): each rank needs twice "
+                           "--maxbytes\n";
+  EXPECT_NE(process.output().find(told), std::string::npos) << process.output();
+  EXPECT_EQ(process.output().find("another process failed"), std::string::npos) << process.output();
 }
 
 TEST(Perf, BothWaysOverRailsAndAllSizesWithJson) {
