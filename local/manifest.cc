@@ -5,6 +5,7 @@
 
 #include "base/digest.h"
 #include "base/fail.h"
+#include "base/text.h"
 
 namespace rejoin::local {
 
@@ -32,9 +33,13 @@ std::uint64_t Tensor::element_bytes() const {
 Result<> check(const Tensor& tensor) {
   constexpr std::uint64_t most_bytes = std::uint64_t{1} << 46;
   constexpr std::size_t longest_name = 200;
-  if (tensor.name.empty() || tensor.name.size() > longest_name)
-    return fail(ErrorCode::invalid_argument, "a tensor's name has {} bytes; there must be 1 to {}", tensor.name.size(),
-                longest_name);
+  if (tensor.name.empty())
+    return fail(ErrorCode::invalid_argument, "a tensor's name has 0 bytes; there must be 1 to {}", longest_name);
+  if (tensor.name.size() > longest_name)
+    return fail(ErrorCode::invalid_argument,
+                "tensor '{}' has a name of {} bytes; there must be 1 to {}: give it a shorter one, or the modules that "
+                "it is named after",
+                shortened(tensor.name, 80), tensor.name.size(), longest_name);
   if (size_of(tensor.type) == 0)
     return fail(ErrorCode::invalid_argument, "tensor '{}' has elements of type number {}, which is none", tensor.name,
                 static_cast<unsigned>(tensor.type));

@@ -130,12 +130,6 @@ TEST(Manifest, EachColumnHasItsTypeAndSoHasTheGradient) {
   EXPECT_EQ(Manifest::make({other}).error().message, "tensor 'w' has 3 moments and types for 2");
 }
 
-TEST(Manifest, ATensorWithoutElementsIsRefusedByName) {
-  const auto refused = Manifest::make({{.name = "w", .count = 5}, {.name = "nothing", .count = 0}});
-  ASSERT_FALSE(refused);
-  EXPECT_EQ(refused.error().message, "tensor 'nothing' has 0 elements; there must be 1 to 17592186044416");
-}
-
 TEST(Manifest, GarbageIsRefusedAtEveryLength) {
   Bytes bytes = sample().serialise();
   for (std::size_t length = 0; length < bytes.size(); ++length)

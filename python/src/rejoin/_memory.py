@@ -25,6 +25,12 @@ def memory_of(tensor: torch.Tensor) -> Memory:
     return tensor.data_ptr(), tensor.nbytes
 
 
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Give the bytes of a tensor's elements, flat: where they are if it is contiguous, otherwise of a copy."""
+    # A contiguous tensor of one element may have any stride, and view() wants 1.
+    return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
 def milliseconds(time: timedelta) -> int:
     """Give it in milliseconds, rounded up; 0 where it is past."""
     return max(0, math.ceil(time.total_seconds() * 1000))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 
+from rejoin._memory import TYPES
 from rejoin.errors import InvalidArgument
 from rejoin.torch import _optimizer, _refusals
 from rejoin.torch._buffers import buffers_of, reduced_buffers
@@ -44,8 +45,8 @@ def check(
         raise InvalidArgument(f"max_norm={max_norm}: it is to be above 0, such as 1.0; None does not clip")
     if ema is not None and not 0.0 < ema < 1.0:
         raise InvalidArgument(f"ema={ema}: it is to be between 0 and 1, such as 0.999")
-    if gradients is not None and not gradients.is_floating_point:
-        raise InvalidArgument(f"gradients={gradients}: they are reduced in a type of floating point")
+    if gradients is not None and (gradients not in TYPES or not gradients.is_floating_point):
+        raise InvalidArgument(f"gradients={gradients}: they are reduced in one of float32, float64, bfloat16, float16")
     if isinstance(metrics, str):
         raise InvalidArgument(f"metrics={metrics!r}: give a list of names, metrics=[{metrics!r}]")
     _refusals.refuse_wrappers(optimizer)
@@ -153,6 +154,7 @@ def attach(
     """Do what `Session.attach()` says, with what `check()` has passed. In the modes that updates are made in."""
     rules, device = session._rules, session.device
     ranks = session._ranks = Ranks(session.rank, session._leaving, session._native.check)
+    _refusals.refuse_types(model)
     with one_thread(device):
         parameters = parameters_of(
             model,
@@ -167,6 +169,7 @@ def attach(
         )
     tensors = [*parameters, *buffers_of(model, device)]
     refuse_overlaps(model, tensors)
+    _refusals.refuse_shared_state(optimizer, parameters)
     session._metrics = Metrics(metrics, device, ranks)
     session._model, session._optimizer, session._sharded = model, optimizer, states_of(model)  # what follows comes once
     double = torch.float64
@@ -188,11 +191,11 @@ def attach(
 
 def declare(session: Session, tensors: list[Tensor], bucket_bytes: int) -> None:
     """Declare the tensors and their buckets, and have the session allocate memory for them."""
+    _refusals.refuse_names(tensors)
     session._tensors = tensors
     for tensor in tensors:
-        kind = type_of(tensor.name, tensor.dtype)
-        kinds = [type_of(tensor.name, dtype) for dtype in tensor.moments]
-        reduced = type_of(tensor.name, tensor.gradient_dtype)
+        kind, *kinds = (type_of(f"'{tensor.name}'", dtype) for dtype in (tensor.dtype, *tensor.moments))
+        reduced = type_of(f"'{tensor.name}'", tensor.gradient_dtype)
         tensor.index = session._native.add(
             tensor.name, kind, tensor.count, len(kinds), tensor.elementwise, None, kinds, reduced
         )

@@ -7,16 +7,13 @@ import logging
 import torch
 
 from rejoin import _native
+from rejoin._memory import bytes_of
 from rejoin.errors import InvalidArgument
 from rejoin.torch._buffers import check_sums
 from rejoin.torch._sharding import local
 from rejoin.torch._tensors import Tensor
 
 log = logging.getLogger("rejoin")
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
 
 
 # Gradients are looked at as a whole in the first steps, and then in each of so many: it reads all of them.
@@ -190,7 +187,7 @@ class Buckets:
         weighed = torch.empty_like(given).copy_(own)
         if self._weight != 1:
             weighed.mul_(self._weight)
-        return torch.equal(weighed, given) or torch.equal(_bits(weighed), _bits(given))  # of NaNs
+        return torch.equal(weighed, given) or torch.equal(bytes_of(weighed), bytes_of(given))  # of NaNs
 
     def follow(self) -> None:
         """Let the current stream go on behind what was handed over, whose waits have ended."""

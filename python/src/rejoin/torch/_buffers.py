@@ -42,9 +42,10 @@ def buffers_of(model: torch.nn.Module, device: torch.device) -> Iterator[Tensor]
                 "persistent=False where each replica makes it for itself, or keep its values as dense tensors"
             )
         if buffer.dtype not in TYPES and buffer.dtype not in _SMALL:
+            instead = "float32 (torch.view_as_real())" if buffer.is_complex() else "float32, int32 or int64"
             raise InvalidArgument(
                 f"buffer '{name}' has type {buffer.dtype}, of which Rejoin makes no mean: register it with "
-                "persistent=False where each replica makes it for itself, or keep it as float32 (torch.view_as_real())"
+                f"persistent=False where each replica makes it for itself, or keep it as {instead}"
             )
         if any(size > 1 and stride == 0 for size, stride in zip(buffer.shape, buffer.stride(), strict=True)):
             raise InvalidArgument(f"buffer '{name}' is expanded, and can't be written: register its clone()")

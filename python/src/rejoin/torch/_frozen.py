@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
+from rejoin._memory import bytes_of
 from rejoin.errors import InvalidArgument
 from rejoin.torch._ranks import Ranks
 from rejoin.torch._sharding import local
@@ -19,7 +20,7 @@ _MASK = (1 << 64) - 1
 
 def digest(tensor: torch.Tensor) -> int:
     """Digest the bytes, where they are if contiguous. It finds what differs by mistake, such as another file's."""
-    raw = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    raw = bytes_of(tensor.detach().resolve_conj().resolve_neg())
     total = raw.numel()
     for begin in range(0, -(-raw.numel() // 8), _WORDS):
         some = raw[8 * begin : 8 * (begin + _WORDS)]

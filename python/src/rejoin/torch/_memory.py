@@ -13,11 +13,14 @@ from rejoin._memory import TYPES
 from rejoin.errors import InvalidArgument
 
 
-def type_of(name: str, dtype: torch.dtype) -> int:
+def type_of(what: str, dtype: torch.dtype) -> int:
     """Give the library's number of this element type; `InvalidArgument` where it has none."""
     if dtype not in TYPES:
         known = ", ".join(str(one).removeprefix("torch.") for one in TYPES)
-        raise InvalidArgument(f"'{name}' has type {dtype}, which Rejoin can't reduce: it can {known}")
+        raise InvalidArgument(
+            f"{what} has type {dtype}, and what a session keeps is of {known}: keep it as one of these, or take "
+            "another optimizer"
+        )
     return TYPES[dtype]
 
 

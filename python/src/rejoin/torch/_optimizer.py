@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from rejoin._memory import bytes_of
 from rejoin.errors import InvalidArgument
 from rejoin.torch._attributes import attributes, gone_by, standing_for
 from rejoin.torch._memory import type_of
@@ -281,7 +282,7 @@ def same_bits(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> boo
 
 # All NaNs alike: which of them comes out of an infinity may differ by an element's place in a vector.
 def _bits(value: torch.Tensor) -> torch.Tensor:
-    return value.nan_to_num(nan=math.nan, posinf=math.inf, neginf=-math.inf).view(torch.uint8)
+    return bytes_of(value.nan_to_num(nan=math.nan, posinf=math.inf, neginf=-math.inf))
 
 
 Part = tuple[Mapping[str, Any], Kept, Mapping[str, Any], Sequence[torch.Tensor], torch.Tensor, "torch.Tensor | None"]

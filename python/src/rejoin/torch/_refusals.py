@@ -1,17 +1,60 @@
-"""What was done to an optimizer's object besides its class and settings, and no copy of it for parts would have."""
+"""What a session can't be given: types and names of tensors, and what was done to an optimizer's object besides its
+class and settings, which no copy of it for parts would have."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
+from rejoin._memory import TYPES
 from rejoin.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from rejoin.torch._tensors import Tensor
 
 LR = (
     "give attach() lr=, a function of the step, so that a replica that catches up knows those of before; one that "
     "follows the loss, as ReduceLROnPlateau's, can't be had"
 )
+
+
+def refuse_types(model: torch.nn.Module) -> None:
+    """Raise `InvalidArgument` where a parameter is to be trained that is of none of the types in which that is done."""
+    for name, parameter in model.named_parameters():
+        dtype = parameter.dtype
+        if parameter.requires_grad and dtype not in TYPES and not dtype.is_complex:  # these have a remedy of their own
+            raise InvalidArgument(
+                f"parameter '{name}' has type {dtype}, in which nothing is trained: let it be bfloat16 or float32, or "
+                "freeze it with requires_grad_(False)"
+            )
+
+
+def refuse_names(tensors: Sequence[Tensor]) -> None:
+    """Raise `InvalidArgument` where a name can't be told to the others."""
+    for name in (tensor.name for tensor in tensors):
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            raise InvalidArgument(
+                f"the name {ascii(name)} is no text in UTF-8: give the parameter or buffer another one, or the module "
+                "that it lies in"
+            ) from None
+
+
+def refuse_shared_state(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> None:
+    """Raise `InvalidArgument` where the optimizer keeps one tensor under two names, which a session would make two."""
+    for tensor in parameters:
+        names: dict[int, str] = {}
+        for name in tensor.kept.moments:
+            first = names.setdefault(tensor.scratch[name].data_ptr(), name)
+            if first != name:
+                raise InvalidArgument(
+                    f"{type(optimizer).__name__} keeps one tensor as '{first}' and as '{name}' for '{tensor.name}', "
+                    "which a session would keep as two: let it be in state[parameter] under one name"
+                )
 
 
 def refuse_wrappers(optimizer: torch.optim.Optimizer) -> None:
