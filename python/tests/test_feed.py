@@ -97,12 +97,29 @@ def test_a_loop_that_takes_data_ahead_hears_what_to_do(tmp_path, monkeypatch, ki
     one, _, _, feed = a_feed_of(tmp_path, monkeypatch, 5)
     ahead = iter(one.steps() if kind == "steps" else feed)
     next(ahead)
-    with pytest.raises(rejoin.InvalidArgument, match=r"step 1 has ended without .*steps=…\).*micro_batches=….*accumul"):
+    told = r"step 1 has ended without .*leave a batch out.*as zeros.*steps=…\).*micro_batches=….*accumul"
+    with pytest.raises(rejoin.InvalidArgument, match=told):
         next(ahead)
     one, _, _, feed = a_feed_of(tmp_path, monkeypatch, 5)
     one._model = None
     with pytest.raises(rejoin.InvalidArgument, match=r"before attach\(\): .*steps=…"):
         next(iter(feed))
+
+
+def test_a_loop_that_passes_over_exceptions_hears_what_has_ended_the_session(tmp_path, monkeypatch):
+    one, _, native = a_job_of(tmp_path, monkeypatch, 5)
+
+    def out():
+        raise rejoin.Cancelled("this process was silent for 16.0 s, so the daemon put it out")
+
+    with pytest.raises(rejoin.Cancelled, match="was silent for 16.0 s"):
+        for step, _samples in one.steps():
+            if step.number == 3:
+                monkeypatch.setattr(native, "check", out, raising=False)
+                monkeypatch.setattr(native, "begin_update", out)
+            with contextlib.suppress(Exception):
+                one._optimizer.step()
+    assert step.number == 3
 
 
 @pytest.mark.parametrize("ahead", [True, False])

@@ -254,20 +254,22 @@ def steps(session: Session, loader: DataLoader[Any] | None) -> Iterator[tuple[St
             with computes(session, step):
                 yield step, data
             if not session._updated:
-                refuse_without_update(step)
+                _refuse_without_update(session, step)
     except Terminated:
         pass
     log.info("replica %d rank %d leaves after step %d", session.replica, session.rank, session._native.committed())
     session.leave()
 
 
-def refuse_without_update(step: Step) -> NoReturn:
-    """Raise `InvalidArgument`: the loop asks for the next step's data, and has not ended this one."""
+# The loop asks for the next step's data, and has not ended this one: it may have passed over what step() raised.
+def _refuse_without_update(session: Session, step: Step) -> NoReturn:
+    session._native.check()
     raise InvalidArgument(
-        f"step {step.number} has ended without optimizer.step(), which each step that is given ends with. A loop that "
-        "takes data ahead has to be told how much comes, session.data(loader, steps=…); one that accumulates gradients "
-        "over several batches gets them as parts of one step's, session.data(loader, micro_batches=…), or divides it "
-        "and does all but the last part within session.accumulate()"
+        f"step {step.number} has ended without optimizer.step(), which each step that is given ends with. To leave a "
+        "batch out, as after an exception, call optimizer.step() without its backward(): it counts as zeros. A loop "
+        "that takes data ahead has to be told how much comes, session.data(loader, steps=…); one that accumulates "
+        "gradients over several batches gets them as parts of one step's, session.data(loader, micro_batches=…), or "
+        "divides it and does all but the last part within session.accumulate()"
     )
 
 
