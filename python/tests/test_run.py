@@ -43,7 +43,7 @@ class Job(run.Job):
 
 def job_of(directory: Path, *programs: str, more: str = "", leave_within: float = 60, stdin=None) -> subprocess.Popen:
     script = JOB + more
-    script += f"\nsettings = argparse.Namespace(deaths_a_minute=10, ranks=1, leave_within={leave_within})\n"
+    script += f"\nsettings = argparse.Namespace(deaths_a_minute=10, ranks=1, steps=60, leave_within={leave_within})\n"
     script += "sys.exit(Job(settings, Path(sys.argv[1])).run())\n"
     command = [sys.executable, "-c", script, str(directory), *programs]
     job = subprocess.Popen(command, stdin=stdin, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,

@@ -168,6 +168,31 @@ def test_a_job_whose_scripts_train_nothing_says_so(tmp_path):
     assert told == "rejoin-run: no step was committed: the scripts have ended without one\n"
 
 
+# Scripts that stop early end so, too.
+@pytest.mark.parametrize("finished", [False, True])
+def test_scripts_that_end_well_before_the_job_does_are_told_of(tmp_path, finished):
+    more = f"""
+    def _status(self):
+        return {{"finished": {finished}, "committed": 15}}
+
+    def _look_at_an_end(self, replica):
+        super()._look_at_an_end(replica)
+        Path(sys.argv[1], "ended").touch()
+"""
+    waits = f"until [[ -e {tmp_path}/ended ]]; do sleep 0.05; done"
+    job = job_of(tmp_path, "exit 0", waits, more=more)
+    _, told = job.communicate(timeout=60)
+    assert (job.returncode, told) == (
+        0,
+        "rejoin-run: finished: step 15 is committed\n"
+        if finished
+        else "rejoin-run: replica 0 ended with status 0 before the job's end, and is not started again, as it would be "
+        "after any other: the job goes on with 1 of 2 replicas\n"
+        "rejoin-run: all scripts have ended with status 0, and the job is not finished: step 15 of 60 is committed, "
+        "and what they have saved is what is left of it\n",
+    )
+
+
 # A shell may have the variables of another launcher's rank.
 def test_scripts_hear_of_no_other_rank_than_theirs():
     shell = {

@@ -2,10 +2,11 @@
 
     rejoin-run --replicas 3 --batch 32 --steps 1000 -- python train.py
 
-What dies is started again, until the job is finished: kill -9 any of it. The exit status is 0 when each replica has
-ended with 0, or has left after a signal; 1 when the job was given up, could not start, or lost all that had its last
-state before their scripts had ended; 2 for wrong arguments. A fresh directory is made in the temporary one, and
-nobody removes it.
+What dies is started again, until the job is finished: kill -9 any of it. A script that ends with 0 is not, also before
+the job's end, which is said. The exit status is 0 when each replica has ended with 0, or has left after a signal, and
+the last line says how far the job has come, since scripts may stop early; 1 when the job was given up, could not start,
+or lost all that had its last state before their scripts had ended; 2 for wrong arguments. A fresh directory is made in
+the temporary one, and nobody removes it.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from rejoin._job_variables import of_daemons, of_scripts
 from rejoin._kept import WAITED_FOR, Kept, adopt, bury
 from rejoin._programs import path
 from rejoin._run_commands import by_torchrun, run_parser, show_names_as_they_are
+from rejoin._run_ends import at_the_end, ended_early
 from rejoin._run_logs import Logs
 from rejoin._run_waits import Waits
 
@@ -189,22 +191,21 @@ class Job:
             return None
         return its.process.pid, its.since
 
-    # The exit status: 1 where all that had the last state have died before their scripts had ended.
     def _look_at_the_end(self) -> int:
         status = self._status()
-        if self._was_finished:
+        if self._was_finished or (self._ending and not status.get("finished")):
             return 0
-        if not status.get("finished"):
-            if not self._ending and self._waits.first is not None and status.get("committed") == self._waits.first:
-                self._say("no step was committed: the scripts have ended without one")
-            return 0
-        self._say(f"finished: step {status['committed']} is committed")
-        had = {f"replica {one['replica']}" for one in status.get("members", []) if one["role"] == "contributor"}
-        if not had or had - self._died_at_the_end:
-            return 0
-        self._say("each replica that had the state of the last step has died before its script had ended: what it "
-                  "was to do at the end, such as a final save, may not be done")  # fmt: skip
-        return 1
+        result, said = at_the_end(status, self._waits.first, self._arguments.steps, self._died_at_the_end)
+        for text in said:
+            self._say(text)
+        return result
+
+    def _look_at_an_end(self, replica: Kept) -> None:
+        if self._ending or self._was_finished:
+            return
+        left = sum(not one.ended for one in self._replicas)
+        if said := ended_early(self._status(), replica.name, left, len(self._replicas)):
+            self._say(said)
 
     def _look_at_the_logs(self) -> None:
         why = self._logs.wait() if self._logs else ""
@@ -302,6 +303,7 @@ class Job:
         status = process.end()
         if is_replica and (status == 0 or self._ending):
             process.ended = True
+            self._look_at_an_end(process)
             return True
         if is_replica and not self._was_finished and self._status().get("finished"):
             self._died_at_the_end.add(process.name)
