@@ -158,7 +158,7 @@ def test_a_job_whose_logs_take_no_more_goes_on_and_says_so(tmp_path, log):
             Path({str(tmp_path)!r}, "told").touch()
 
     def _status(self):
-        return {{"committed": 1}}
+        return {{"committed": 1, "finished": True}}
 """
     job = job_of(tmp_path, f"set -e; until [[ -e {tmp_path}/told ]]; do echo word; done", more=more)
     _, told = job.communicate(timeout=60)
@@ -166,6 +166,7 @@ def test_a_job_whose_logs_take_no_more_goes_on_and_says_so(tmp_path, log):
     assert told == (
         f"rejoin-run: the scripts' logs in {tmp_path} do not take what they say (File too large), which is left out: "
         "see to it; the scripts go on\n"
+        "rejoin-run: finished: step 1 is committed\n"
     )
 
 

@@ -46,7 +46,9 @@ def check(
     if ema is not None and not 0.0 < ema < 1.0:
         raise InvalidArgument(f"ema={ema}: it is to be between 0 and 1, such as 0.999")
     if gradients is not None and (gradients not in TYPES or not gradients.is_floating_point):
-        raise InvalidArgument(f"gradients={gradients}: they are reduced in one of float32, float64, bfloat16, float16")
+        raise InvalidArgument(
+            f"gradients={gradients}: they are reduced in a type of floating point: float32, float64, bfloat16, float16"
+        )
     if isinstance(metrics, str):
         raise InvalidArgument(f"metrics={metrics!r}: give a list of names, metrics=[{metrics!r}]")
     _refusals.refuse_wrappers(optimizer)
