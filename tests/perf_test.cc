@@ -71,7 +71,7 @@ TEST(Perf, AFileThatCannotBeWrittenIsFoundBeforeTheRun) {
 // Memory that ranks share among them is no part of what is limited here.
 TEST(Perf, AnAllReduceNeedsNoMemoryBesideItsBuffers) {
   const std::string tool = "exec " + binaries() + "/rejoin_allreduce_perf -b 96M -e 96M -n 1 -w 0 --limits 0";
-  const Ended ended = run({"/bin/sh", "-c", "ulimit -d 65536; " + tool}, {}, std::chrono::seconds(60));
+  const Ended ended = run({"/bin/sh", "-c", "ulimit -d 90000; " + tool}, {}, std::chrono::seconds(60));
   EXPECT_EQ(ended.status, 0) << ended.output;
   EXPECT_NE(ended.output.find(" 100663296 "), std::string::npos) << ended.output;
 }
