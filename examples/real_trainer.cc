@@ -132,10 +132,13 @@ Result<> train(Session& session, const SessionConfig& config, const std::string&
     norms.erase(norms.begin(), norms.find(step.number()));  // … and from then on it is given no earlier step's updates
     write_down(step, fmt::format("loss {:.4f} norm {:.4f} rate {:.6f}", mean_loss[0], norms.at(step.number()), rate));
     if (!step.leads() || step.number() % settings.every != 0) continue;
-    // One replica does this for all, between two steps; the others wait for it in the next one.
+    // One replica does this for all, between two steps; the others wait for it in the next one. Where it fails, as on a
+    // full disk, the next one that leads would fail alike, so nobody ends by it.
     const auto position = session.position();
     if (!position) return tl::unexpected(position.error());
-    if (auto saved = directory.save(config.rank, *position, state); !saved) return saved;
+    if (auto saved = directory.save(config.rank, *position, state); !saved)
+      std::fprintf(stderr, "the checkpoint of step %llu is not written, and training goes on: %s\n",
+                   static_cast<unsigned long long>(step.number()), saved.error().message.c_str());
     write_down(step, fmt::format("evaluated {:.4f}", demo::evaluate(shape, weights, text, held_out)));
   }
   const auto digest = session.state_digest();

@@ -59,10 +59,13 @@ def main() -> None:
         if given.checkpoint and step.number % 100 == 0 and step.leads:
             # Around all of it: who was put out meanwhile does not name an older one again.
             latest = rj.replacing(given.checkpoint / "latest") if dist.get_rank() == 0 else nullcontext()
-            with session.busy("a checkpoint", seconds=60), latest as file:
-                dcp.save(session.state_dict(), checkpoint_id=given.checkpoint / str(step.number))
-                if file is not None:  # it is whole
-                    file.write(str(step.number).encode())
+            try:
+                with session.busy("a checkpoint", seconds=60), latest as file:
+                    dcp.save(session.state_dict(), checkpoint_id=given.checkpoint / str(step.number))
+                    if file is not None:  # it is whole
+                        file.write(str(step.number).encode())
+            except dcp.CheckpointException as error:  # of a full disk, say, on all ranks: the state is worth more
+                print(f"the checkpoint of step {step.number} is not written: {error}", flush=True)
     dist.destroy_process_group()
 
 

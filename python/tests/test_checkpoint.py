@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 from torch.optim import SGD  # noqa: E402
 
 from rejoin.errors import InvalidArgument, Mismatch, Unavailable  # noqa: E402
-from rejoin.torch import Session, _checkpoint, replacing  # noqa: E402
+from rejoin.torch import Session, _form, replacing  # noqa: E402
 
 
 def tied() -> torch.nn.Module:
@@ -135,7 +135,7 @@ def test_what_the_optimizer_had_counted_before_the_job_is_exact_beyond_what_its_
     saved = one.state_dict()
     if not exact:
         saved["rejoin"]["rank0"]["position"] = "of step 11"  # a checkpoint of before
-    monkeypatch.setattr(_checkpoint, "_native", SimpleNamespace(position_step=lambda position: 11))
+    monkeypatch.setattr(_form, "_native", SimpleNamespace(position_step=lambda position: 11))
     other.load_state_dict(saved)
     assert other._updates.offset == before and other._position == "of step 11"
 
@@ -161,7 +161,7 @@ def saved(tmp_path, monkeypatch) -> dict:
     one._updates.count_all(20)
     monkeypatch.setattr(one, "_native", SimpleNamespace(position=lambda: "of step 20", committed=lambda: 20))
     monkeypatch.setattr(one, "_joined", True)
-    monkeypatch.setattr(_checkpoint._native, "position_step", lambda position: 20)
+    monkeypatch.setattr(_form._native, "position_step", lambda position: 20)
     return copy.deepcopy(one.state_dict())
 
 
@@ -217,7 +217,7 @@ def test_another_optimizer_that_shares_a_moment_begins_anew_and_so_do_other_grou
         return {name: value if value.dim() == 0 or number % 2 == 0 else value[0] for name, value in moments.items()}
 
     state = {"step": torch.tensor(20.0), "exp_avg": torch.ones(2, 2), "exp_inf": torch.ones(2, 2)}
-    monkeypatch.setattr(_checkpoint._native, "position_step", lambda position: 20)
+    monkeypatch.setattr(_form._native, "position_step", lambda position: 20)
     kept = {"exp_avg": torch.ones(2, 2), "exp_avg_sq": torch.ones(2, 2), "step": torch.tensor(20.0)}
     for moments, groups, same in (
         (state, [[0, 1, 2, 3]], False),

@@ -12,7 +12,7 @@ from test_attributes import Layerwise, updates  # noqa: E402
 from test_checkpoint import made  # noqa: E402
 
 import rejoin  # noqa: E402
-from rejoin.torch import Session, _checkpoint, _loop  # noqa: E402
+from rejoin.torch import Session, _form, _loop  # noqa: E402
 
 X = torch.linspace(-1, 1, 8).view(2, 4)
 CLAIMS = []  # of the ranks' job
@@ -211,7 +211,7 @@ def a_checkpoint_of_one_rank_is_gone_on_with_by_two(folder):
     _, session = attached(ema=0.9, loss_scale=1024.0, metrics=["loss"])
     state = session.state_dict(of=f"{folder}/one")
     dcp.load(state, checkpoint_id=f"{folder}/one")
-    _checkpoint._native.position_step = lambda position: 20
+    _form._native.position_step = lambda position: 20
     if session.rank == 1:
         told = message_of(session.load_state_dict, state)
         assert "knows rank0, and this is rank 1" in told and "changed=True" in told, told
@@ -252,7 +252,7 @@ def test_what_the_ranks_of_a_divided_model_are_to_keep(tmp_path, monkeypatch):
     told = forked.run_ranks(2, f"{program}test_sharding.ranks({str(tmp_path)!r})")
     assert sorted(told.split()) == sorted(2 * [claim.__name__ for claim in CLAIMS])
 
-    monkeypatch.setattr(_checkpoint._native, "position_step", lambda position: 20)
+    monkeypatch.setattr(_form._native, "position_step", lambda position: 20)
     other = made(tmp_path, model=Model(), **settings)
     state = other.state_dict(of=tmp_path / "two")
     dcp.load(state, checkpoint_id=tmp_path / "two")

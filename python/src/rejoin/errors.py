@@ -102,11 +102,14 @@ _CODES: dict[int, type[RejoinError]] = {
 
 # Of Cancelled, as the coordinator says it.
 _HANGS = "it hangs: its processes are heard, wait for nobody and do not go on"
+# Of Refused, where it is this process that has the place: the program's words, for a caller in Python.
+_OF_THIS_PROCESS = "close that session first"
 
 
 def _make(code: int, message: str) -> RejoinError:
     if _HANGS in message:
         message += ". What takes long goes into session.busy(), as an evaluation does: the others wait for it then"
+    message = message.replace(_OF_THIS_PROCESS, "call leave() of that session first")
     return _CODES.get(code, RejoinError)(message)
 
 

@@ -13,6 +13,10 @@ there are `--batch`: `per_device_train_batch_size` says nothing.
 from __future__ import annotations
 
 import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,8 +29,9 @@ from rejoin.torch._session import Session
 
 try:
     import transformers
+    from safetensors import SafetensorError
 except ModuleNotFoundError as error:
-    if error.name != "transformers":
+    if error.name not in ("transformers", "safetensors"):
         raise
     raise ModuleNotFoundError(
         "rejoin.transformers is for Hugging Face's Trainer, and there is none in this environment: "
@@ -96,6 +101,15 @@ class RejoinCallback(transformers.TrainerCallback):  # type: ignore[misc]  # it 
         self.part.end()
 
 
+@contextmanager
+def _removed_unless_whole(directory: Path) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(directory, ignore_errors=True)
+        raise
+
+
 class RejoinMixin:
     """What a Trainer does otherwise as a replica: `class MyTrainer(RejoinMixin, Trainer)`, with a `RejoinCallback`."""
 
@@ -103,6 +117,7 @@ class RejoinMixin:
         accelerator: Any
         args: Any
         callback_handler: Any
+        state: Any
 
     @property
     def _part(self) -> Part:
@@ -153,9 +168,16 @@ class RejoinMixin:
             return metrics
 
     def _save_checkpoint(self, *given: Any, **named: Any) -> None:
-        if self._part.session.leads:  # the others have the same state, and may have the same disk
-            with self._part.busy("a checkpoint"):
-                super()._save_checkpoint(*given, **named)  # type: ignore[misc]
+        part = self._part
+        if not part.session.leads:  # the others have the same state, and may have the same disk
+            return
+        name = f"{transformers.trainer_utils.PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        directory = Path(self.args.output_dir, name)
+        # An older one of the same step stays, and a part of a new one would fill the disk, or pass for a whole one.
+        undone = _removed_unless_whole(directory) if not directory.exists() else nullcontext()
+        errors = (RuntimeError, SafetensorError)  # what torch and safetensors make of the system's
+        with part.busy("a checkpoint"), part.saving.of(directory, self.state.global_step, *errors), undone:
+            super()._save_checkpoint(*given, **named)  # type: ignore[misc]
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model; behind the loop all replicas call it, and one of them writes: `Session.final_save()`."""

@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rejoin import _native
-from rejoin.errors import InvalidArgument, Mismatch
-from rejoin.torch import _optimizer
+from rejoin.errors import Corrupt, InvalidArgument, Mismatch
+from rejoin.torch import _form, _optimizer
+from rejoin.torch._form import beside_position
 from rejoin.torch._signals import WithinUpdate
 
 if TYPE_CHECKING:
     from rejoin.torch._metrics import Metrics
     from rejoin.torch._session import Session
+    from rejoin.torch._tensors import Tensor
 
 log = logging.getLogger("rejoin")
 
-# Moments that a setting of the same rule has added since: they begin with zeros beside the others.
-_SINCE_THEN = frozenset({"max_exp_avg_sq"})
-# Behind a position: what the optimizer had counted before the job, which its own counts, of float32, tell up to 2^24.
-# Behind that the metrics' names. They are no keys of their own, as dcp.load() refuses a checkpoint without one, such as
-# an older one.
-_COUNTED, _METRICS = " counted=", " metrics="
+# A setting of the same rule may have added it since, and then it begins with zeros, or dropped it.
+_BY_SETTING = frozenset({"max_exp_avg_sq"})
 _REMEDY = "where that is meant, session.load_state_dict(state, changed=True)"
 _FIRST_RANK = "rank0"  # whose part those take that the checkpoint does not know
 _BY_NUMBER = re.compile(r"optimizer\.state\.\d+\.\w+")
@@ -55,9 +51,9 @@ def checkpoint_of(session: Session) -> dict[str, Any]:
     masters = {t.name: t.optimizers(t.columns[0]) for t in parameters if t.has_master}
     average = {t.name: t.optimizers(t.columns[-1]) for t in parameters if t.averaged}
     state.update({name: of for name, of in (("masters", masters), ("average", average)) if of})
-    beside = f"{_COUNTED}{session._updates.offset}{_METRICS}{json.dumps(session._metrics.names)}"
+    beside = (session._updates.offset, session._metrics.names)
     of_rank: dict[str, Any] = {
-        "position": f"{session._native.position()}{beside}" if session._joined else None,
+        "position": beside_position(session._native.position(), *beside) if session._joined else None,
         "version": session._native.committed() if session._joined else 0,
         "metrics": updated.get("rejoin.metrics"),  # of the last step: a part of the state
         "loss_scale": session._loss_scale,
@@ -66,6 +62,19 @@ def checkpoint_of(session: Session) -> dict[str, Any]:
         of_rank["buffers"] = {t.name: updated[t.name] for t in session._tensors if t.is_buffer}
     state["rejoin"] = {f"rank{session.rank}": of_rank}
     return state
+
+
+class _Entries(dict[int, Any]):
+    """What an optimizer keeps for each parameter, so much as this one does too; `left_out`: moments of others."""
+
+    def __init__(self, entries: Mapping[int, Any], stored: Mapping[str, Any]) -> None:
+        super().__init__(entries)
+        self.left_out: dict[int, set[str]] = {}
+        for name, of in stored.items():
+            if _BY_NUMBER.fullmatch(name) and hasattr(of, "properties"):  # a tensor
+                number, moment = int(name.split(".")[2]), name.split(".")[3]
+                if moment not in entries.get(number, ()):
+                    self.left_out.setdefault(number, set()).add(moment)
 
 
 def template_of(session: Session, checkpoint: Any) -> dict[str, Any]:
@@ -85,6 +94,8 @@ def template_of(session: Session, checkpoint: Any) -> dict[str, Any]:
     state = checkpoint_of(session)
     del state["rejoin"]
     template = {name: part for name, of in state.items() if (part := _part(of, name, known, stored)) is not _NOT_THERE}
+    if "state" in template.get("optimizer", {}):
+        template["optimizer"]["state"] = _Entries(template["optimizer"]["state"], stored)
     groups = template.get("optimizer", {}).get("param_groups", [])
     while f"optimizer.param_groups.{len(groups)}.params" in stored:  # so that load_state_dict() sees that it has more
         groups.append({"params": None})
@@ -159,19 +170,16 @@ def restore(session: Session, state: Mapping[str, Any], changed: bool = False) -
     """Take the state in as `Session.load_state_dict()` says."""
     if session._model is None or session._optimizer is None or session._updates is None or session._joined:
         raise InvalidArgument("load_state_dict() comes after attach() and before join()")
-    _load_model(session._model, state["model"], changed)
+    _form.check(state)
     place = _place_of(session, state["rejoin"], changed) if "rejoin" in state else None
-    position, _, beside = (place["position"] or "" if place is not None else "").partition(_COUNTED)
-    counted, _, names = beside.partition(_METRICS)
-    version = _native.position_step(position) if position else 0
+    position = _form.Position.of(place) if place is not None else _form.Position()
+    _load_model(session._model, state["model"], changed)
     if place is not None:
-        _load_metrics(session._metrics, place.get("metrics"), json.loads(names) if names else None, changed)
+        _load_metrics(session._metrics, place.get("metrics"), position.metrics, changed)
         if session._loss_scale is not None and place.get("loss_scale") is not None:
             session._loss_scale.copy_(place["loss_scale"])
-    if "optimizer" not in state and not changed:
-        raise InvalidArgument(f"the checkpoint has no optimizer's state: where it is to begin anew, {_REMEDY}")
-    _load_optimizer(session, state.get("optimizer", {}), version, int(counted) if counted else None, changed)
-    session._position, session._compares = position or None, not changed
+    _load_optimizer(session, state.get("optimizer") or {}, position, changed)
+    session._position, session._compares = position.text or None, not changed
     buffers = place.get("buffers", {}) if place is not None else {}
     with torch.no_grad():
         for tensor in session._tensors:
@@ -202,8 +210,15 @@ def _place_of(session: Session, ranks: Mapping[str, Any], changed: bool) -> Mapp
     return place
 
 
+class _AnotherModel(InvalidArgument, RuntimeError):
+    """As torch has it, and as every call here."""
+
+
 def _load_model(model: torch.nn.Module, state: Mapping[str, Any], changed: bool) -> None:
-    loaded = model.load_state_dict(state, strict=not changed)
+    try:
+        loaded = model.load_state_dict(state, strict=not changed)
+    except RuntimeError as error:  # torch's, which names what differs
+        raise _AnotherModel(f"the checkpoint's model is another one: {error}") from error
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     if missing := sorted(parameters.intersection(loaded.missing_keys)):
         raise InvalidArgument(f"the checkpoint has no parameter '{missing[0]}': buffers alone may be others than its")
@@ -224,13 +239,13 @@ def _load_metrics(metrics: Metrics, values: torch.Tensor | None, names: list[str
     if names != list(metrics.names) and not changed:
         has = f"the metrics {names}" if names is not None else f"{len(values)} metrics"
         raise InvalidArgument(f"the checkpoint has {has}, and attach() was given {list(metrics.names)}: {_REMEDY}")
+    if names is not None and len(names) != len(values):
+        raise Corrupt(f"the checkpoint has the metrics {names}, and {len(values)} means of metrics")
     loaded = dict(zip(names or (), values.tolist(), strict=True)) if names is not None else {}
     metrics.values.copy_(torch.tensor([loaded.get(name, 0.0) for name in metrics.names], dtype=values.dtype))
 
 
-def _load_optimizer(
-    session: Session, saved: Mapping[str, Any], version: int, before: int | None, changed: bool
-) -> None:
+def _load_optimizer(session: Session, saved: Mapping[str, Any], position: _form.Position, changed: bool) -> None:
     state: Mapping[int, Mapping[str, Any]] = saved.get("state", {})
     assert session._optimizer is not None and session._updates is not None
     held = {id(tensor.value): tensor for tensor in session._tensors}
@@ -243,28 +258,63 @@ def _load_optimizer(
                 f"the checkpoint's optimizer has parameter number {number}, and this one {len(order)} of them"
             )
     tensors = [held[id(parameter)] for parameter in order]
-    counted = _optimizer.counted((t.name, t.kept, state.get(number, {})) for number, t in enumerate(tensors))
-    # Another optimizer begins anew: moments of one rule, or some of them, are nothing to another one.
-    others = any(set(tensors[n].kept.moments) - _SINCE_THEN - set(kept) for n, kept in state.items())
-    begins = changed and (others or not _same_groups(session._optimizer, saved))
-    if begins:
-        log.warning("the optimizer is another than the checkpoint's, and begins anew")
-    for number, kept in state.items():
-        if begins:
-            tensors[number].drop_state(kept)
+    left_out = state.left_out if isinstance(state, _Entries) else {}
+    entries = [(tensors[n], entry, left_out.get(n, set())) for n, entry in state.items()]
+    another = _another(session, saved, entries, position.step)
+    if another and not changed:
+        raise InvalidArgument(f"{another}: {_REMEDY} lets it begin anew")
+    if another:
+        log.warning("the optimizer begins anew: %s", another)
+    for number, entry in state.items():
+        if another:
+            tensors[number].drop_state(entry)
         else:
-            tensors[number].take_state(kept)
-    if begins and counted is not None:  # another optimizer: it counts from the job's next step on
-        session._updates.offset = -version
-        session._updates.count_all(version)
-    elif state and counted is not None:
-        session._updates.offset = before if before is not None else counted - version
-        session._updates.count_all(version)
+            tensors[number].take_state(entry)
+    if another and any(tensor.kept.step is not None for tensor in tensors):  # it counts from the job's next step on
+        session._updates.offset = -position.step
+        session._updates.count_all(position.step)
+        return
+    counted = _optimizer.counted((t.name, t.kept, state.get(number, {})) for number, t in enumerate(tensors))
+    if not another and state and counted is not None:
+        session._updates.offset = position.counted if position.counted is not None else counted - position.step
+        session._updates.count_all(position.step)
 
 
-# Numbers of parameters are those of all groups in a row: they mean the same parameters in the same groups alone.
-def _same_groups(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> bool:
-    groups = saved.get("param_groups")
-    if groups is None:
-        return True
-    return [len(group["params"]) for group in groups] == [len(group["params"]) for group in optimizer.param_groups]
+# Moments of one rule, or some of them, are nothing to another one. Where an optimizer has never updated a parameter, it
+# keeps nothing for it, and it has kept nothing at all before its first step.
+def _another(
+    session: Session, saved: Mapping[str, Any], entries: list[tuple[Tensor, Mapping[str, Any], set[str]]], step: int
+) -> str | None:
+    """Say why the checkpoint's optimizer can't be this one; None where it can."""
+    name = type(session._optimizer).__name__
+    if not saved or ("state" not in saved and "param_groups" not in saved):
+        return "the checkpoint has no optimizer's state"
+    kept_at_all = False
+    for tensor, entry, left_out in entries:
+        kept = left_out | {key for key, value in entry.items() if value is not None}
+        kept -= {key for key in tensor.kept.moments if not isinstance(entry.get(key), torch.Tensor)}
+        if not kept:
+            continue
+        kept_at_all = True
+        keeps = {*tensor.kept.moments, *([tensor.kept.step] if tensor.kept.step is not None else [])}
+        if (kept ^ keeps) - _BY_SETTING:
+            return (
+                f"the checkpoint's optimizer is another one: for '{tensor.name}' it has kept "
+                f"{', '.join(sorted(kept))}, and {name} keeps {', '.join(sorted(keeps)) or 'nothing'}"
+            )
+    assert session._optimizer is not None
+    keeps_something = any(t.kept.moments or t.kept.step is not None for t in session._tensors if t.is_parameter)
+    if not kept_at_all and step > 0 and keeps_something:
+        return f"the checkpoint, of step {step}, has nothing of what {name} keeps for the parameters"
+    sizes, own = _sizes(saved.get("param_groups")), _sizes(session._optimizer.param_groups)
+    # Numbers of parameters are those of all groups in a row: they mean the same ones in the same groups alone.
+    if sizes is not None and sizes != own:
+        return f"the checkpoint's optimizer has groups of {sizes} parameters, and this {name} of {own}"
+    return None
+
+
+def _sizes(groups: Sequence[Mapping[str, Any]] | None) -> list[int] | None:
+    params = [group.get("params") for group in groups or ()]
+    if groups is None or not all(isinstance(of, list) for of in params):
+        return None
+    return [len(of) for of in params if of is not None]

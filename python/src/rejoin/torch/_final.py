@@ -74,9 +74,14 @@ class _Turn:
 
     def written(self) -> None:
         """Say so to those who wait."""
-        if self._file is not None:
+        if self._file is None:
+            return
+        try:
             os.pwrite(self._file, self._line, 0)
             os.fsync(self._file)
+        except OSError as error:
+            log.warning("%s is written, and there was no room to say so beside it (%s): others may write it again",
+                        self._path, error.strerror)  # fmt: skip
 
     def end(self) -> None:
         """Let the next one go on."""

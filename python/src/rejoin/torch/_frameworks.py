@@ -13,8 +13,8 @@ import torch
 
 from rejoin.errors import InvalidArgument
 from rejoin.torch._feed import Feed
-from rejoin.torch._files import replacing
 from rejoin.torch._rates import Schedule
+from rejoin.torch._saving import Saving
 from rejoin.torch._session import Session
 
 log = logging.getLogger("rejoin")
@@ -41,6 +41,7 @@ class Part:
     def __init__(self, session: Session, checkpoint: str | os.PathLike[str] | None, settings: dict[str, Any]) -> None:
         self.session = session
         self.feed: Feed | None = None
+        self.saving = Saving()  # of the framework's own checkpoints
         self._checkpoint = Path(checkpoint) if checkpoint is not None else None
         self._settings = settings  # of attach()
 
@@ -62,9 +63,8 @@ class Part:
 
     def save(self) -> None:
         """Write the checkpoint, on the replica that leads, between steps."""
-        if self._checkpoint is not None and self.session.leads:
-            with self.busy("a checkpoint"), replacing(self._checkpoint) as file:
-                torch.save(self.session.state_dict(), file)
+        if self._checkpoint is not None:
+            self.session.save(self._checkpoint)
 
     def busy(self, reason: str) -> AbstractContextManager[None]:
         """Let the others wait within this block, where they do."""

@@ -51,7 +51,7 @@ def counted(parameters: Iterable[tuple[str, Kept, Mapping[str, Any]]]) -> int | 
 
     Raises `InvalidArgument` where they are not the same for all, since all are updated in each step from now on.
     """
-    counts = {name: int(state.get(kept.step, 0)) for name, kept, state in parameters if kept.step is not None}
+    counts = {name: _count(name, state.get(kept.step)) for name, kept, state in parameters if kept.step is not None}
     if not counts:
         return None
     most, least = (choose(counts, key=lambda name: counts[name]) for choose in (max, min))
@@ -62,6 +62,16 @@ def counted(parameters: Iterable[tuple[str, Kept, Mapping[str, Any]]]) -> int | 
             "optimizer, or begin with an optimizer without state"
         )
     return counts[most]
+
+
+def _count(name: str, of: Any) -> int:
+    try:
+        count = int(of) if of is not None else 0
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        count = -1
+    if count < 0:
+        raise InvalidArgument(f"the optimizer's state for '{name}' says {of!r} for its count of steps")
+    return count
 
 
 def bare_copy(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:

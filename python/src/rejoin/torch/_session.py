@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,6 +32,7 @@ from rejoin.torch._modes import Modes
 from rejoin.torch._places import Places
 from rejoin.torch._ranks import Ranks
 from rejoin.torch._rates import Schedule
+from rejoin.torch._saving import Saving, save
 from rejoin.torch._step import Step
 from rejoin.torch._tensors import Tensor
 from rejoin.torch._update import Rules, Update
@@ -113,7 +113,7 @@ class Session:
         self._fetchers: dict[int, Fetcher] = {}
         self._data: list[str] = []  # what batches() was told
         self._group: SessionGroup | None = None
-        self._since, self._saves = time.time(), 0  # final ones
+        self._since, self._saves, self._saving = time.time(), 0, Saving()  # final ones, and checkpoints
 
     @classmethod
     def from_environment(cls, device: torch.device | str = "cpu", **settings: Any) -> Session:
@@ -240,9 +240,7 @@ class Session:
         """Give the session, which leaves the job at the end of the block."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Leave the job."""
         if kind is None:
             self.leave()
@@ -276,8 +274,7 @@ class Session:
 
         Such as forward and backward of a compiled model, with data of the shape to come; `optimizer.step()` drops the
         gradients there, and updates nothing. They are dropped afterwards, too; the model's buffers and torch's random
-        numbers are what they were. The others wait for nothing. SIGTERM ends the process behind the block, so that no
-        file of a compiler's cache is cut off.
+        numbers are what they were. The others wait for nothing, and SIGTERM for the end (for compilers' caches).
         """
         return _loop.warmed_up(self)
 
@@ -297,8 +294,7 @@ class Session:
     def _stream(self) -> int | None:
         return int(torch.cuda.current_stream(self.device).cuda_stream) if self.device.type == "cuda" else None
 
-    def _on_gradient(self, tensor: Tensor) -> None:
-        _loop.on_gradient(self, tensor)
+    _on_gradient = _loop.on_gradient
 
     def _zero_grad(self, set_to_none: bool = True) -> None:
         _loop.zero_grad(self)
@@ -323,13 +319,13 @@ class Session:
     def state_dict(self, *, of: Any = None) -> dict[str, Any]:
         """Give the model's and the optimizer's state, and where the job stands with it: a checkpoint.
 
-        Between steps: after `optimizer.step()`, in the loop's body, and not before the first step has begun, as others'
-        state may be coming in until then. Buffers and metrics are those of the last update: what is written to them
-        since counts in the next step. The tensors are the live ones, so save them before the loop goes on. A plain
-        PyTorch job loads "model" and "optimizer" as they are.
+        Between steps: after `optimizer.step()`, in the loop's body, and not before the first step, as others' state may
+        be coming in until then. Buffers and metrics are those of the last update: what is written to them since counts
+        in the next step. The tensors are live: save them before the loop goes on. A plain job loads "model" and
+        "optimizer" as they are.
 
-        A signal's handler may call it, too: where the signal comes in an update, it runs behind that. Only where the
-        step has waited for others for 10 s does it run meanwhile, and is refused: a flag for the loop's body is better.
+        A signal's handler may call it, too: behind the update in which it comes. Only where the step has waited for
+        others for 10 s does it run meanwhile, and is refused: a flag for the loop's body is better.
 
         `of`: a checkpoint of torch.distributed.checkpoint, its path or a StorageReader. Then it is what dcp.load() is
         to fill before join(): so much of the state as this one has, also one of other metrics or another number of
@@ -350,11 +346,19 @@ class Session:
         """
         restore(self, state, changed)
 
+    def save(self, path: str | os.PathLike[str]) -> bool:
+        """Write `state_dict()` to this file, on the replica that leads and as `replacing` does, while the others wait.
+
+        Between steps: after `optimizer.step()`, in the loop's body. Gives whether it is written. Where it can't be, as
+        on a full disk, the log says so, and training goes on with the file of before: else one leader after another
+        would end by it, until nobody has the state. Of several ranks each gives a path of its own.
+        """
+        return save(self, path)
+
     def averaged(self) -> AbstractContextManager[None]:
         """Let the model's parameters be their moving averages (`ema`) within this block, to evaluate or save them.
 
-        Between steps: after `optimizer.step()`, in the loop's body, where the block also ends. A block within another
-        one changes nothing.
+        Between steps, as `save`, where the block also ends. A block within another one changes nothing.
         """
         return _loop.averaged(self)
 
