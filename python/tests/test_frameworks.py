@@ -85,12 +85,21 @@ def test_a_replica_is_killed_and_comes_back(tmp_path, framework, flags):
 
 @pytest.mark.parametrize("framework", ["transformers", "lightning"])
 def test_a_replica_that_comes_back_to_the_finished_job_ends_and_writes_nothing(tmp_path, framework):
-    job = job_of(tmp_path, framework, "--slow", "0.5", steps=60)
+    """And no checkpoint that can't be written ends one: neither the session's, nor the Trainer's own."""
+    (tmp_path / "checkpoint-20").touch()  # in the place of its directory
+    job = job_of(tmp_path, framework, "--slow", "0.5", steps=60, checkpoint=tmp_path / "gone" / "state.pt")
     job.until(lambda: len(rows(job, 1)) >= 5, LOADS)
     (tmp_path / "fast").touch()
     os.kill(rows(job, 1)[-1][3], signal.SIGKILL)
     errors = job.wait()
     assert "replica 1 ended with signal SIGKILL, and is started again" in errors, errors
+    assert errors.count("is started again") == 1, errors
+    logs = job.log(0) + job.log(1)
+    assert f"is not written to {tmp_path}/gone/state.pt, and training goes on (failed 1 times" in logs, job.tails()
+    if framework == "transformers":
+        assert f"the checkpoint of step 20 is not written to {tmp_path}/checkpoint-20, and training" in logs
+        assert f"the checkpoint of step 30 is written to {tmp_path}/checkpoint-30, after 1 that" in logs, job.tails()
+        assert (tmp_path / "checkpoint-20").is_file() and (tmp_path / "checkpoint-60" / "trainer_state.json").exists()
     assert "ended at 60, finished True" in job.log(0), job.tails()
     assert "ended at 0, finished True" in job.log(1) or "ended at 60, finished True" in job.log(1), job.tails()
     if "ended at 0" in job.log(1):
