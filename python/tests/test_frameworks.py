@@ -1,5 +1,6 @@
 """Jobs under the frameworks themselves, by `./run frameworks`: kills, and what their loops count."""
 
+import contextlib
 import os
 import re
 import signal
@@ -95,7 +96,7 @@ def test_a_replica_that_comes_back_to_the_finished_job_ends_and_writes_nothing(t
     assert "replica 1 ended with signal SIGKILL, and is started again" in errors, errors
     assert errors.count("is started again") == 1, errors
     logs = job.log(0) + job.log(1)
-    assert f"is not written to {tmp_path}/gone/state.pt, and training goes on (failed 1 times" in logs, job.tails()
+    assert f"is not written to {tmp_path}/gone/state.pt, and training goes on (1 in a row" in logs, job.tails()
     if framework == "transformers":
         assert f"the checkpoint of step 20 is not written to {tmp_path}/checkpoint-20, and training" in logs
         assert f"the checkpoint of step 30 is written to {tmp_path}/checkpoint-30, after 1 that" in logs, job.tails()
@@ -174,6 +175,16 @@ def test_what_lightning_can_not_have_is_refused_before_it_trains(tmp_path):
     one = session(tmp_path)
     loader = torch.utils.data.DataLoader(Tokens(), batch_sampler=one.batches(256))
     refused(r"data of the first step was asked for before attach.*steps=…", feed=one.data(loader))
+
+
+def test_a_trainers_checkpoint_that_was_begun_and_is_not_whole_is_removed(tmp_path):
+    from rejoin.transformers import _removed_unless_whole
+
+    for fails in (True, False):
+        with contextlib.suppress(ZeroDivisionError), _removed_unless_whole(tmp_path / "checkpoint-10"):
+            (tmp_path / "checkpoint-10").mkdir()
+            1 / (0 if fails else 1)
+        assert (tmp_path / "checkpoint-10").exists() != fails
 
 
 def test_what_a_trainer_can_not_have_is_refused_before_it_trains(tmp_path):

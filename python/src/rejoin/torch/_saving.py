@@ -39,7 +39,7 @@ class Saving:
             self._failed += 1
             if self._failed & (self._failed - 1) == 0:
                 log.error(
-                    "the checkpoint of step %d is not written to %s, and training goes on (failed %d times in a row; "
+                    "the checkpoint of step %d is not written to %s, and training goes on (%d in a row that were not; "
                     "the last one that this process has written: %s): %s: %s. If all replicas are lost, so are the "
                     "steps since the last checkpoint: make room, or mend the path",
                     step,
