@@ -23,6 +23,7 @@ constexpr int kBits = 64, kDescriptors = 1 << 20;  // larger ones stay up: syste
 // A bit for each descriptor, so that a child can read them whatever other threads did when it was made.
 std::array<std::atomic<std::uint64_t>, kDescriptors / kBits> kept{};
 std::atomic<std::size_t> used{0};  // words that may have a bit
+std::atomic<int> forks{0};
 
 std::uint64_t inode_of(int socket) {
   struct stat file {};
@@ -53,6 +54,7 @@ void make_unconnected() {
 // close it. Where that can't be, as above a limit that has been lowered since, nobody else gets it either, as a rule.
 void in_child() {
   const int before = errno;
+  forks.fetch_add(1, std::memory_order_relaxed);
   const bool there = unconnected.there();
   for (std::size_t word = 0; word < used.load(std::memory_order_relaxed); ++word)
     for (std::uint64_t bits = kept[word].exchange(0, std::memory_order_relaxed); bits != 0; bits &= bits - 1) {
@@ -62,11 +64,20 @@ void in_child() {
   errno = before;
 }
 
-}  // namespace
-
-void keep_from(const Fd& socket) {
+void watch() {
   static const int watched = ::pthread_atfork(nullptr, nullptr, in_child);
   REJOIN_CHECK(watched == 0, "pthread_atfork: {}", watched);
+}
+
+}  // namespace
+
+int generation() {
+  watch();
+  return forks.load(std::memory_order_relaxed);
+}
+
+void keep_from(const Fd& socket) {
+  watch();
   const int fd = socket.get();
   if (fd < 0 || fd >= kDescriptors) return;
   make_unconnected();

@@ -11,4 +11,8 @@ namespace rejoin::children {
 void keep_from(const Fd& socket);
 void forget(int fd);  // before it is closed
 
+// Another number in a child of fork() than it was in its parent, whatever their processes' numbers are. From the first
+// call on; any thread.
+int generation();
+
 }  // namespace rejoin::children

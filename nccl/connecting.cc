@@ -58,8 +58,15 @@ Result<> Device::open_control() {
   return {};
 }
 
-Device::~Device() {
+Device::~Device() { end(); }
+
+void Device::end() {
+  give_up_all();
+  std::scoped_lock lock(mutex_);
   for (const auto& [begin, region] : regions_) engine_->deregister(region->id);
+  regions_.clear();
+  engine_.reset();
+  control_.reset();
 }
 
 Result<std::unique_ptr<Listener>> Device::listen(Handle& handle) {
@@ -87,6 +94,12 @@ void Device::give_up_forgotten() {
     }
     it = next;
   }
+}
+
+void Device::give_up_all() {
+  std::scoped_lock lock(mutex_);
+  for (const auto& [number, connecting] : connecting_) end_try(*connecting);
+  connecting_.clear();
 }
 
 // What this handle's connection has come to; made where it is new or was forgotten.

@@ -139,6 +139,10 @@ class Device : public std::enable_shared_from_this<Device> {
   Result<bool> test(Request& request, int* sizes);  // true: done, and the request is NCCL's no more
   void close(Listener& listener);
   void close(Connection& connection);
+  // Every connection under way is nobody's any more. Each holds on to its device until then.
+  void give_up_all();
+  // Nobody calls any more: its engine ends, with its threads and all that has not been closed.
+  void end();
 
  private:
   // A caller that asks a listener whose address is too long for a handle.

@@ -1,19 +1,18 @@
-// libnccl-net-rejoin.so: the ABIs that NCCL looks for, as thin adapters of net.h. docs/nccl.md is for its users.
+#include "nccl/plugin.h"
+
+#include <cxxabi.h>
+#include <semaphore.h>
 #include <spdlog/sinks/base_sink.h>
 #include <spdlog/spdlog.h>
 
-#include <algorithm>
-#include <cstring>
-
+#include "base/children.h"
 #include "base/fail.h"
 #include "base/log.h"
-#include "nccl/net.h"
 #include "transport/factory.h"
 
 namespace rejoin::nccl {
-namespace {
 
-using abi::Result;  // NCCL's, here; ours is rejoin::Result
+namespace {
 
 // Our log, as part of NCCL's.
 class NcclSink final : public spdlog::sinks::base_sink<std::mutex> {
@@ -30,22 +29,46 @@ class NcclSink final : public spdlog::sinks::base_sink<std::mutex> {
   abi::Logger logger_;
 };
 
-struct Context {  // of a communicator
-  int traffic_class = -1;
-};
-
-class Plugin {
+// Static objects are destroyed when this library is unloaded and when the program ends, and only in the first case may
+// connections end with them: in the second NCCL's threads are still at work. A handler of the program's, rather than
+// this library's, runs in the second alone, and before them. It outlives this library, so that it is a function of the
+// C library's, on memory that is never freed.
+class ProgramEnds {
  public:
-  Plugin() { (void)spdlog::default_logger(); }  // so that spdlog's own globals outlive this one
-  ~Plugin() { set_logger(nullptr); }            // the library goes: its sink must not be called again
+  void watch() {
+    if (ends_ != nullptr) return;
+    ends_ = new sem_t;
+    ::sem_init(ends_, 0, 0);
+    const auto post = reinterpret_cast<void (*)(void*)>(reinterpret_cast<void (*)()>(::sem_post));
+    (void)::abi::__cxa_atexit(post, ends_, nullptr);
+  }
+  bool here() const {
+    int posted = 0;
+    return ends_ != nullptr && ::sem_getvalue(ends_, &posted) == 0 && posted > 0;
+  }
 
-  Result init(abi::Logger logger) {
-    std::scoped_lock lock(mutex_);
-    if (!logs_ && logger != nullptr) {
-      logs_ = true;
-      set_logger(std::make_shared<spdlog::logger>("rejoin", std::make_shared<NcclSink>(logger)));
-    }
-    if (!devices_.empty()) return abi::kSuccess;
+ private:
+  sem_t* ends_ = nullptr;
+} program_ends;
+
+}  // namespace
+
+Plugin::Plugin() { (void)spdlog::default_logger(); }  // so that spdlog's own globals outlive this one
+
+Plugin::~Plugin() {
+  if (!in_child() && !program_ends.here())
+    for (const auto& device : made()) device->end();
+  set_logger(nullptr);  // the library goes: its sink must not be called again
+}
+
+abi::Result Plugin::init(abi::Logger logger) {
+  if (in_child()) return refuse_child();
+  std::scoped_lock lock(mutex_);
+  if (!logs_ && logger != nullptr) {
+    logs_ = true;
+    set_logger(std::make_shared<spdlog::logger>("rejoin", std::make_shared<NcclSink>(logger)));
+  }
+  if (devices_.empty()) {
     settings_ = settings_from_environment();
     auto found = find_devices(settings_);
     if (!found) return complain(found.error());
@@ -55,337 +78,95 @@ class Plugin {
                             info.cuda ? ", GPU memory by nvidia-peermem" : "");
       devices_.push_back(std::make_unique<DeviceInfo>(std::move(info)));
     }
-    return abi::kSuccess;
   }
+  ++begun_;
+  return abi::kSuccess;
+}
 
-  Result devices(int* count) {
+void Plugin::finalize() {
+  if (in_child()) return;
+  {
     std::scoped_lock lock(mutex_);
-    *count = static_cast<int>(devices_.size());
-    return abi::kSuccess;
+    if (--begun_ > 0) return;
   }
+  for (const auto& device : made()) device->give_up_all();
+}
 
-  template <typename Properties>
-  Result properties(int device, Properties* to) {
-    const DeviceInfo* info = find(device);
-    if (info == nullptr) return abi::kInvalidArgument;
-    *to = {};
-    to->name = const_cast<char*>(info->name.c_str());  // NCCL only reads it
-    to->pci_path = info->pci_path.empty() ? nullptr : const_cast<char*>(info->pci_path.c_str());
-    to->guid = info->guid != 0 ? info->guid : static_cast<std::uint64_t>(device);
-    to->pointers = abi::kHost | (info->cuda ? abi::kCuda : 0) | (info->dma_buf ? abi::kDmaBuf : 0);
-    to->registration_is_global = 1;
-    to->speed = info->speed_mbps;
-    to->port = info->port;
-    to->max_connections = 65536;
-    to->max_receives = kMaxGroup;
-    to->offload = abi::kDeviceOfHost;
-    if constexpr (requires { to->parts; }) {
-      to->parts.count = static_cast<int>(info->parts.size());
-      std::copy(info->parts.begin(), info->parts.end(), to->parts.devices);
-      to->max_point_to_point = to->max_collective = kMaxMessage;
-    }
-    if constexpr (requires { to->max_multi_request; }) to->max_multi_request = 1;
-    if constexpr (requires { to->rail; }) to->rail = to->plane = abi::kUndefined;
-    return abi::kSuccess;
+abi::Result Plugin::devices(int* count) {
+  std::scoped_lock lock(mutex_);
+  *count = static_cast<int>(devices_.size());
+  return abi::kSuccess;
+}
+
+rejoin::Result<int> Plugin::join(const std::vector<int>& parts) {
+  std::scoped_lock lock(mutex_);
+  std::vector<DeviceInfo> all;
+  for (const auto& info : devices_) all.push_back(*info);
+  auto joined = join_devices(all, parts);
+  if (!joined) return tl::unexpected(joined.error());
+  const int number = static_cast<int>(devices_.size());
+  logger().info("device {}: {} as rails", number, joined->name);
+  devices_.push_back(std::make_unique<DeviceInfo>(std::move(*joined)));
+  return number;
+}
+
+rejoin::Result<std::shared_ptr<Device>> Plugin::engine(int device, int traffic_class) {
+  const DeviceInfo* info = find(device);
+  if (info == nullptr) return fail(ErrorCode::invalid_argument, "no device {}", device);
+  std::scoped_lock lock(mutex_);
+  auto& known = engines_[{device, traffic_class}];
+  if (auto there = known.lock()) return there;
+  std::string transport = info->transport;
+  if (traffic_class >= 0 && traffic_class <= 255 && transport.starts_with("ibverbs:")) {
+    std::string with;
+    for (const auto& rail : split(transport.substr(8), ','))
+      with += fmt::format("{}{};tc={}", with.empty() ? "" : ",", rail, traffic_class);
+    transport = "ibverbs:" + with;
   }
+  auto address = local_address(settings_);
+  if (!address) return tl::unexpected(address.error());
+  generation_ = children::generation();
+  program_ends.watch();
+  auto opened = transport::make_engine(transport).and_then(
+      [&](auto&& made) { return Device::make(std::move(made), *address, clock_, family_of(transport)); });
+  if (!opened) return tl::unexpected(of_device(device, info->name, opened.error()));
+  known = *opened;
+  return opened;
+}
 
-  template <typename Parts>
-  Result make_virtual(int* device, const Parts* parts) {
-    if (parts->count < 1 || parts->count > static_cast<int>(std::size(parts->devices))) return abi::kInvalidArgument;
-    std::scoped_lock lock(mutex_);
-    std::vector<DeviceInfo> all;
-    for (const auto& info : devices_) all.push_back(*info);
-    auto joined = join_devices(all, {parts->devices, parts->devices + parts->count});
-    if (!joined) return complain(joined.error());
-    *device = static_cast<int>(devices_.size());
-    logger().info("device {}: {} as rails", *device, joined->name);
-    devices_.push_back(std::make_unique<DeviceInfo>(std::move(*joined)));
-    return abi::kSuccess;
+bool Plugin::in_child() const { return generation_ >= 0 && generation_ != children::generation(); }
+
+abi::Result Plugin::refuse_child() {
+  return complain({ErrorCode::invalid_argument,
+                   "this is a child of fork(), which has no part in its parent's connections: start a process of its "
+                   "own for what uses NCCL, as by exec or Python's 'spawn'"});
+}
+
+abi::Result Plugin::complain(const Error& error) {
+  logger().warn("{}", error.message);
+  switch (error.code) {
+    case ErrorCode::invalid_argument:
+    case ErrorCode::mismatch: return abi::kInvalidUsage;
+    case ErrorCode::unavailable:
+    case ErrorCode::refused:
+    case ErrorCode::cancelled:
+    case ErrorCode::corrupt:
+    case ErrorCode::timeout: return abi::kRemoteError;
+    default: return abi::kSystemError;
   }
-
-  // The engine of a device, which connections of one traffic class share.
-  rejoin::Result<std::shared_ptr<Device>> engine(int device, int traffic_class) {
-    const DeviceInfo* info = find(device);
-    if (info == nullptr) return fail(ErrorCode::invalid_argument, "no device {}", device);
-    std::scoped_lock lock(mutex_);
-    auto& known = engines_[{device, traffic_class}];
-    if (auto there = known.lock()) return there;
-    std::string transport = info->transport;
-    if (traffic_class >= 0 && traffic_class <= 255 && transport.starts_with("ibverbs:")) {
-      std::string with;
-      for (const auto& rail : split(transport.substr(8), ','))
-        with += fmt::format("{}{};tc={}", with.empty() ? "" : ",", rail, traffic_class);
-      transport = "ibverbs:" + with;
-    }
-    auto address = local_address(settings_);
-    if (!address) return tl::unexpected(address.error());
-    auto opened = transport::make_engine(transport).and_then(
-        [&](auto&& made) { return Device::make(std::move(made), *address, clock_, family_of(transport)); });
-    if (!opened) return tl::unexpected(of_device(device, info->name, opened.error()));
-    known = *opened;
-    return opened;
-  }
-
-  Result complain(const Error& error) {
-    logger().warn("{}", error.message);
-    switch (error.code) {
-      case ErrorCode::invalid_argument:
-      case ErrorCode::mismatch: return abi::kInvalidUsage;
-      case ErrorCode::unavailable:
-      case ErrorCode::refused:
-      case ErrorCode::cancelled:
-      case ErrorCode::corrupt:
-      case ErrorCode::timeout: return abi::kRemoteError;
-      default: return abi::kSystemError;
-    }
-  }
-
- private:
-  const DeviceInfo* find(int device) {
-    std::scoped_lock lock(mutex_);
-    return device >= 0 && static_cast<std::size_t>(device) < devices_.size() ? devices_[device].get() : nullptr;
-  }
-
-  const SteadyClock clock_{};
-  std::mutex mutex_;
-  bool logs_ = false;  // through NCCL's logger
-  Settings settings_;
-  std::vector<std::unique_ptr<DeviceInfo>> devices_;  // NCCL holds on to their strings
-  std::map<std::pair<int, int>, std::weak_ptr<Device>> engines_;
-};
-Plugin plugin;
-
-// ---- what all versions share
-
-Result listen(int device, int traffic_class, void* handle, void** listener) {
-  auto engine = plugin.engine(device, traffic_class);
-  if (!engine) return plugin.complain(engine.error());
-  Handle made;
-  auto listening = (*engine)->listen(made);
-  if (!listening) return plugin.complain(listening.error());
-  std::memset(handle, 0, abi::kHandleBytes);
-  std::memcpy(handle, &made, sizeof made);
-  *listener = listening->release();
-  return abi::kSuccess;
 }
 
-// The handle is NCCL's, and may lie anywhere; it is given in each call until the connection is there.
-Result connect(int device, int traffic_class, void* handle, void** sender) {
-  *sender = nullptr;
-  auto engine = plugin.engine(device, traffic_class);
-  if (!engine) return plugin.complain(engine.error());
-  Handle copy;
-  std::memcpy(&copy, handle, sizeof copy);
-  auto connection = (*engine)->connect(copy);
-  std::memcpy(handle, &copy, sizeof copy);
-  if (!connection) return plugin.complain(connection.error());
-  *sender = connection->release();
-  return abi::kSuccess;
+const DeviceInfo* Plugin::find(int device) {
+  std::scoped_lock lock(mutex_);
+  return device >= 0 && static_cast<std::size_t>(device) < devices_.size() ? devices_[device].get() : nullptr;
 }
 
-Result accept(void* listener, void** receiver, void**) {
-  auto& listening = *static_cast<Listener*>(listener);
-  auto connection = listening.device->accept(listening);
-  if (!connection) return plugin.complain(connection.error());
-  *receiver = connection->release();
-  return abi::kSuccess;
+std::vector<std::shared_ptr<Device>> Plugin::made() {
+  std::scoped_lock lock(mutex_);
+  std::vector<std::shared_ptr<Device>> all;
+  for (const auto& [which, engine] : engines_)
+    if (auto there = engine.lock()) all.push_back(std::move(there));
+  return all;
 }
 
-Result keep(void* connection, void* data, std::size_t size, int kind, const transport::DmaBuf* dma_buf, void** handle) {
-  if (size == 0 || (kind != abi::kHost && kind != abi::kCuda)) return abi::kInvalidArgument;
-  const auto& its = *static_cast<Connection*>(connection);
-  const auto use = its.sends ? Device::Use::send : Device::Use::receive;
-  auto region = its.device->add_region(use, {static_cast<std::byte*>(data), size}, kind == abi::kCuda, dma_buf);
-  if (!region) return plugin.complain(region.error());
-  *handle = *region;
-  return abi::kSuccess;
-}
-Result register_memory(void* connection, void* data, std::size_t size, int kind, void** handle) {
-  return keep(connection, data, size, kind, nullptr, handle);
-}
-Result register_dma_buf(void* connection, void* data, std::size_t size, int kind, std::uint64_t offset, int fd,
-                        void** handle) {
-  const transport::DmaBuf buffer{.fd = fd, .offset = offset, .memory = {static_cast<std::byte*>(data), size}};
-  return keep(connection, data, size, kind, &buffer, handle);
-}
-Result deregister(void* connection, void* handle) {
-  static_cast<Connection*>(connection)->device->remove_region(static_cast<Region*>(handle));
-  return abi::kSuccess;
-}
-
-bool inside(const Region& region, const void* data, std::size_t size) {
-  const auto* begin = static_cast<const std::byte*>(data);
-  return begin >= region.memory.data() && begin + size <= region.memory.data() + region.memory.size();
-}
-
-// With a null request: nothing can be done now, or there is nothing to do.
-Result give(const rejoin::Result<Request*>& made, void** request) {
-  *request = nullptr;
-  if (!made) return plugin.complain(made.error());
-  *request = *made;
-  return abi::kSuccess;
-}
-
-Result send(void* sender, void* data, std::size_t size, int tag, void* handle, void*, void** request) {
-  auto& connection = *static_cast<Connection*>(sender);
-  const auto& region = *static_cast<Region*>(handle);
-  if (!inside(region, data, size)) return abi::kInvalidArgument;
-  return give(connection.device->send(connection, {static_cast<std::byte*>(data), size}, tag, region), request);
-}
-
-Result with_targets(int count, void** data, const auto* sizes, const int* tags, void** handles, const auto& then) {
-  if (count < 1 || count > kMaxGroup) return abi::kInvalidArgument;
-  std::array<Device::Target, kMaxGroup> targets;
-  for (int i = 0; i < count; ++i) {
-    const auto* region = static_cast<Region*>(handles[i]);
-    const auto size = static_cast<std::size_t>(sizes[i]);
-    if (!inside(*region, data[i], size)) return abi::kInvalidArgument;
-    targets[i] = {{static_cast<std::byte*>(data[i]), size}, tags == nullptr ? 0 : tags[i], region};
-  }
-  return then(std::span<const Device::Target>(targets).first(static_cast<std::size_t>(count)));
-}
-
-template <typename Size>
-Result receive_without(void* receiver, int count, void** data, Size* sizes, int* tags, void** handles, void** request) {
-  auto& connection = *static_cast<Connection*>(receiver);
-  return with_targets(count, data, sizes, tags, handles,
-                      [&](auto targets) { return give(connection.device->receive(connection, targets), request); });
-}
-Result receive(void* receiver, int count, void** data, std::size_t* sizes, int* tags, void** handles, void**,
-               void** request) {
-  return receive_without(receiver, count, data, sizes, tags, handles, request);
-}
-
-Result flush(void* receiver, int count, void** data, int* sizes, void** handles, void** request) {
-  auto& connection = *static_cast<Connection*>(receiver);
-  return with_targets(count, data, sizes, nullptr, handles,
-                      [&](auto targets) { return give(connection.device->flush(connection, targets), request); });
-}
-
-Result test(void* request, int* done, int* sizes) {
-  auto& asked = *static_cast<Request*>(request);
-  *done = 0;
-  auto finished = asked.connection->device->test(asked, sizes);
-  if (!finished) return plugin.complain(finished.error());
-  *done = *finished ? 1 : 0;
-  return abi::kSuccess;
-}
-
-template <typename What>
-Result close(void* what) {
-  const std::unique_ptr<What> closed(static_cast<What*>(what));
-  const auto device = closed->device;  // it may be the last
-  device->close(*closed);
-  return abi::kSuccess;
-}
-
-Result devices(int* count) { return plugin.devices(count); }
-template <typename Properties>
-Result properties(int device, Properties* to) {
-  return plugin.properties(device, to);
-}
-template <typename Parts>
-Result make_virtual(int* device, Parts* parts) {
-  return plugin.make_virtual(device, parts);
-}
-
-// ---- what differs
-
-Result init_8(abi::Logger logger) { return plugin.init(logger); }
-Result init_10(abi::Logger logger, abi::Profiler) { return plugin.init(logger); }
-Result init_11(void** context, std::uint64_t, abi::Config* config, abi::Logger logger, abi::Profiler) {
-  const Result begun = plugin.init(logger);
-  if (begun == abi::kSuccess) *context = new Context{config == nullptr ? -1 : config->traffic_class};
-  return begun;
-}
-Result finalize(void* context) {
-  delete static_cast<Context*>(context);
-  return abi::kSuccess;
-}
-int class_of(void* context) { return context == nullptr ? -1 : static_cast<Context*>(context)->traffic_class; }
-
-Result listen_8(int device, void* handle, void** listener) { return listen(device, -1, handle, listener); }
-Result connect_8(int device, void* handle, void** sender, void**) { return connect(device, -1, handle, sender); }
-Result connect_10(int device, abi::Config* config, void* handle, void** sender, void**) {
-  return connect(device, config == nullptr ? -1 : config->traffic_class, handle, sender);
-}
-Result listen_11(void* context, int device, void* handle, void** listener) {
-  return listen(device, class_of(context), handle, listener);
-}
-Result connect_11(void* context, int device, void* handle, void** sender, void**) {
-  return connect(device, class_of(context), handle, sender);
-}
-
-Result send_8(void* sender, void* data, int size, int tag, void* handle, void** request) {
-  if (size < 0) return abi::kInvalidArgument;
-  return send(sender, data, static_cast<std::size_t>(size), tag, handle, nullptr, request);
-}
-Result send_9(void* sender, void* data, std::size_t size, int tag, void* handle, void** request) {
-  return send(sender, data, size, tag, handle, nullptr, request);
-}
-Result set_attributes(void*, void*) { return abi::kSuccess; }  // hints of what is to come; nothing here depends on it
-
-constexpr const char* kName = "Rejoin";
-
-template <typename Net>
-constexpr Net common(Net net) {
-  net.name = kName;
-  net.devices = devices;
-  net.accept = accept;
-  net.register_memory = register_memory;
-  net.register_dma_buf = register_dma_buf;
-  net.deregister = deregister;
-  net.flush = flush;
-  net.test = test;
-  net.close_sender = net.close_receiver = close<Connection>;
-  net.close_listener = close<Listener>;
-  return net;
-}
-template <typename Properties, typename Parts>
-constexpr abi::NetWithContext<Properties, Parts> with_context() {
-  return common(abi::NetWithContext<Properties, Parts>{.init = init_11,
-                                                       .properties = properties<Properties>,
-                                                       .listen = listen_11,
-                                                       .connect = connect_11,
-                                                       .send = send,
-                                                       .receive = receive,
-                                                       .make_virtual = make_virtual<Parts>,
-                                                       .finalize = finalize,
-                                                       .set_attributes = set_attributes});
-}
-
-}  // namespace
 }  // namespace rejoin::nccl
-
-// The symbols that NCCL looks for, newest first.
-#define REJOIN_EXPORT __attribute__((visibility("default")))
-namespace nccl = rejoin::nccl;
-extern "C" {
-REJOIN_EXPORT nccl::abi::NetV12 ncclNetPlugin_v12 =
-    nccl::with_context<nccl::abi::PropertiesV12, nccl::abi::VirtualV12>();
-REJOIN_EXPORT nccl::abi::NetV11 ncclNetPlugin_v11 =
-    nccl::with_context<nccl::abi::PropertiesV11, nccl::abi::VirtualV9>();
-REJOIN_EXPORT nccl::abi::NetV10 ncclNetPlugin_v10 =
-    nccl::common(nccl::abi::NetV10{.init = nccl::init_10,
-                                   .properties = nccl::properties<nccl::abi::PropertiesV9>,
-                                   .listen = nccl::listen_8,
-                                   .connect = nccl::connect_10,
-                                   .send = nccl::send,
-                                   .receive = nccl::receive,
-                                   .make_virtual = nccl::make_virtual<nccl::abi::VirtualV9>});
-REJOIN_EXPORT nccl::abi::NetV9 ncclNetPlugin_v9 =
-    nccl::common(nccl::abi::NetV9{.init = nccl::init_8,
-                                  .properties = nccl::properties<nccl::abi::PropertiesV9>,
-                                  .listen = nccl::listen_8,
-                                  .connect = nccl::connect_8,
-                                  .send = nccl::send_9,
-                                  .receive = nccl::receive_without<std::size_t>,
-                                  .make_virtual = nccl::make_virtual<nccl::abi::VirtualV9>});
-REJOIN_EXPORT nccl::abi::NetV8 ncclNetPlugin_v8 =
-    nccl::common(nccl::abi::NetV8{.init = nccl::init_8,
-                                  .properties = nccl::properties<nccl::abi::PropertiesV8>,
-                                  .listen = nccl::listen_8,
-                                  .connect = nccl::connect_8,
-                                  .send = nccl::send_8,
-                                  .receive = nccl::receive_without<int>});
-}
