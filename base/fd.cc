@@ -46,10 +46,14 @@ void Fd::reset() {
   fd_ = -1;
 }
 
-// Without O_CLOEXEC, as standard descriptors are.
+// Without O_CLOEXEC, as standard descriptors are. In a root directory without /dev another file that takes nothing.
 void open_standard_descriptors() {
-  for (int fd = 0; fd <= STDERR_FILENO; ++fd)
-    if (::fcntl(fd, F_GETFD) < 0 && ::open("/dev/null", O_RDWR) > STDERR_FILENO) return;
+  for (int fd = 0; fd <= STDERR_FILENO; ++fd) {
+    if (::fcntl(fd, F_GETFD) >= 0) continue;
+    int opened = ::open("/dev/null", O_RDWR);
+    if (opened < 0) opened = ::open("/", O_PATH);
+    if (opened > STDERR_FILENO) return;
+  }
 }
 
 Result<Fd> duplicate(int fd) {

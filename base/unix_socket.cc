@@ -101,7 +101,7 @@ Result<Fd> listen_unix(const std::string& name) {
     if (::bind(socket.get(), reinterpret_cast<sockaddr*>(&address->first), address->second) != 0)
       return fail_errno(fmt::format("binding {}", name));
   }
-  if (::listen(socket.get(), 128) != 0) return fail_errno("listen");
+  if (::listen(socket.get(), SOMAXCONN) != 0) return fail_errno("listen");
   return socket;
 }
 
@@ -112,8 +112,10 @@ Result<Fd> connect_unix(const std::string& name) {
   if (!socket) return fail_errno("unix socket");
   if (::connect(socket.get(), reinterpret_cast<sockaddr*>(&address->first), address->second) != 0) {
     const int saved = errno;
-    const char* why = saved == EAGAIN ? "too many wait there to be accepted" : std::strerror(saved);
-    auto failed = fail(ErrorCode::unavailable, "nobody answers at {}: {}", name, why);
+    auto failed =
+        saved == EAGAIN
+            ? fail(ErrorCode::timeout, "{} is stopped, or has much to do: too many wait there to be accepted", name)
+            : fail(ErrorCode::unavailable, "nobody answers at {}: {}", name, std::strerror(saved));
     socket.reset();
     errno = saved;  // for who asks why
     return failed;

@@ -26,8 +26,8 @@ Result<> check_unix_name(const std::string& name);  // whether it can be one
 std::string from_anywhere(const std::string& name);
 // In the place of a socket of ours on which nobody listens any more; any other file there stays, and is an error.
 Result<Fd> listen_unix(const std::string& name);
-// Never waits, and neither does its socket. An error leaves errno as it was: EAGAIN where the listener is stopped, or
-// so busy that no more can wait for it.
+// Never waits, and neither does its socket. Errors leave errno as it was: `timeout` where the listener is stopped, or
+// so busy that no more can wait for it; `unavailable`.
 Result<Fd> connect_unix(const std::string& name);
 
 // The file of a socket that listens, as it was bound: removed at the end, unless another has been bound in its place.

@@ -112,8 +112,9 @@ Result<Device::Connecting*> Device::find_connecting(Handle& handle) {
   if (handle.family.told() && family_.told() && handle.family != family_)
     return fail(
         ErrorCode::mismatch,
-        "the peer's device is of {}, and this one of {}: set REJOIN_NCCL_DEVICES alike on all nodes. Where it is "
-        "not set, each node takes its active RDMA ports, and tcp where it has none",
+        "the peer's device is of {}, and this one of {}: set REJOIN_NCCL_DEVICES alike on all nodes, also in how many "
+        "addresses or ports a device has, and threads, which make several rails of one. Where it is not set, each node "
+        "takes its active RDMA ports, and tcp where it has none",
         handle.family.text(), family_.text());
   auto begun = std::make_unique<Connecting>();
   begun->connection = std::make_unique<Connection>();

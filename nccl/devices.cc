@@ -4,6 +4,7 @@
 #include <ifaddrs.h>
 #include <net/if.h>
 #include <netinet/in.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstdlib>
@@ -74,6 +75,21 @@ Parts parts_of(const std::string& transport) {
   return parts;
 }
 
+// No connection can come from such an address, though a listener may be bound to it.
+Result<> check_one_machines(const std::string& host) {
+  in_addr v4{};
+  in6_addr v6{};
+  const bool is_v4 = ::inet_pton(AF_INET, host.c_str(), &v4) == 1;
+  const bool bracketed = host.starts_with('[') && host.ends_with(']');
+  const bool is_v6 =
+      ::inet_pton(AF_INET6, bracketed ? host.substr(1, host.size() - 2).c_str() : host.c_str(), &v6) == 1;
+  const auto number = ntohl(v4.s_addr);
+  if ((is_v4 && (number == INADDR_ANY || number == INADDR_BROADCAST || IN_MULTICAST(number))) ||
+      (is_v6 && (IN6_IS_ADDR_UNSPECIFIED(&v6) || IN6_IS_ADDR_MULTICAST(&v6))))
+    return fail(ErrorCode::invalid_argument, "'{}' is no address of one machine: name that of an interface", host);
+  return {};
+}
+
 // An engine is made and dropped: what is wrong shows before NCCL takes this network.
 Result<> can_be_made(const std::string& transport) {
   auto engine = transport::make_engine(transport);
@@ -86,6 +102,9 @@ Result<DeviceInfo> describe(const std::string& transport, const std::string& add
   const auto& [kind, list, settings] = parts;
   if (kind != "ibverbs" && !parts.is_tcp() && kind != "shm" && kind != "ucx")
     return fail(ErrorCode::invalid_argument, "no transport '{}': use ibverbs:, tcp, tcp+aes, ucx: or shm", transport);
+  if (parts.is_tcp())
+    for (const auto& host : split(list, ','))
+      if (auto right = check_one_machines(host); !right) return tl::unexpected(right.error());
   if (kind != "ibverbs") {
     if (auto can = can_be_made(transport); !can) return tl::unexpected(can.error());
     describe_interface(parts.is_tcp() && !list.empty() ? list.substr(0, list.find(',')) : address, device);
@@ -150,6 +169,17 @@ Settings settings_from_environment() {
     return std::string(value == nullptr ? "" : value);
   };
   return {.devices = variable("REJOIN_NCCL_DEVICES"), .address = variable("REJOIN_NCCL_ADDRESS")};
+}
+
+void warn_of_unknown_settings() {
+  for (char** variable = environ; variable != nullptr && *variable != nullptr; ++variable) {
+    const std::string_view entry = *variable, name = entry.substr(0, entry.find('='));
+    if (name.starts_with("REJOIN_NCCL_") && name != "REJOIN_NCCL_DEVICES" && name != "REJOIN_NCCL_ADDRESS")
+      logger().warn(
+          "the variable {} is none of Rejoin's, and is ignored: the NCCL plugin reads REJOIN_NCCL_DEVICES and "
+          "REJOIN_NCCL_ADDRESS",
+          name);
+  }
 }
 
 Result<std::string> local_address(const Settings& settings) {

@@ -20,6 +20,7 @@ struct Settings {
   std::string modules = "/sys/module";  // the kernel's that are loaded, a folder each
 };
 Settings settings_from_environment();
+void warn_of_unknown_settings();  // REJOIN_NCCL_… that is neither: it would have no effect, and nobody would know
 
 struct DeviceInfo {
   std::string transport;  // for transport::make_engine()

@@ -69,6 +69,7 @@ abi::Result Plugin::init(abi::Logger logger) {
     set_logger(std::make_shared<spdlog::logger>("rejoin", std::make_shared<NcclSink>(logger)));
   }
   if (devices_.empty()) {
+    warn_of_unknown_settings();
     settings_ = settings_from_environment();
     auto found = find_devices(settings_);
     if (!found) return complain(found.error());

@@ -53,10 +53,28 @@ TEST(NcclDevices, ThatCantBeMadeAreNamedWithTheSettingBeforeNcclTakesThem) {
   expect("tcp bogus:x", "no transport 'bogus:x'");
   expect("tcp tcp:no..name", "no..name");
   expect("tcp tcp:", "an address is missing");
+  for (const char* host : {"0.0.0.0", "224.0.0.1", "255.255.255.255", "[::]", "[ff02::1]"})
+    expect(fmt::format("tcp tcp:127.0.0.1,{}", host), fmt::format("'{}' is no address of one machine", host));
   expect("tcp tcp;depth=1", "'depth=1' is no setting of tcp");
   expect("tcp shm:x", "no transport 'shm:x'");
   expect("tcp ibverbs:none0", "no RDMA device 'none0'");
   expect("tcp ibverbs", "names no RDMA device");
+}
+
+TEST(NcclDevices, AreNotSetByAVariableThatIsMisspelt) {
+  spdlog::set_level(spdlog::level::warn);
+  testing::internal::CaptureStdout();
+  ::setenv("REJOIN_NCCL_DEVICES", "shm", 1);
+  warn_of_unknown_settings();
+  EXPECT_EQ(testing::internal::GetCapturedStdout(), "");
+  testing::internal::CaptureStdout();
+  ::setenv("REJOIN_NCCL_DEVICE", "shm", 1);
+  warn_of_unknown_settings();
+  ::unsetenv("REJOIN_NCCL_DEVICE"), ::unsetenv("REJOIN_NCCL_DEVICES");
+  const std::string log = testing::internal::GetCapturedStdout();
+  EXPECT_NE(log.find("REJOIN_NCCL_DEVICE is none of Rejoin's, and is ignored: the NCCL plugin reads REJOIN_NCCL_DEVIC"),
+            std::string::npos)
+      << log;
 }
 
 TEST(NcclDevices, ThatBecomeOneKeepTheirSettings) {

@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include <chrono>
@@ -13,6 +14,7 @@
 
 #include "base/fd.h"
 #include "base/log.h"
+#include "base/unix_socket.h"
 #include "transport/acceptor.h"
 #include "transport/factory.h"
 #include "transport/tests/fake_verbs.h"
@@ -273,6 +275,30 @@ TEST_F(Setup, AListenerThatHasGoneIsAnErrorAfterAFewTries) {
     ASSERT_EQ(*called, nullptr);
     ASSERT_LT(std::chrono::steady_clock::now(), deadline) << "it calls for ever";
   }
+}
+
+// As of a process that has not come to its accept() yet, while all of its node call.
+TEST_F(Setup, AListenerAtWhichTooManyWaitIsAskedForAsLongAsNcclAsks) {
+  const std::string name = fmt::format("@rejoin-busy-{}", ::getpid());
+  const Fd busy = listen_unix(name).value();
+  ASSERT_EQ(::listen(busy.get(), 2), 0);
+  const auto caller = make({}, "shm");
+  const auto accepted = [&] { return static_cast<bool>(Fd(::accept(busy.get(), nullptr, nullptr))); };
+  std::vector<Handle> handles(10, handle);
+  for (auto& one : handles) one.address[("=shm:" + name).copy(one.address, sizeof one.address)] = '\0';
+  int came = 0;
+  for (int second = 0; second < 20; ++second) {
+    clock.advance(std::chrono::seconds(1));
+    for (auto& one : handles) {
+      const auto called = caller->connect(one);
+      ASSERT_TRUE(called) << called.error().message;
+    }
+    if (second >= 15)
+      while (accepted()) ++came;
+  }
+  EXPECT_GE(came, 10) << "who was turned away has come again";
+  caller->give_up_all();
+  receiver->close(*listener);
 }
 
 TEST_F(Setup, DevicesOfOtherFamiliesHearWhichBothHaveAndWhatToSet) {

@@ -30,8 +30,8 @@ struct Greeting {
 
 inline std::string other_number(std::size_t theirs, std::size_t ours) {
   return fmt::format(
-      "the peer has {} rail{}, and this process {}: all replicas need as many, in the same order; --transport names "
-      "their addresses or devices, each with its threads",
+      "the peer has {} rail{}, and this process {}: all processes need as many, in the same order; --transport (of the "
+      "NCCL plugin REJOIN_NCCL_DEVICES) names their addresses or devices, each with its threads",
       theirs, theirs == 1 ? "" : "s", ours);
 }
 
