@@ -8,6 +8,10 @@
 #if __cplusplus <= 201703L
 #error "Rejoin's headers are C++20: compile with -std=c++20 or later. rejoin/c.h is C, and any C++"
 #endif
+#if defined(__GLIBCXX__) && !_GLIBCXX_USE_CXX11_ABI
+#error \
+    "librejoin is compiled with the std::string of C++11: use rejoin/c.h, or compile without -D_GLIBCXX_USE_CXX11_ABI=0"
+#endif
 #ifdef _GLIBCXX_DEBUG
 #error \
     "librejoin is compiled without _GLIBCXX_DEBUG, which changes the layout of containers: _GLIBCXX_ASSERTIONS does not"

@@ -88,7 +88,7 @@ void Plugin::finalize() {
   if (in_child()) return;
   {
     std::scoped_lock lock(mutex_);
-    if (--begun_ > 0) return;
+    if (begun_ > 0 && --begun_ > 0) return;
   }
   for (const auto& device : made()) device->give_up_all();
 }
