@@ -4,6 +4,7 @@
 #include <semaphore.h>
 #include <spdlog/sinks/base_sink.h>
 #include <spdlog/spdlog.h>
+#include <sys/mman.h>
 
 #include "base/children.h"
 #include "base/fail.h"
@@ -32,12 +33,14 @@ class NcclSink final : public spdlog::sinks::base_sink<std::mutex> {
 // Static objects are destroyed when this library is unloaded and when the program ends, and only in the first case may
 // connections end with them: in the second NCCL's threads are still at work. A handler of the program's, rather than
 // this library's, runs in the second alone, and before them. It outlives this library, so that it is a function of the
-// C library's, on memory that is never freed.
+// C library's, on a page that is never given back.
 class ProgramEnds {
  public:
   void watch() {
     if (ends_ != nullptr) return;
-    ends_ = new sem_t;
+    void* page = ::mmap(nullptr, sizeof(sem_t), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (page == MAP_FAILED) return;
+    ends_ = static_cast<sem_t*>(page);
     ::sem_init(ends_, 0, 0);
     const auto post = reinterpret_cast<void (*)(void*)>(reinterpret_cast<void (*)()>(::sem_post));
     (void)::abi::__cxa_atexit(post, ends_, nullptr);
