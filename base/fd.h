@@ -33,8 +33,7 @@ class Fd {
 };
 
 // Opens /dev/null, or where that can't be a file that can neither be read nor written, in the place of each standard
-// descriptor that is closed: whatever is opened next would be taken for
-// it. Any thread.
+// descriptor that is closed: whatever is opened next would be taken for it. Any thread.
 void open_standard_descriptors();
 Result<Fd> duplicate(int fd);  // another descriptor of the same, closed on exec
 Result<Fd> make_eventfd();
