@@ -43,9 +43,6 @@ constexpr int kMostAnswer = 128 << 20;
 // Within so many seconds gRPC lets go of a call that was cancelled, or not at all: seconds in which this process ran,
 // however long it was stopped.
 constexpr int kLetsGoWithin = 10, kLetsGoAtTheEndWithin = 2;
-constexpr const char* kStuck =
-    "gRPC, which speaks with etcd, does not even let go of a call that was cancelled: it may lack threads. Raise the "
-    "limit of processes ('ulimit -u', or pids.max of the container), and start this again";
 
 // gRPC's own log is noise, since what it says of a try is in the try's error; but for its last words.
 void log_quietly() {
@@ -96,7 +93,7 @@ class GrpcClient final : public EtcdClient {
       under_way_->ended.wait_for(lock, std::chrono::seconds(1), [this] { return under_way_->calls == 0; });
     under_way_->io = nullptr;
     if (under_way_->calls == 0) return;
-    spdlog::error("{}", kStuck);
+    spdlog::error("{}", etcd_client::kStuck);
     if (call_) abandoned_.push_back(std::move(call_));
     for (auto& call : abandoned_) (void)call.release();  // gRPC has them
   }
@@ -110,6 +107,11 @@ class GrpcClient final : public EtcdClient {
                              .done = std::move(done)});
     work_.emplace(io_.get_executor());
     try_endpoint();
+  }
+
+  std::optional<membership::Store::Overdue> overdue() const override {
+    if (!call_ || !call_->stuck) return std::nullopt;
+    return membership::Store::Overdue{with_endpoint(etcd_client::kStuck), asked_at_};
   }
 
   void status(std::function<void(Result<etcd::StatusResponse>)> done) override {
@@ -139,7 +141,7 @@ class GrpcClient final : public EtcdClient {
   using Then = void (GrpcClient::*)(const grpc::Status&, const std::string&);
   struct Call {
     const Then then;
-    bool late = false;
+    bool late = false, stuck = false;
     grpc::ClientContext context;
     grpc::ByteBuffer request, answer;
   };
@@ -246,12 +248,13 @@ class GrpcClient final : public EtcdClient {
     late_.expires_after(std::chrono::seconds(1));
     late_.async_wait([this, seconds, alive = std::weak_ptr<char>(alive_)](asio::error_code error) {
       if (error || alive.expired() || !call_ || late_.expiry() > std::chrono::steady_clock::now()) return;
+      if (!std::exchange(call_->stuck, true)) spdlog::warn("{}", with_endpoint(etcd_client::kStuck));
       if (seconds > 1) return abandon_after(seconds - 1);
-      if (options_.stuck) return options_.stuck(kStuck);
+      if (options_.stuck) return options_.stuck(etcd_client::kStuck);
       const Then then = call_->then;
       abandoned_.push_back(std::move(call_));
       links_[endpoint()] = {};
-      (this->*then)(grpc::Status(grpc::StatusCode::UNAVAILABLE, kStuck), "");
+      (this->*then)(grpc::Status(grpc::StatusCode::UNAVAILABLE, etcd_client::kStuck), "");
     });
   }
 

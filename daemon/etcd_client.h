@@ -4,11 +4,13 @@
 #include <chrono>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "base/result.h"
 #include "etcd.pb.h"
+#include "membership/store.h"
 
 namespace asio {
 class io_context;
@@ -49,6 +51,8 @@ class EtcdClient {
   //   not_found    it reads as of a revision that etcd has no more
   using Done = std::function<void(Result<etcd::TxnResponse>)>;
   virtual void transact(const etcd::TxnRequest& transaction, Done done) = 0;
+  // Of a transaction under way whose last try has not ended a second after it was cancelled for being late.
+  virtual std::optional<membership::Store::Overdue> overdue() const { return std::nullopt; }
   // How much the member that answered last, or else the first endpoint's, holds; not while a transaction is under way.
   // Errors: `unavailable`.
   virtual void status(std::function<void(Result<etcd::StatusResponse>)> done) = 0;

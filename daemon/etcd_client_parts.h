@@ -21,6 +21,10 @@ bool asks_for_token(const std::string& text);
 // What gRPC has on a machine of two cores, and it has more on others. Where the system gives it fewer, calls don't come
 // back, and those that are cancelled don't either.
 constexpr int kThreads = 12;
+constexpr const char* kStuck =
+    "gRPC, which speaks with etcd, does not even let go of a call that was cancelled: it may lack threads, or memory. "
+    "Raise the limit of processes ('ulimit -u', or pids.max of the container) and that of address space ('ulimit -v'), "
+    "and start this again";
 Result<> has_threads();  // whether the system would give them now; errors: `exhausted`
 
 // Of which cluster each endpoint's answers are. That of the first answer counts; another one's has other data. Where

@@ -29,6 +29,7 @@ class EtcdStore final : public membership::Store {
   static Result<std::unique_ptr<EtcdStore>> create(asio::io_context& io, EtcdOptions options);
   ~EtcdStore() override;
   void submit(const membership::StoreRequest& request, std::function<void(membership::StoreAnswer)> done) override;
+  std::optional<Overdue> overdue() const override { return client_->overdue(); }
 
  private:
   EtcdStore(std::unique_ptr<EtcdClient> client, std::string prefix);

@@ -144,6 +144,7 @@ nlohmann::json ReplicatedServer::status() const {
     for (const char* of_leader : {"wants_roll_back_to", "roll_back_word", "wants_log", "versions"})
       json.erase(of_leader);
   if (const auto word = machine_->unheeded_word(); !word.empty()) json["alarms"].push_back(word);
+  if (auto line = machine_->other_steps(); !line.empty()) json["alarms"].push_back(std::move(line));
   const std::string given_up = copy_->given_up();
   if (!given_up.empty())
     json["alarms"].push_back(
@@ -156,7 +157,9 @@ nlohmann::json ReplicatedServer::status() const {
     for (auto& line : unreached_of(*machine_->leading(), history_, now())) json["alarms"].push_back(std::move(line));
   json["stragglers"] = leads ? stragglers_of(*machine_->leading(), history_, now()) : nlohmann::json::array();
   const auto& leader = machine_->leader();
-  const auto& failing = machine_->failing();
+  auto failing = machine_->failing();
+  if (const auto overdue = store_->overdue(); overdue && !failing)
+    failing = {.why = overdue->why, .since = overdue->since};
   json["store"] = {{"kind", options_.kind},
                    {"endpoints", options_.endpoints},
                    {"leads", leads},
@@ -167,6 +170,7 @@ nlohmann::json ReplicatedServer::status() const {
                      {"since_ms", leader.since_ms()},
                      {"for_ms", static_cast<std::uint64_t>(milliseconds(machine_->led_for(now())))}}},
                    {"position", machine_->position()},
+                   {"no_sign_ms", static_cast<std::uint64_t>(milliseconds(machine_->no_sign_for(now())))},
                    {"stalled", machine_->stalled()},
                    {"failing", failing ? failing->why : ""},
                    {"failing_ms", failing ? static_cast<std::uint64_t>(milliseconds(now() - failing->since)) : 0},

@@ -107,7 +107,7 @@ void print_odd_coordinators(const nlohmann::json& coordinator) {
 }
 
 // Who of several coordinators leads, and how long it takes to keep what is decided.
-std::string store_lines(const nlohmann::json& store) {
+std::string store_lines(const nlohmann::json& store, bool has_nodes) {
   const auto& writes = store.at("write_us");
   const auto milli = [&](const char* which) { return writes.at(which).get<double>() * 1e-3; };
   const auto kind = store.at("kind").get<std::string>();
@@ -127,6 +127,12 @@ std::string store_lines(const nlohmann::json& store) {
   else if (term == 0) lines = "  STANDBY: none has led yet\n";
   else if (leader.at("address").get<std::string>().empty())
     lines = "  STANDBY: nobody leads since decisions were imported into the store; it is about to take the lead\n";
+  else if (const double no_sign = store.value("no_sign_ms", 0.0); no_sign > 0)
+    lines = fmt::format(
+        "  STANDBY: {} at {} led in term {}; {} has shown no sign of it for {:.0f} s{}; {} decisions are known here\n",
+        leader.at("name").get<std::string>(), leader.at("address").get<std::string>(), term, kind, no_sign * 1e-3,
+        has_nodes ? "" : ", and no daemon is connected here that could say whether it leads",
+        store.at("position").get<std::uint64_t>());
   else
     lines = fmt::format("  STANDBY: {} at {} leads in term {}{}; {} decisions are known here\n",
                         leader.at("name").get<std::string>(), leader.at("address").get<std::string>(), term,
@@ -169,7 +175,7 @@ void print_roles(const nlohmann::json& status) {
     std::cout << fmt::format("coordinator: epoch {}, step {} committed, {} nodes{}\n",
                              c.at("epoch").get<std::uint64_t>(), c.at("committed").get<std::uint64_t>(),
                              c.at("nodes").get<int>(), c.at("finished").get<bool>() ? ", finished" : "");
-    std::cout << store_lines(c.at("store"));
+    std::cout << store_lines(c.at("store"), c.at("nodes").get<std::uint64_t>() > 0);
     // An older coordinator doesn't say it, nor does a standby.
     if (c.contains("versions")) std::cout << "  " << versions_line(c.at("versions")) << "\n";
     const bool located = std::ranges::any_of(c.at("members"), [](const auto& m) { return m.contains("location"); });

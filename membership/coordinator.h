@@ -90,7 +90,9 @@ class Coordinator {
 
   std::uint64_t job() const { return job_; }  // its id; 0: of a log from before there was one
   bool started() const { return epoch_ != Epoch{}; }
-  bool finished() const { return config_.steps != 0 && committed_.value >= config_.steps; }
+  bool finished() const { return steps_ != 0 && committed_.value >= steps_; }
+  void set_steps(std::uint64_t steps) { steps_ = steps; }  // of another one that leads, until this one takes over
+  std::string ends_too_early() const;  // by the settings, the job does: why this one can't decide; empty: it can
   Epoch epoch() const { return epoch_; }
   Step committed() const { return committed_; }
   const std::vector<MemberState>& members() const { return members_.all(); }
@@ -226,6 +228,7 @@ class Coordinator {
   bool forget_registration(ReplicaId replica);  // false: there is none
   void evict(NodeId node, ReplicaId replica, Incarnation incarnation, const std::string& reason, std::uint64_t of_job);
   bool is_back(const MemberState& member) const;
+  bool has_ended(const MemberState& member) const;
   bool present(ReplicaId replica, Incarnation incarnation) const;
   bool overdue(const ReplicaState& replica) const;
   bool may_come_back(const RankState& rank) const;
@@ -273,26 +276,26 @@ class Coordinator {
   std::vector<std::string> unfit(const std::vector<ReplicaId>& replicas) const;
   std::vector<bool> fit_to_start(const std::vector<ReplicaId>& replicas, Step from) const;
   void start_with(const std::vector<ReplicaId>& replicas, Step from);
-  // coordinator.cc
-  void try_commit();
   // coordinator_audit.cc
   bool differences_settled();
   Result<> drop_as_configured();
   void take_back_while_stopped(ReplicaId replica);
   // coordinator.cc
+  void try_commit();
   bool change_members_at_boundary();
   void begin_epoch(const std::string& reason, Begun step = Begun::maybe);
   void plan_step();
   void broadcast_plan();
+  proto::Plan plan() const;
+  bool fully_registered(const ReplicaState& replica) const;
   // coordinator_registration.cc
+  RankState& keep(ReplicaState& replica, NodeId node, const proto::RankUp& up);
+  bool ask_the_other_nodes(NodeId lost, const ConnectedNode& was, const std::vector<ProcessId>& dropped);
   void send_plan(NodeId node);
   void end_recovery_if_all_are_back();
   void announce_all();
   void announce_replica(const ReplicaState& replica, ReplicaId id);
   void flush_announcements();
-  // coordinator.cc
-  proto::Plan plan() const;
-  bool fully_registered(const ReplicaState& replica) const;
   // coordinator_links.cc
   bool linked(const ReplicaState& replica, const Incarnations& incarnations) const;
   Ring ring_in_plan() const;
@@ -305,9 +308,6 @@ class Coordinator {
   std::optional<ReplicaId> not_linked(const std::vector<ReplicaId>& to_start);
   void tell_prospect_of_start(const std::vector<ReplicaId>& to_start);
   void tell_prospect();
-  // coordinator_registration.cc
-  RankState& keep(ReplicaState& replica, NodeId node, const proto::RankUp& up);
-  bool ask_the_other_nodes(NodeId lost, const ConnectedNode& was, const std::vector<ProcessId>& dropped);
   // coordinator.cc
   SuspendedReplica* out_for_now(ReplicaId replica);
   const ReplicaState* registration(ReplicaId replica, Incarnation incarnation) const;
@@ -339,8 +339,8 @@ class Coordinator {
   const JobConfig config_;
   Ledger ledger_;
   Epoch epoch_;
-  Step committed_, most_committed_;  // the second: ever, also where it was rolled back
-  std::uint64_t job_ = 0;            // its id; 0: not known
+  Step committed_, most_committed_;                // the second: ever, also where it was rolled back
+  std::uint64_t steps_ = config_.steps, job_ = 0;  // the second: its id; 0: not known
   std::uint64_t last_incarnation_ = 0;
   std::map<ReplicaId, std::pair<Step, Step>> sent_back_;  // with the states of such steps, and how they came
   std::map<std::uint64_t, Samples> brought_;  // by checkpoints, of ranks that are registered: by a digest of them

@@ -202,7 +202,9 @@ void Coordinator::remove(ReplicaId id, const std::string& reason, Parting partin
 // Of a process that an earlier coordinator had registered, maybe; or of one that is over already. Who comes back within
 // the time that members have for that is judged by what it says itself, and tells whether this log is an older copy.
 void Coordinator::keep_end(const proto::RankDown& down) {
-  if (down.ended() && down.job() == job_ && is_of_holder(down)) ends_[RankPlace::of(down)] = down;
+  if (!down.ended() || down.job() != job_ || !is_of_holder(down)) return;
+  ends_[RankPlace::of(down)] = down;
+  end_recovery_if_all_are_back();
 }
 
 // No two have a place at once: the end of a later one is that of those before it, too.
@@ -288,6 +290,20 @@ void Coordinator::evict(NodeId node, ReplicaId replica, Incarnation incarnation,
 bool Coordinator::is_back(const MemberState& m) const {
   const ReplicaState* here = registration(m.replica, m.incarnation);
   return here != nullptr && fully_registered(*here);
+}
+
+// It is not, and nothing is to be heard of it any more: those of its ranks that have not registered have ended, by what
+// daemons say, and had heard nothing that this log lacks.
+bool Coordinator::has_ended(const MemberState& m) const {
+  const ReplicaState* here = registration(m.replica, m.incarnation);
+  for (std::uint32_t rank = 0; rank < config_.ranks; ++rank) {
+    if (here != nullptr && here->ranks[rank].registered) continue;
+    const auto end = ends_.find({m.replica, RankId(rank)});
+    if (end == ends_.end() || end->second.incarnation() < m.incarnation.value || end->second.heard_epoch() == 0 ||
+        end->second.heard_epoch() > epoch_.value || end->second.heard_committed() > most_committed_.value)
+      return false;
+  }
+  return !is_back(m);
 }
 
 // All of its ranks are connected now.

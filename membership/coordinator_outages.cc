@@ -60,7 +60,7 @@ std::string Coordinator::why_silent(const ReplicaState& replica) const {
 
 std::string Coordinator::reason_for_being_out(ReplicaId id) const {
   const auto out = out_.find(id);
-  return out == out_.end() ? "another process has had its place since"
+  return out == out_.end() ? "its place, or that of another rank of its replica, was given to a new process since"
                            : fmt::format("the others went on without it ({})", out->second.why);
 }
 

@@ -21,11 +21,8 @@ Result<> Coordinator::take_over(TimePoint now) {
     describe(*actions_.append.emplace_back().mutable_job());
     return {};
   }
-  if (config_.steps != 0 && committed_.value > config_.steps)
-    return fail(ErrorCode::mismatch,
-                "--steps {} says that the job ends before step {}, which is committed: give it {} to look at the "
-                "finished job, more to go on, or 0 for no end",
-                config_.steps, committed_, committed_);
+  steps_ = config_.steps;
+  if (auto why = ends_too_early(); !why.empty()) return fail(ErrorCode::mismatch, "{}", why);
   now_ = under_way_since_ = now;
   if (ledger_.shares()) plan_step();  // with all who were there, as replay() does it
   if (auto dropped = drop_as_configured(); !dropped) return dropped;
@@ -34,6 +31,14 @@ Result<> Coordinator::take_over(TimePoint now) {
   audit_.on_recovered();
   plan_step();
   return {};
+}
+
+std::string Coordinator::ends_too_early() const {
+  if (config_.steps == 0 || committed_.value <= config_.steps) return {};
+  return fmt::format(
+      "--steps {} says that the job ends before step {}, which is committed: give it {} to look at the finished job, "
+      "more to go on, or 0 for no end",
+      config_.steps, committed_, committed_);
 }
 
 std::string JobConfig::RollBack::text() const {

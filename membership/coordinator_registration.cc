@@ -82,6 +82,7 @@ void Coordinator::register_again(NodeId node, const proto::RankUp& up) {
   if (versions_of(replica.ranks[up.rank()]).spoken.version() < protocol_.version()) lower_protocol();
   on_reduced(node, reduced_of(up));  // stale, unless it is of this epoch and step
   take_back_while_stopped(id);
+  end_recovery_if_all_are_back();  // it may be what is left of a replica of which a rank has ended
   try_start();
 }
 
@@ -187,7 +188,13 @@ void Coordinator::register_new(NodeId node, const proto::RankUp& up) {
   const bool may_be_taken =
       found != replicas_.end() ? !found->second.begun_here : members_.find(id) != nullptr || out_for_now(id) != nullptr;
   if (may_be_taken) {
-    remove(id, fmt::format("rank {} was started again", up.rank()));
+    const bool registered_only = members_.find(id) == nullptr && out_for_now(id) == nullptr;
+    remove(id, registered_only
+                   ? fmt::format("rank {} has come as a new process, and a coordinator that was started, or "
+                                 "has taken over, since the others of this replica came does not know "
+                                 "whether it is the first in its place",
+                                 up.rank())
+                   : fmt::format("rank {} was started again", up.rank()));
     found = replicas_.find(id);
   }
   if (found == replicas_.end()) {
@@ -325,14 +332,20 @@ bool Coordinator::ask_the_other_nodes(NodeId lost, const ConnectedNode& was, con
 // ---- who is told of whom
 
 // Whoever is not named as a peer is fenced by the others; so after a restart nothing is announced before all members
-// have had their time to come back. Then everything is.
+// have had their time to come back. Then everything is. Of who has ended nothing is to come: where somebody contributes
+// and all others are back, it is out at once.
 void Coordinator::end_recovery_if_all_are_back() {
   if (!recovering_until_) return;
   if (!members_.empty() && !has_contributors()) return;  // a joiner may yet say that it has caught up
-  for (const auto& m : members_)
-    if (!is_back(m)) return;
-  recovering_until_.reset();
-  announce_all();
+  bool all_back = true, goes_on = false;
+  for (const auto& m : members_) {
+    const bool back = is_back(m);
+    if (!back && (finished() || !has_ended(m))) return;
+    all_back &= back;
+    goes_on |= back && !m.catching_up;
+  }
+  if (all_back) recovering_until_.reset(), announce_all();
+  else if (goes_on) settle_ends();  // with the last of them it comes here again
 }
 
 void Coordinator::announce_all() { send_each(announcer_.all(nodes_, replicas_)); }

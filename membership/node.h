@@ -116,7 +116,6 @@ class Node {
   std::map<RankConnection, proto::RankUp> silent_;  // gone, and their processes may live
   struct Ended {
     proto::RankDown down;
-    std::uint64_t heard_epoch = 0;
     std::optional<std::uint64_t> out_since{};  // the committed step of the first plan without it
   };
   std::vector<Ended> ended_;  // to be said again

@@ -54,15 +54,17 @@ void Node::tell_gone(const proto::RankUp& up, const std::string& reason, Gone ho
   down.set_left(how == Gone::left);
   down.set_incarnation(up.incarnation());
   down.set_job(up.job());
+  down.set_heard_epoch(up.heard_epoch());
+  down.set_heard_committed(up.heard_committed());
   actions.notes.push_back(
       {fmt::format("replica {} rank {}{}: {}", down.replica(), down.rank(), down.left() ? " has left" : "", reason),
        how != Gone::left && !plan_.finished()});
   if (down.ended() && down.incarnation() != 0) {
     // Of those of before in its place somebody may have yet to hear of the one that is, or may be, a member.
     std::erase_if(ended_, [&](const Ended& one) {
-      return same_place(one.down, down) && one.heard_epoch <= plan_.epoch() && !is_named(one.down);
+      return same_place(one.down, down) && one.down.heard_epoch() <= plan_.epoch() && !is_named(one.down);
     });
-    ended_.push_back({.down = down, .heard_epoch = up.heard_epoch()});
+    ended_.push_back({.down = down});
   }
   if (coordinator_up_) actions.to_coordinator.push_back(std::move(message));
 }
@@ -81,7 +83,8 @@ void Node::forget_ended() {
     else if (!one.out_since) one.out_since = plan_.committed();
   std::erase_if(ended_, [&](const Ended& one) {
     if (of_another_job(one.down.job(), plan_.job())) return false;
-    return plan_.finished() || plan_.epoch() < one.heard_epoch || (one.out_since && plan_.committed() > *one.out_since);
+    return plan_.finished() || plan_.epoch() < one.down.heard_epoch() ||
+           (one.out_since && plan_.committed() > *one.out_since);
   });
 }
 

@@ -30,6 +30,9 @@
 //              claim in the lead, where an earlier try has been done.
 //   stalled    A leader that has waited for the store for `kTakeover` says so, which counts as lost, and judges nobody
 //              until the store answers: for the decisions, that time is a pause.
+//   steps      The job's are those of the one that leads, as its claim says. Who was started with others says so, and
+//   one
+//              that could not lead with them, since more are committed, does not claim.
 //   slow       Where the store took longer the last time, a leader has three times that, up to a silence: to read what
 //              there is, and for each write. Otherwise they would take the lead from each other, and decide nothing.
 //   snapshot   The leader puts a snapshot in place of the log before it, every so many records. Who finds a gap between
@@ -109,6 +112,11 @@ class ReplicatedCoordinator {
   bool stalled() const { return stalled_; }
   // Of a standby: an operator's word that it was started with, and that the leader need not have; empty: none.
   std::string unheeded_word() const;
+  // That its --steps are not those of the leader, or that it can't lead with them; empty: neither, or it leads.
+  std::string other_steps() const;
+  // Of a leader by the store, which answers and has shown no sign of it for too long: for how long; 0: it has, or this
+  // one leads.
+  Duration no_sign_for(TimePoint now) const;
   // Of a leader whose store was set back, and has not taken yet what is to be in place of that; empty: it was not.
   const std::string& set_back_under_it() const { return set_back_; }
   std::uint64_t times_set_back() const { return times_set_back_; }
@@ -163,6 +171,9 @@ class ReplicatedCoordinator {
   bool copy_fits(const StoreAnswer& answer);
   bool is_of_copy();
   bool is_of_own_job(std::uint64_t job);
+  bool other_leads() const { return role_ == Role::following && leader_.instance() != 0 && !is_own(leader_); }
+  bool is_own(const proto::Leader& leader) const { return leader.instance() == options_.instance; }
+  void look_at_steps();
   void learn_of_leader(std::uint64_t revision, const std::string& leader, TimePoint now);
   void forget();
   struct Lost {
@@ -212,6 +223,8 @@ class ReplicatedCoordinator {
   std::uint64_t snapshot_revision_ = 0;             // of the snapshot that was there when it was read last
   bool has_read_ = false;                           // all that the store had, once
   std::optional<std::uint64_t> steps_at_start_;     // that were committed when this process had read all
+  std::optional<std::uint64_t> steps_led_;          // those of the last other one that led, where it says them
+  std::string steps_said_;                          // what was said of that last
   bool reads_recent_ = false;                       // the next time, not what was some time ago
   bool verifies_ = false;  // the read under way begins with what is known, to see whether it is there still
   std::optional<TimePoint> lacks_since_;  // since when it is not, before a claim

@@ -36,8 +36,10 @@ void ReplicatedCoordinator::learn_of_leader(std::uint64_t revision, const std::s
                     "docs/operations.md; if it is another job, start with a --job of its own",
                     leader_.name(), leader_.address()));
   leader_since_ = sign_at_ = now;
-  if (leader_.instance() != 0 && leader_.instance() != options_.instance)
+  if (leader_.instance() != 0 && !is_own(leader_)) {
+    steps_led_ = leader_.has_steps() ? std::optional(leader_.steps()) : std::nullopt;
     note(false, "{} at {} leads in term {}", leader_.name(), leader_.address(), leader_.term());
+  }
   tell_who_leads(all_nodes());
 }
 
@@ -82,6 +84,9 @@ void ReplicatedCoordinator::on_read(const StoreRequest& request, const StoreAnsw
   }
   if (answer.more) return read(role_ == Role::reading || !has_read_, now);
   const bool first = !std::exchange(has_read_, true);
+  if (!steps_at_start_)
+    if (auto why = machine_->ends_too_early(); !why.empty())
+      return fail_with(ErrorCode::invalid_argument, std::move(why));
   if (!steps_at_start_) steps_at_start_ = machine_->steps_ever();
   if (machine_->steps_ever() != *steps_at_start_) machine_->end_word();
   if (!predecessor_) {
@@ -89,6 +94,7 @@ void ReplicatedCoordinator::on_read(const StoreRequest& request, const StoreAnsw
     predecessor_ = same_place && leader_.instance() != options_.instance ? leader_.instance() : 0;
   }
   if (role_ == Role::reading) return lead(now);
+  look_at_steps();
   // A claim without an answer was done after all.
   if (leader_.instance() == options_.instance && leader_.term() != 0 && !outranked()) return read_for_lead(now);
   try_claim(now, request.recent && (verified || first || position_ == 0));
@@ -96,14 +102,42 @@ void ReplicatedCoordinator::on_read(const StoreRequest& request, const StoreAnsw
 }
 
 std::string ReplicatedCoordinator::unheeded_word() const {
-  const bool other_leads =
-      role_ == Role::following && leader_.instance() != 0 && leader_.instance() != options_.instance;
-  const std::string word = other_leads && has_read_ ? machine_->unused_word() : std::string();
+  const std::string word = other_leads() && has_read_ ? machine_->unused_word() : std::string();
   if (word.empty()) return {};
   return fmt::format(
       "{} counts once this coordinator leads; {} at {} does, by its own settings: start that one with it, too, or take "
       "it out here",
       word, leader_.name(), leader_.address());
+}
+
+// An older release does not say with which it leads.
+void ReplicatedCoordinator::look_at_steps() {
+  const std::uint64_t own = machine_->ends_too_early().empty() ? options_.job.steps : 0;
+  machine_->set_steps(other_leads() && leader_.has_steps() ? leader_.steps() : own);
+  auto line = other_steps();
+  if (!line.empty() && line != steps_said_) note(true, "{}", line);
+  steps_said_ = std::move(line);
+}
+
+std::string ReplicatedCoordinator::other_steps() const {
+  const std::uint64_t own = options_.job.steps;
+  if (role_ != Role::following || !has_read_) return {};
+  const std::string leads = other_leads() ? fmt::format("{} at {}", leader_.name(), leader_.address()) : "";
+  const std::string with = leader_.has_steps() ? fmt::format(" with --steps {}", leader_.steps()) : "";
+  if (!machine_->ends_too_early().empty())
+    return fmt::format(
+        "--steps {} says that the job ends before a step that is committed: this coordinator takes no lead with that. "
+        "Start it with as many as the others{}",
+        own, leads.empty() ? "" : fmt::format("; {} leads{}", leads, with));
+  if (leads.empty() || !leader_.has_steps() || leader_.steps() == own) return {};
+  return fmt::format("--steps {} counts once this coordinator leads; {} does{}: start all of them with the same", own,
+                     leads, with);
+}
+
+Duration ReplicatedCoordinator::no_sign_for(TimePoint now) const {
+  const Duration lasting = now - sign_at_;
+  const bool too_long = lasting > deadlines::kAbandoned.of(options_.job.silence);
+  return other_leads() && has_read_ && !failing_ && too_long ? lasting : Duration{};
 }
 
 // What others have appended before this one's claim. Nothing can follow on that but what this one writes.
@@ -273,7 +307,7 @@ ReplicatedCoordinator::Lost ReplicatedCoordinator::who_lost_the_leader(TimePoint
 
 std::optional<std::string> ReplicatedCoordinator::reason_to_claim(TimePoint now) const {
   if (role_ != Role::following || !has_read_ || under_way_ || again_ || pause_detector_.settling(now)) return {};
-  if (now < claim_again_) return {};
+  if (now < claim_again_ || !machine_->ends_too_early().empty()) return {};
   const Duration silence = options_.job.silence;
   // The leader, where there is one, puts there what is lost; who comes before it has less, and can't go on.
   if (lacks_since_ && leader_.instance() != 0 && now - *lacks_since_ <= deadlines::kAbandoned.of(silence)) return {};
@@ -312,6 +346,7 @@ void ReplicatedCoordinator::try_claim(TimePoint now, bool has_read_now) {
   claim.set_address(options_.address);
   claim.set_instance(options_.instance);
   claim.set_since_ms(ms_since_1970(now));
+  claim.set_steps(options_.job.steps);
   claim.set_silence_ms(static_cast<std::uint64_t>(milliseconds(options_.job.silence)));
   role_ = Role::claiming;
   // Where the store does not answer, the same is tried again and again.

@@ -37,6 +37,9 @@ void ReplicatedCoordinator::lead(TimePoint now) {
   ++takeovers_;
   confirmed_at_ = heard_at_ = now;
   note(false, "leads in term {}, after step {}", leader_.term(), machine_->committed());
+  if (const auto before = std::exchange(steps_led_, std::nullopt); before && *before != options_.job.steps)
+    note(true, "the job has --steps {} from here on; the coordinator that led before had --steps {}",
+         options_.job.steps, *before);
   membership::Actions first = machine_->on_tick(now);
   proto::LogRecord led;
   led.mutable_led()->set_term(leader_.term());

@@ -19,6 +19,8 @@
 #include <string>
 #include <vector>
 
+#include "base/clock.h"
+
 namespace rejoin::membership {
 
 struct StoreRequest {
@@ -84,6 +86,12 @@ class Store {
   // Starts one request, of which there is one at a time. The store calls `done` once, later, on the same thread; never
   // where it was destroyed before.
   virtual void submit(const StoreRequest& request, std::function<void(StoreAnswer)> done) = 0;
+  // Of the request under way, where it is not answered although its time is over: why, for people, and since when.
+  struct Overdue {
+    std::string why;
+    TimePoint since{};
+  };
+  virtual std::optional<Overdue> overdue() const { return std::nullopt; }
 };
 
 }  // namespace rejoin::membership

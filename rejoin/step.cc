@@ -85,6 +85,12 @@ bool tell_of_over(const Position& from, const proto::Plan& plan) {
   return is_of_last;
 }
 
+void tell_of_end(bool contributes, const proto::Plan& plan) {
+  if (contributes) return;
+  logger().warn("the job was finished with step {} before this replica had caught up: its state is not the job's",
+                plan.committed());
+}
+
 Position position_after(std::uint64_t step, const membership::Samples& trained) {
   std::vector<SampleRange> ranges;
   for (const auto& [begin, end] : trained.ranges()) ranges.push_back({begin, end});

@@ -13,6 +13,9 @@ Position position_after(std::uint64_t step, const membership::Samples& trained);
 // Says that the job was finished before this replica had a part in it, and returns whether the state that it came with
 // is that of the last step, as far as step and samples say.
 bool tell_of_over(const Position& from, const proto::Plan& plan);
+// Says to a replica that has been in the job until its last step, and does not contribute then, that it has not caught
+// up.
+void tell_of_end(bool contributes, const proto::Plan& plan);
 // Errors: `mismatch`, where a state of this digest is not the position's.
 Result<> check_restored(const Position& position, std::uint64_t digest);
 // Of an optimizer that has not come to the end of this step's update.

@@ -292,6 +292,7 @@ class World {
   void check_epochs();
   void check_queues(const Process& process);
   void check_ends();
+  std::optional<ReplicaId> who_alone_has_ended(const Ends::Tells& tells) const;
   void disturb(Duration lasting) { disturb(lasting, lasting); }
   void disturb(Duration lasting, Duration felt) {
     felt_until_ = std::max(felt_until_, now() + felt);
@@ -345,11 +346,10 @@ class World {
   };
   std::optional<WholeLog> whole_log_;                 // while the job has an older copy
   OtherJob other_;                                    // the last
-  std::uint64_t other_jobs_ = 0;                      // ever
+  std::uint64_t other_jobs_ = 0, logs_lost_ = 0;      // ever
   std::vector<std::unique_ptr<Store>> other_stores_;  // all: answers may be on their way
   bool crash_in_append_ = false, disk_full_ = false;
   Duration slow_append_{};
-  std::uint64_t logs_lost_ = 0;
   struct Word {  // an operator's
     std::optional<membership::JobConfig::RollBack> roll_back_to;
     std::optional<membership::JobConfig::Drop> drop;

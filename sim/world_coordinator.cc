@@ -38,11 +38,36 @@ void World::check_ends() {
     return daemon != nullptr && !daemon->stopped && daemon->hears_who_decides() && !leads->stopped &&
            now() > felt_until_;
   };
-  // After a restart of the coordinator all have the time to come back that others need for it.
-  const Duration patience = deadlines::kOthersComeBack.of(job.silence) + job.silence;
-  const auto waited_for = leads != nullptr ? leads->decisions()->blocked_on() : std::vector<ReplicaId>{};
-  if (const auto wrong = ends_.check(now(), patience, leads != nullptr ? leads->instance : 0, waited_for, tells))
+  // After a restart of the coordinator all have the time to come back that others need for it; but where all others are
+  // there nobody does.
+  std::map<ReplicaId, Duration> waited_for;
+  if (leads != nullptr) {
+    for (auto id : leads->decisions()->blocked_on())
+      waited_for[id] = deadlines::kOthersComeBack.of(job.silence) + job.silence;
+    if (const auto lacks = who_alone_has_ended(tells)) waited_for[*lacks] = job.silence / 2;
+  }
+  if (const auto wrong = ends_.check(now(), leads != nullptr ? leads->instance : 0, waited_for, tells))
     checker().violate("ends-are-heard", *wrong);
+}
+
+// Of all members, one of which contributes, all processes are there but for those of one replica, which are over.
+std::optional<ReplicaId> World::who_alone_has_ended(const Ends::Tells& tells) const {
+  std::optional<ReplicaId> lacks;
+  bool goes_on = false;
+  for (const auto& member : leader()->decisions()->members()) {
+    bool all_there = true;
+    for (std::uint32_t rank = 0; rank < shape.ranks; ++rank) {
+      const Trainer* one = trainers_[member.replica.value][rank].get();
+      const Daemon* daemon = one != nullptr ? daemons_[one->machine].get() : nullptr;
+      if (one == nullptr && ends_.has_heard({member.replica.value, rank})) all_there = false;
+      else if (daemon == nullptr || one->stopped || one->incarnation() != member.incarnation ||
+               !daemon->knows(one->connection) || !tells(daemon->instance))
+        return std::nullopt;
+    }
+    goes_on |= all_there && !member.catching_up;
+    if (!all_there && std::exchange(lacks, member.replica)) return std::nullopt;
+  }
+  return goes_on ? lacks : std::nullopt;
 }
 
 void World::give_word(const Word& word, const std::string& why) {

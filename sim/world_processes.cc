@@ -164,7 +164,7 @@ void World::end_trainer(Trainer& trainer, const std::string& why, bool gave_up) 
   check_survivors();
   processes_.erase(trainer.instance);
   const auto connection = trainer.connection;
-  const bool registered = trainer.incarnation() != Incarnation{};
+  const bool registered = trainer.incarnation() != Incarnation{}, heard = trainer.has_heard_more_than(0, 0);
   if (place.get() != &trainer) end_rival(trainer);
   else if (auto rival = take_rival(replica, rank)) place = std::move(rival);
   else place.reset();
@@ -172,7 +172,7 @@ void World::end_trainer(Trainer& trainer, const std::string& why, bool gave_up) 
   Daemon* daemon = daemons_[node].get();
   // The end of one that has never had the place says nothing of who has.
   if (!place && registered && daemon != nullptr && daemon->knows(connection))
-    ends_.on_end({replica, rank}, daemon->instance, now());
+    ends_.on_end({replica, rank}, daemon->instance, heard, now());
   if (daemon != nullptr && connection.value != 0)
     deliver(*daemon, random.between(10us, 2ms),
             [daemon, connection] { daemon->drop(connection, "its process ended", membership::Node::Gone::ended); });

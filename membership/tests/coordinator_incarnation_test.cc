@@ -34,6 +34,12 @@ struct Waiting : Bench {
       return sent.has_evicted() && sent.evicted().incarnation() == incarnation;
     });
   }
+  std::string why_evicted(std::uint64_t node) {
+    std::string last;
+    for (const auto& sent : inbox[node])
+      if (sent.has_evicted()) last = sent.evicted().reason();
+    return last;
+  }
   void comes_back(std::uint32_t rank, std::uint64_t node, std::uint64_t instance = 1) {
     auto message = introduction(0, rank, instance);
     message.mutable_rank_up()->set_incarnation(before);
@@ -51,6 +57,10 @@ TEST(Coordinator, AfterItsRestartNobodyNewHasAnIncarnationThatSomebodyMayComeBac
     const std::uint64_t anew = job.registered_as(kRival);
     EXPECT_GT(anew, job.before);
     EXPECT_TRUE(job.evicted(kOfRank0, job.before)) << "it is of the same replica, and starts again";
+    EXPECT_NE(job.why_evicted(kOfRank0).find(rival_first ? "was given to a new process since"
+                                                         : "rank 1 has come as a new process, and a coordinator that"),
+              std::string::npos)
+        << job.why_evicted(kOfRank0);
     job.comes_back(1, kOfRank1);
     EXPECT_TRUE(job.evicted(kOfRank1, job.before));
     job.send(kOfRank0, Bench::introduction(0, 0, 3));

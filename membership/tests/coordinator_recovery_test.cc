@@ -150,6 +150,95 @@ TEST(Coordinator, WhoHasEndedIsNotWaitedForWhereNobodyWasHeard) {
   });
 }
 
+// ---- ends at the time of a takeover
+
+// A job of three that has committed a step, and another coordinator that takes up its log: replica 2 has ended.
+struct TakenOver {
+  Bench before;
+  std::optional<Bench> after;
+  explicit TakenOver(BenchOptions told = {}) {
+    before.start();
+    before.steps(1);
+    before.pass(1s);
+    after.emplace(before.log, told);
+    after->incarnations = before.incarnations;
+  }
+  // Its daemon tells of the end of this rank, which had heard all of what was decided, or more, or nobody says what.
+  void ended(std::uint32_t replica, std::uint32_t rank = 0, std::optional<std::uint64_t> more = 0) {
+    proto::FromNode message;
+    auto& gone = *message.mutable_rank_down();
+    gone.set_replica(replica);
+    gone.set_rank(rank);
+    gone.set_instance(100 + rank);
+    gone.set_incarnation(before.incarnations[replica]);
+    gone.set_job(before.coordinator.job());
+    gone.set_ended(true);
+    gone.set_reason("killed");
+    if (more) gone.set_heard_epoch(before.coordinator.epoch().value + *more);
+    if (more) gone.set_heard_committed(before.coordinator.committed().value);
+    after->send(12, message);
+  }
+};
+
+TEST(Coordinator, WhoHasEndedIsNotWaitedForWhereAllOthersAreBack) {
+  for (const bool first : {false, true}) {  // it is told before the others are back, or after that
+    TakenOver job;
+    Bench& bench = *job.after;
+    const auto end = [&] { job.ended(2, 0), job.ended(2, 1); };
+    if (first) end();
+    bench.back(0, 10), bench.back(1, 11);
+    EXPECT_EQ(bench.contributors(), first ? 2u : 3u) << first;
+    if (!first) end();
+    EXPECT_EQ(bench.contributors(), 2u) << first;
+    EXPECT_EQ(bench.coordinator.epoch(), job.before.coordinator.epoch().next());
+    EXPECT_NE(bench.warnings.find("replica 2 is out: rank 0: killed"), std::string::npos) << bench.warnings;
+    bench.reduced(0, 10), bench.reduced(1, 11);
+    EXPECT_EQ(bench.coordinator.committed(), Step(2)) << first;
+    EXPECT_FALSE(bench.evicted_anybody());
+  }
+}
+
+// Of two replicas.
+TEST(Coordinator, WhoeverHaveEndedTogetherAreNotWaitedFor) {
+  TakenOver job;
+  for (std::uint32_t replica : {1u, 2u}) job.ended(replica, 0), job.ended(replica, 1);
+  EXPECT_EQ(job.after->contributors(), 3u);  // somebody has to go on
+  job.after->back(0, 10);
+  ASSERT_NO_FATAL_FAILURE(job.after->expect_alone(0));
+  job.after->reduced(0, 10);
+  EXPECT_EQ(job.after->coordinator.committed(), Step(2));
+}
+
+// Its other rank may know more than the log, and so may whoever has ended, as far as nobody says what it had heard.
+TEST(Coordinator, WhoHasEndedIsWaitedForWhereTheLogMayBeAnOlderCopy) {
+  using Case = std::function<void(TakenOver&)>;
+  const Case cases[] = {[](auto& job) { job.ended(2, 0); },
+                        [](auto& job) { job.ended(2, 0), job.ended(2, 1, std::nullopt); },
+                        [](auto& job) { job.ended(2, 0), job.ended(2, 1, 1); }};
+  for (const auto& tell : cases) {
+    TakenOver job;
+    Bench& bench = *job.after;
+    bench.back(0, 10), bench.back(1, 11);
+    tell(job);
+    bench.pass(900ms, {10, 11, 12});
+    EXPECT_EQ(bench.contributors(), 3u);
+    bench.pass(500ms, {10, 11, 12});
+    EXPECT_EQ(bench.contributors(), 2u);
+  }
+}
+
+// The other rank of its replica is there.
+TEST(Coordinator, WhoHasLostARankIsNotWaitedForWhereAllOthersAreBack) {
+  TakenOver job;
+  Bench& bench = *job.after;
+  job.ended(2, 1);
+  bench.back(0, 10), bench.back(1, 11);
+  EXPECT_EQ(bench.contributors(), 3u);
+  bench.back_with(2, 0, 12, 1);
+  EXPECT_EQ(bench.contributors(), 2u);
+  EXPECT_TRUE(bench.evicted_anybody());
+}
+
 // Who was the first to come back, and is lost with the way to all others again, is no reason to go on without them.
 TEST(Coordinator, WhoIsLostAgainBeforeTheOthersHaveComePutsOutNobody) {
   for (const bool closed : {false, true})

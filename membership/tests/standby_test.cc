@@ -38,6 +38,93 @@ TEST(ReplicatedCoordinator, AStandbySaysForHowLongALeaderHasLed) {
   }
 }
 
+// A job of two replicas that another one leads, which has said its --steps (or has not), up to this step.
+struct WithSteps : Alone {
+  std::uint64_t committed = 0;
+  WithSteps(std::uint64_t own, std::optional<std::uint64_t> of_leader, std::uint64_t until) {
+    options.job.steps = own;
+    let_other_lead();
+    proto::Leader other = other_leader();
+    if (of_leader) other.set_steps(*of_leader);
+    leader = other.SerializeAsString();
+    commit(until);
+    start();
+    pass(kQuiet);
+  }
+  void commit(std::uint64_t until) {
+    while (committed < until) {
+      ++committed;
+      write(committed + 1,
+            [&](proto::LogEntry& entry) { entry.add_records()->mutable_committed()->set_step(committed); });
+    }
+  }
+  std::int64_t times_told(const std::string& what) const {
+    return std::ranges::count_if(told, [&](const auto& line) { return line.find(what) != std::string::npos; });
+  }
+  void lose_the_leader() {
+    for (std::uint64_t number : {0, 1}) node(number, true);
+    pass(kQuiet / 4);
+  }
+};
+
+TEST(ReplicatedCoordinator, AStandbyWithFewerStepsThanAreCommittedDoesNotStart) {
+  WithSteps job(2, 0, 3);
+  ASSERT_TRUE(job.failed);
+  EXPECT_EQ(job.failed->code, ErrorCode::invalid_argument);
+  EXPECT_NE(job.failed->message.find("--steps 2 says that the job ends before step 3"), std::string::npos);
+}
+
+// It has started before: another one may be able to lead. That the job has an end is not said of it meanwhile.
+TEST(ReplicatedCoordinator, AStandbyWithFewerStepsThanAreCommittedSinceTakesNoLead) {
+  for (const std::optional<std::uint64_t> of_leader : {std::optional<std::uint64_t>(0), {}}) {
+    WithSteps job(2, of_leader, 1);
+    EXPECT_EQ(job.one->other_steps().find("--steps 2 counts once this coordinator leads; other at other:1 does with "
+                                          "--steps 0: start all of them with the same"),
+              of_leader ? 0 : std::string::npos);
+    job.commit(2);
+    job.pass(kQuiet);
+    EXPECT_EQ(job.one->following().finished(), !of_leader) << "where nobody says more it may be";
+    job.commit(4);
+    job.pass(kQuiet);
+    const std::string early =
+        "--steps 2 says that the job ends before a step that is committed: this coordinator takes";
+    EXPECT_EQ(job.one->other_steps().find(early), 0u) << job.one->other_steps();
+    EXPECT_EQ(job.times_told(early), 1);
+    EXPECT_FALSE(job.one->following().finished());
+    job.lose_the_leader();
+    EXPECT_EQ(job.count(Asked::claim), 0u);
+    EXPECT_FALSE(job.failed);
+  }
+}
+
+// It is finished by the one that leads. Who takes over says that it goes on.
+TEST(ReplicatedCoordinator, AStandbyWithMoreStepsKnowsThatTheJobIsFinished) {
+  WithSteps job(50, 2, 2);
+  EXPECT_TRUE(job.one->following().finished());
+  EXPECT_EQ(job.times_told("--steps 50 counts once this coordinator leads; other at other:1 does with --steps 2"), 1);
+  job.lose_the_leader();
+  ASSERT_TRUE(job.leads());
+  EXPECT_FALSE(job.one->leading()->finished());
+  EXPECT_EQ(job.one->leader().steps(), 50u);
+  EXPECT_EQ(job.one->other_steps(), "");
+  EXPECT_EQ(job.times_told("the job has --steps 50 from here on; the coordinator that led before had --steps 2"), 1);
+}
+
+TEST(ReplicatedCoordinator, AStandbySaysForHowLongItHasSeenNoSignOfTheLeader) {
+  WithSteps job(0, 0, 1);
+  EXPECT_EQ(job.one->other_steps(), "");
+  EXPECT_EQ(job.one->no_sign_for(job.now), Duration{});
+  job.pass(2 * kQuiet);
+  EXPECT_GT(job.one->no_sign_for(job.now), 2 * kQuiet);
+  job.alive = ++job.revision;
+  job.pass(kQuiet / 4);
+  EXPECT_EQ(job.one->no_sign_for(job.now), Duration{});
+  job.pass(3 * kQuiet);
+  job.answers = false;
+  job.pass(kQuiet / 4);
+  EXPECT_EQ(job.one->no_sign_for(job.now), Duration{}) << "it is the store that is away";
+}
+
 // Decisions that were imported have a term, and no leader: nobody would be disturbed, and there is nobody to name.
 TEST(ReplicatedCoordinator, AfterAnImportNobodyLeadsAndWhoComesDoesAtOnce) {
   Alone job;

@@ -230,5 +230,26 @@ TEST(Driver, SaysOnceWhatTheJobWaitsForHoweverOftenItsNodeIsTold) {
                                              "the job waits for its relay", "the job waits for its relay"}));
 }
 
+TEST(Driver, WhoHasNotCaughtUpWhenTheJobEndsSaysSo) {
+  for (const bool catching_up : {true, false}) {
+    Alone rank;
+    std::string said;
+    set_log([&](LogLevel, std::string_view line) { said += line; });
+    set_log_level(LogLevel::warn);
+    rank.register_it();
+    rank.plan_with_peers(2, 1, catching_up);
+    proto::ToNode message;
+    *message.mutable_plan() = rank.driver->machine().plan();
+    message.mutable_plan()->set_committed(1);
+    message.mutable_plan()->set_step(2);
+    message.mutable_plan()->set_finished(true);
+    rank.driver->on_control_message(message, rank.now);
+    set_log({});
+    EXPECT_TRUE(rank.driver->finished() && !rank.driver->over());
+    const std::string line = "the job was finished with step 1 before this replica had caught up: its state is not";
+    EXPECT_EQ(said.find(line), catching_up ? 0 : std::string::npos) << said;
+  }
+}
+
 }  // namespace
 }  // namespace rejoin

@@ -74,6 +74,24 @@ TEST_F(Scenario, ALostCoordinatorOrItsStoreCostsNobodyAPlace) {
       }
 }
 
+// Its daemon tells whoever takes over, or the one that is started again, and all others are there.
+TEST_F(Scenario, AReplicaThatEndsWithTheCoordinatorIsNotWaitedFor) {
+  for (const auto coordinators : {1u, 3u})
+    for (const auto apart : {-2, 0, 2, 20})
+      for (std::uint64_t seed = 0; seed < kAFew; ++seed) {
+        const Fault ends{.at = std::chrono::seconds(1),
+                         .kind = FaultKind::stay_away,
+                         .replica = 1,
+                         .lasting = std::chrono::seconds(2)};
+        const Fault killed{
+            .at = ends.at + std::chrono::milliseconds(apart), .kind = FaultKind::kill_coordinator, .detail = seed};
+        Outcome outcome =
+            play({.seed = seed, .replicas = 3, .ranks = 2, .coordinators = coordinators, .faults = {{ends, killed}}});
+        ASSERT_TRUE(holds(outcome)) << coordinators << ", " << apart << " ms, seed " << seed;
+        EXPECT_EQ(outcome.counts["rolled back"], 0u);
+      }
+}
+
 // No node has a way to any coordinator, and then one after the other has: whoever is first puts out nobody.
 TEST_F(Scenario, CoordinatorsThatHearNobodyForAWhileCostNobodyAPlace) {
   for (const auto coordinators : {1u, 3u})
