@@ -295,6 +295,7 @@ bool Coordinator::is_back(const MemberState& m) const {
 // It is not, and nothing is to be heard of it any more: those of its ranks that have not registered have ended, by what
 // daemons say, and had heard nothing that this log lacks.
 bool Coordinator::has_ended(const MemberState& m) const {
+  if (ends_.empty() || is_back(m)) return false;
   const ReplicaState* here = registration(m.replica, m.incarnation);
   for (std::uint32_t rank = 0; rank < config_.ranks; ++rank) {
     if (here != nullptr && here->ranks[rank].registered) continue;
@@ -303,7 +304,7 @@ bool Coordinator::has_ended(const MemberState& m) const {
         end->second.heard_epoch() > epoch_.value || end->second.heard_committed() > most_committed_.value)
       return false;
   }
-  return !is_back(m);
+  return true;
 }
 
 // All of its ranks are connected now.

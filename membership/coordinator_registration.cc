@@ -82,7 +82,7 @@ void Coordinator::register_again(NodeId node, const proto::RankUp& up) {
   if (versions_of(replica.ranks[up.rank()]).spoken.version() < protocol_.version()) lower_protocol();
   on_reduced(node, reduced_of(up));  // stale, unless it is of this epoch and step
   take_back_while_stopped(id);
-  end_recovery_if_all_are_back();  // it may be what is left of a replica of which a rank has ended
+  if (!ends_.empty()) end_recovery_if_all_are_back();  // it may be what is left of a replica of which a rank has ended
   try_start();
 }
 
