@@ -44,7 +44,8 @@ void World::check_ends() {
   if (leads != nullptr) {
     for (auto id : leads->decisions()->blocked_on())
       waited_for[id] = deadlines::kOthersComeBack.of(job.silence) + job.silence;
-    if (const auto lacks = who_alone_has_ended(tells)) waited_for[*lacks] = job.silence / 2;
+    if (const auto lacks = now() > old_news_until_ ? who_alone_has_ended(tells) : std::nullopt)
+      waited_for[*lacks] = job.silence / 2;
   }
   if (const auto wrong = ends_.check(now(), leads != nullptr ? leads->instance : 0, waited_for, tells))
     checker().violate("ends-are-heard", *wrong);
