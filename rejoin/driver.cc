@@ -327,7 +327,7 @@ void Driver::on_plan(const proto::Plan& plan, TimePoint now) {
     wanted_.assign(buckets_.size(), false);  // until the trainer has taken up the next step, they were of this one
     events::record(events::Kind::committed, {.epoch = plan.epoch(), .step = under_way});
   }
-  if (meaning == Meaning::finished && !std::exchange(finished_, true)) tell_of_end(machine_.contributes(), plan);
+  if (meaning == Meaning::finished && !finished_) finished_ = true, tell_of_end(machine_.contributes(), plan);
   current_.reset();
   if (machine_.member() && machine_.has_contributors() && !finished_)
     current_ = StepView{.step = machine_.step().value,
