@@ -109,6 +109,9 @@ class Group {
   void give_scratch(DeviceScratch scratch);
   // Has everything under way fail, here and on the other members.
   void abort(const Error& error);
+  // Whether what is submitted fails until the next reconfigure(): this member has given up, or has heard that another
+  // has.
+  bool failed() const { return failed_.has_value(); }
   // Tells the others that this member needs nothing more of them, and aborts what is under way. left() says whether all
   // have heard it.
   void leave();

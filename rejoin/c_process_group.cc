@@ -54,6 +54,7 @@ rejoin_code rejoin_group_reconfigure(rejoin_group* group, uint64_t number, const
 }
 uint32_t rejoin_group_rank(const rejoin_group* group) { return group->group->rank(); }
 uint32_t rejoin_group_size(const rejoin_group* group) { return group->group->size(); }
+int rejoin_group_failed(const rejoin_group* group) { return group->group->failed() ? 1 : 0; }
 rejoin_code rejoin_group_start(rejoin_group* group, const rejoin_collective_call* call, rejoin_work** work) {
   return guarded([&] {
     if (!within(call->kind, REJOIN_RECEIVE) || !within(call->type, REJOIN_INT64) ||

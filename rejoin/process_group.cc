@@ -172,6 +172,7 @@ class Threaded final : public ProcessGroup {
       configuration_.rank = *rank, configuration_.size = static_cast<std::uint32_t>(handles.size());
       push([=, this, count = configuration_.count] {
         in_configuration_ = count;
+        failed_ = false;  // before anybody hears that all are here
         group_->reconfigure(number, handles, *rank, deadline, [work](const Result<>& result) { work->end(result); });
       });
     }
@@ -216,6 +217,8 @@ class Threaded final : public ProcessGroup {
   void abort(const std::string& reason) override {
     if (here()) in_thread([=, this] { group_->abort({ErrorCode::cancelled, reason}); });
   }
+
+  bool failed() const override { return failed_; }
 
   void shutdown(Duration limit) override {
     if (!here()) return;  // the parent stays
@@ -321,6 +324,7 @@ class Threaded final : public ProcessGroup {
       const auto before = group_->steps();
       group_->poll(clock.now());
       const bool called = take_calls();
+      failed_ = group_->failed();
       if (!leaving_.empty() && group_->left())
         for (const auto& work : std::exchange(leaving_, {})) work->end({});
       if (called || group_->steps() != before) idle.reset();
@@ -358,7 +362,7 @@ class Threaded final : public ProcessGroup {
   mutable std::mutex mutex_;     // guards
   Configuration configuration_;  // … the last that was asked for
   std::vector<std::function<void()>> calls_;
-  std::atomic<bool> stop_{false};
+  std::atomic<bool> stop_{false}, failed_{false};
   std::thread thread_;
 };
 

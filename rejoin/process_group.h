@@ -105,6 +105,9 @@ class ProcessGroup {
   // Leaves the group: waits, at most so long, until the others know it. They may go on with what they have of this
   // member.
   virtual void shutdown(Duration limit) = 0;
+  // Whether a member has given up what there was since the last reconfigure(), as far as this one has heard: what it
+  // starts fails until the next one, also where all that it had started before has ended well.
+  virtual bool failed() const = 0;
 };
 
 }  // namespace rejoin

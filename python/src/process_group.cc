@@ -43,6 +43,7 @@ class ProcessGroup {
   std::string handle() const { return rejoin_group_handle(group_.get().get()); }
   std::uint32_t rank() const { return rejoin_group_rank(group_.get().get()); }
   std::uint32_t size() const { return rejoin_group_size(group_.get().get()); }
+  bool failed() const { return rejoin_group_failed(group_.get().get()) != 0; }
   void reconfigure(std::uint64_t number, const std::vector<std::string>& members, std::uint64_t limit_ms) {
     std::vector<const char*> all;
     std::transform(members.begin(), members.end(), std::back_inserter(all),
@@ -106,6 +107,7 @@ void bind_process_groups(nb::module_& m) {
       .def("handle", &ProcessGroup::handle)
       .def("rank", &ProcessGroup::rank)
       .def("size", &ProcessGroup::size)
+      .def("failed", &ProcessGroup::failed)
       .def("reconfigure", &ProcessGroup::reconfigure, nb::arg("number"), nb::arg("members"), nb::arg("limit_ms"))
       .def("start", &ProcessGroup::start, nb::arg("kind"), nb::arg("type"), nb::arg("combine"), nb::arg("root"),
            nb::arg("tag"), nb::arg("inputs"), nb::arg("outputs"), nb::arg("limit_ms"), nb::arg("begun"),

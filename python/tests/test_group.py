@@ -4,6 +4,7 @@ import re
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import timedelta
 
 import pytest
@@ -241,3 +242,86 @@ def test_one_that_is_done_with_a_step_and_goes_on_with_a_joiner_ends_nothing_of_
     assert [float(one[0]) for one in [*gathered, message]] == [1.0, 2.0, 3.0, 5.0]
     for group in groups:
         group.shutdown()
+
+
+def gather(groups: list[SessionGroup], rank: int, root: int = 0):
+    options = torch.distributed.GatherOptions()
+    options.rootRank = root
+    into = [[torch.zeros(1) for _ in groups]] if rank == root else []
+    return groups[rank].gather(into, [torch.ones(1)], options)
+
+
+@pytest.fixture
+def three():
+    """Three members in the first step, whose connections are made; and what begins a step on those that are named."""
+    groups, cards = zip(*(group_of(replica) for replica in range(3)), strict=True)
+
+    def begin(step: int, *of: int) -> None:
+        for group in of or range(3):
+            groups[group].begin(step, 1, True, list(enumerate(cards)))
+
+    def all_reduce() -> list[float]:
+        tensors = [torch.ones(1) for _ in groups]
+        with ThreadPoolExecutor(3) as pool:
+            assert all(pool.map(lambda group, tensor: group.allreduce([tensor]).wait(), groups, tensors))
+        return [float(tensor[0]) for tensor in tensors]
+
+    begin(1)
+    assert all_reduce() == [3.0] * 3
+    yield groups, begin, all_reduce
+    for group in groups:
+        group.shutdown()
+
+
+def test_what_fails_on_some_and_had_ended_well_on_another_is_gone_on_with_by_none_in_the_next_step(three):
+    groups, begin, all_reduce = three
+    begin(2)
+    works = [gather(groups, rank) for rank in (0, 1)]
+    assert works[1].wait()
+    groups[0].abort()  # as at a time-out
+    with pytest.raises(RejoinError, match=r"abort\(\) was called"):
+        works[0].wait()
+    with pytest.raises(RejoinError, match=r"rank 0 .* has given up"):  # late
+        gather(groups, 2).wait()
+    with groups[1]._changed:
+        assert groups[1]._changed.wait_for(lambda: groups[1]._refused is not None, 30)
+    begin(3)
+    assert all_reduce() == [3.0] * 3
+    begin(4)
+    assert all_reduce() == [3.0] * 3
+
+
+def test_who_makes_connections_in_a_step_that_another_has_begun_on_those_of_before_hears_of_it_and_does_not_wait(three):
+    groups, begin, all_reduce = three
+    begin(2, 1, 2)
+    works = [gather(groups, rank, root=2) for rank in (1, 2)]
+    assert works[0].wait(), "all that it has begun in this step has ended well"
+    groups[0].abort()  # in the step before
+    begin(2, 0)
+    begun = time.monotonic()
+    with pytest.raises(RejoinError, match=r"in step 2, (another member|an operation) has"):
+        gather(groups, 0, root=2).wait()
+    assert time.monotonic() - begun < LIMIT.total_seconds() / 2
+    with pytest.raises(RejoinError, match="has given up"):
+        works[1].wait()
+    begin(3)
+    assert all_reduce() == [3.0] * 3
+
+
+def test_a_wait_for_the_members_is_no_computing():
+    said = []
+
+    class Busy:
+        @contextmanager
+        def with_ours(self, reason: str, seconds: float):
+            said.append((reason, seconds))
+            yield
+
+    members = Members()
+    group = SessionGroup(members, 0, LIMIT, Options(listen="127.0.0.1:0", device="host"), Busy())
+    for step in (1, 2):
+        group.begin(step, 1, True, [(0, members.card)])
+        assert group.allreduce([torch.ones(1)]).wait()
+        ((reason, seconds),) = said
+        assert "process group" in reason and seconds >= LIMIT.total_seconds()
+    group.shutdown()

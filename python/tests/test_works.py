@@ -304,6 +304,8 @@ def test_what_can_be_no_argument_is_named(pair):
     out, whole = torch.zeros(1).expand(4), torch.ones(2)
     root = dist.BroadcastOptions()
     root.rootRank = 1
+    mean = dist.AllreduceOptions()
+    mean.reduceOp = dist.ReduceOp.AVG
     for call, told in (
         (lambda: pair[0].allreduce([bare]), r"memory of their own, not a test_works\.Wrapper"),
         (lambda: pair[0].send([bare], 1, 0), "memory of their own"),
@@ -316,6 +318,7 @@ def test_what_can_be_no_argument_is_named(pair):
         (lambda: pair[0].reconfigure(uuid=-1, handles=["x"]), r"uuid -1 of reconfigure\(\)"),
         (lambda: pair[0].allreduce([torch.ones(3, device="meta")]), "not one on the device 'meta'"),
         (lambda: pair[0].allreduce([torch.eye(3).to_sparse()]), "dense tensors, not one of layout torch.sparse_coo"),
+        (lambda: pair[0].allreduce([torch.ones(3) > 0], mean), r"AVG of bool is no bool: reduce by MAX \(any\) or MIN"),
     ):
         with pytest.raises(ValueError, match=told):
             call()

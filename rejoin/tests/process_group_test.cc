@@ -85,6 +85,20 @@ TEST_P(ProcessGroups, ReduceAndGoOnWithoutOneAndWithAnother) {
   for (const auto& group : groups) group->shutdown(kPatience);
 }
 
+TEST_P(ProcessGroups, AMemberWithNothingUnderWayHearsThatAnotherHasGivenUp) {
+  configured(1);
+  std::vector<std::vector<float>> buffers{3, std::vector<float>(10)};
+  for (const auto& result : all_reduce(buffers)) ASSERT_TRUE(result) << result.error().message;
+  for (const auto& group : groups) EXPECT_FALSE(group->failed());
+  groups[0]->abort("for a reason");
+  const auto until = SteadyClock().now() + kPatience;
+  for (const auto& group : groups)
+    while (!group->failed() && SteadyClock().now() < until) std::this_thread::yield();
+  for (const auto& group : groups) EXPECT_TRUE(group->failed());
+  configured(2);
+  for (const auto& group : groups) EXPECT_FALSE(group->failed());
+}
+
 TEST_P(ProcessGroups, ManyShortOnesFromTheirThreadsAndThenAllLeaveAtOnce) {
   configured(1);
   std::vector<std::future<float>> all;
@@ -256,6 +270,7 @@ TEST(ProcessGroup, FromC) {
   const char* members[] = {rejoin_group_handle(group)};
   ASSERT_EQ(rejoin_group_reconfigure(group, 1, members, 1, 5000, nullptr, nullptr), REJOIN_OK);
   EXPECT_EQ(rejoin_group_size(group), 1u);
+  EXPECT_EQ(rejoin_group_failed(group), 0);
   rejoin_collective_call call{};
   call.kind = REJOIN_BARRIER;
   call.limit_ms = 5000;

@@ -183,6 +183,8 @@ def stage_reduction(
     dtype = dtypes.pop()
     if dtype.is_complex and how not in (_SUM, _MEAN):
         raise ValueError(f"complex numbers ({dtype}) can be summed and averaged, not reduced otherwise")
+    if dtype == torch.bool and how == _MEAN:
+        raise ValueError("AVG of bool is no bool: reduce by MAX (any) or MIN (all), or convert it, say to float32")
     if how in _BITWISE and (dtype.is_floating_point or dtype.is_complex):
         raise ValueError(f"BAND, BOR and BXOR reduce the bits of integers, not {dtype}")
     if not dtype.is_complex and dtype not in TYPES and dtype not in _SMALL:
