@@ -73,6 +73,13 @@ def group_of(replica: int) -> tuple[SessionGroup, str]:
     return SessionGroup(members, replica, LIMIT, Options(listen="127.0.0.1:0", device="host")), members.card
 
 
+def within(seconds: float, what) -> bool:
+    end = time.monotonic() + seconds
+    while not what() and time.monotonic() < end:
+        time.sleep(0.01)
+    return what()
+
+
 @pytest.mark.parametrize("listen", ["0.0.0.0:0", "[::]:0", "127.0.0.1:0"])
 def test_the_daemon_is_told_of_a_group_that_listens_everywhere_where_its_own_address_goes(listen):
     members = Members()
@@ -111,6 +118,9 @@ def test_the_thread_that_looks_at_the_members_has_ended_when_the_group_is_shut_d
     assert group._session.looked_at.wait(30)
     group.shutdown()
     assert "rejoin-members" not in [thread.name for thread in threading.enumerate()]
+    group.begin(2, 1, True, [(0, card)])  # the session goes on
+    with pytest.raises(RejoinError, match="this group was shut down$"):
+        group.allreduce([torch.ones(1)])
 
 
 @pytest.mark.parametrize("settled", ["by later ones", "by wait()", "by the group's thread"])
@@ -198,12 +208,6 @@ def test_one_that_is_done_with_a_step_and_goes_on_with_a_joiner_ends_nothing_of_
     def gather(group: int, of: list):
         return groups[group].gather([of] if group == 1 else [], [torch.tensor([group + 1.0])], options)
 
-    def within(seconds: float, what) -> bool:
-        end = time.monotonic() + seconds
-        while not what() and time.monotonic() < end:
-            time.sleep(0.01)
-        return what()
-
     def begin(step: int, epoch: int, members: int, *of: int) -> None:
         for group in of:
             groups[group].begin(step, epoch, True, list(enumerate(cards))[:members])
@@ -283,8 +287,7 @@ def test_what_fails_on_some_and_had_ended_well_on_another_is_gone_on_with_by_non
         works[0].wait()
     with pytest.raises(RejoinError, match=r"rank 0 .* has given up"):  # late
         gather(groups, 2).wait()
-    with groups[1]._changed:
-        assert groups[1]._changed.wait_for(lambda: groups[1]._refused is not None, 30)
+    assert within(30, groups[1]._native.failed)
     begin(3)
     assert all_reduce() == [3.0] * 3
     begin(4)
@@ -297,6 +300,7 @@ def test_who_makes_connections_in_a_step_that_another_has_begun_on_those_of_befo
     works = [gather(groups, rank, root=2) for rank in (1, 2)]
     assert works[0].wait(), "all that it has begun in this step has ended well"
     groups[0].abort()  # in the step before
+    assert within(30, groups[0]._native.failed)
     begin(2, 0)
     begun = time.monotonic()
     with pytest.raises(RejoinError, match=r"in step 2, (another member|an operation) has"):

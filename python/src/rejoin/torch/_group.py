@@ -66,6 +66,8 @@ class SessionGroup(ProcessGroup):
     def begin(self, number: int, epoch: int, settled: bool, cards: Sequence[tuple[int, str]]) -> None:
         """Begin a step, with these members; where it is not settled, they may not all know the same ones."""
         with self._changed:
+            if self._over:
+                return
             if self._refused is not None or self._native.failed():
                 self._configured = []  # what has failed is not gone on with, here or on another member
             self._begun_here = self._made_here = False
@@ -100,7 +102,7 @@ class SessionGroup(ProcessGroup):
         """Begin nothing any more, and take no loss for one: the session leaves."""
         with self._changed:
             self._over = True
-            self._refused = "the session has left the job"
+            self._refused = "the session has left the job, or this group was shut down"
             self._changed.notify_all()
 
     def shutdown(self) -> None:
@@ -176,9 +178,8 @@ class SessionGroup(ProcessGroup):
 
     def _check(self) -> None:
         if self._refused is not None:
-            raise Unavailable(
-                f"session.process_group() in step {self._number}: {self._refused}. With the next step it goes on"
-            )
+            then = "" if self._over else ". With the next step it goes on"
+            raise Unavailable(f"session.process_group() in step {self._number}: {self._refused}{then}")
 
     def _refuse(self, number: int, why: str) -> None:
         with self._changed:
