@@ -101,7 +101,9 @@ Result<Fd> listen_unix(const std::string& name) {
     if (::bind(socket.get(), reinterpret_cast<sockaddr*>(&address->first), address->second) != 0)
       return fail_errno(fmt::format("binding {}", name));
   }
-  if (::listen(socket.get(), SOMAXCONN) != 0) return fail_errno("listen");
+  // Few, since a caller that waits to be accepted may have sent descriptors, of which the system lets a user have no
+  // more under way than a process may have: who is turned away comes again.
+  if (::listen(socket.get(), 128) != 0) return fail_errno("listen");
   return socket;
 }
 

@@ -58,15 +58,18 @@ class ProgramEnds {
 
 Plugin::Plugin() { (void)spdlog::default_logger(); }  // so that spdlog's own globals outlive this one
 
-Plugin::~Plugin() {
-  if (!in_child() && !program_ends.here())
-    for (const auto& device : made()) device->end();
+void Plugin::unload() {
   set_logger(nullptr);  // the library goes: its sink must not be called again
+  if (program_ends.here()) return;
+  if (!in_child())
+    for (const auto& device : made()) device->end();
+  delete this;
 }
 
 abi::Result Plugin::init(abi::Logger logger) {
   if (in_child()) return refuse_child();
   std::scoped_lock lock(mutex_);
+  program_ends.watch();
   if (!logs_ && logger != nullptr) {
     logs_ = true;
     set_logger(std::make_shared<spdlog::logger>("rejoin", std::make_shared<NcclSink>(logger)));
@@ -130,7 +133,6 @@ rejoin::Result<std::shared_ptr<Device>> Plugin::engine(int device, int traffic_c
   auto address = local_address(settings_);
   if (!address) return tl::unexpected(address.error());
   generation_ = children::generation();
-  program_ends.watch();
   auto opened = transport::make_engine(transport).and_then(
       [&](auto&& made) { return Device::make(std::move(made), *address, clock_, family_of(transport)); });
   if (!opened) return tl::unexpected(of_device(device, info->name, opened.error()));

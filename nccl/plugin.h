@@ -21,7 +21,9 @@ namespace rejoin::nccl {
 class Plugin {
  public:
   Plugin();
-  ~Plugin();
+  // This library's static objects are destroyed. Where it is unloaded, all ends with them, and this object, too; where
+  // the program ends, NCCL may have calls to come, and nothing does.
+  void unload();
 
   // A communicator begins. Of those of older versions nobody tells when they end.
   abi::Result init(abi::Logger logger);
@@ -42,6 +44,7 @@ class Plugin {
   abi::Result complain(const Error& error);
 
  private:
+  ~Plugin() = default;
   const DeviceInfo* find(int device);
   rejoin::Result<int> join(const std::vector<int>& parts);
   std::vector<std::shared_ptr<Device>> made();  // the engines that are there

@@ -13,7 +13,10 @@ struct Context {  // of a communicator
   int traffic_class = -1;
 };
 
-Plugin plugin;
+Plugin& plugin = *new Plugin;
+struct Unloads {
+  ~Unloads() { plugin.unload(); }
+} unloads;
 
 // The same call, in no child of fork().
 template <auto Call, typename... Args>

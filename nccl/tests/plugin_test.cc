@@ -247,10 +247,11 @@ TEST_P(NcclPlugin, IsItsParentsInAChildOfForkWhichTouchesNothing) {
   EXPECT_EQ(net.close_listener(listener), abi::kSuccess);
 }
 
-// NCCL's threads are at work until the process is gone, and static objects may have communicators.
+// NCCL's threads are at work until the process is gone, and static objects may have communicators, which they end.
 struct AtExit {
   const abi::NetV12* net = nullptr;
-  void *sender = nullptr, *receiver = nullptr, *from = nullptr, *to = nullptr;
+  void *library = nullptr, *context = nullptr;
+  void *listener = nullptr, *sender = nullptr, *receiver = nullptr, *from = nullptr, *to = nullptr;
   Bytes out = Bytes(100000, std::byte{7}), in = Bytes(100000);
 } last;
 void send_at_exit() {
@@ -269,7 +270,13 @@ void send_at_exit() {
               right = right && last.net->test(request, &done, nullptr) == abi::kSuccess;
               return !right || done != 0;
             });
-  ::_exit(right && last.in == last.out ? 0 : 1);
+  right = right && last.in == last.out && last.net->deregister(last.sender, last.from) == abi::kSuccess &&
+          last.net->deregister(last.receiver, last.to) == abi::kSuccess &&
+          last.net->close_sender(last.sender) == abi::kSuccess &&
+          last.net->close_receiver(last.receiver) == abi::kSuccess &&
+          last.net->close_listener(last.listener) == abi::kSuccess &&
+          last.net->finalize(last.context) == abi::kSuccess && ::dlclose(last.library) == 0;
+  ::_exit(right ? 0 : 1);
 }
 TEST_P(NcclPlugin, KeepsItsConnectionsWhileTheProgramEnds) {
   const pid_t child = ::fork();
@@ -277,8 +284,9 @@ TEST_P(NcclPlugin, KeepsItsConnectionsWhileTheProgramEnds) {
     ::atexit(send_at_exit);  // before it is loaded: called after its own static objects are destroyed
     auto& plugin = *new Plugin;
     last.net = plugin.net;
-    void* listener = nullptr;
-    plugin.link(&last.sender, &last.receiver, &listener);
+    last.library = plugin.library;
+    last.context = plugin.context;
+    plugin.link(&last.sender, &last.receiver, &last.listener);
     (void)last.net->register_memory(last.sender, last.out.data(), last.out.size(), abi::kHost, &last.from);
     (void)last.net->register_memory(last.receiver, last.in.data(), last.in.size(), abi::kHost, &last.to);
     std::exit(2);
