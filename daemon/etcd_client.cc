@@ -248,7 +248,7 @@ class GrpcClient final : public EtcdClient {
     late_.expires_after(std::chrono::seconds(1));
     late_.async_wait([this, seconds, alive = std::weak_ptr<char>(alive_)](asio::error_code error) {
       if (error || alive.expired() || !call_ || late_.expiry() > std::chrono::steady_clock::now()) return;
-      if (!std::exchange(call_->stuck, true)) spdlog::warn("{}", with_endpoint(etcd_client::kStuck));
+      if (seconds == kLetsGoWithin - 2) call_->stuck = true, spdlog::warn("{}", with_endpoint(etcd_client::kStuck));
       if (seconds > 1) return abandon_after(seconds - 1);
       if (options_.stuck) return options_.stuck(etcd_client::kStuck);
       const Then then = call_->then;

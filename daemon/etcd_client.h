@@ -51,7 +51,7 @@ class EtcdClient {
   //   not_found    it reads as of a revision that etcd has no more
   using Done = std::function<void(Result<etcd::TxnResponse>)>;
   virtual void transact(const etcd::TxnRequest& transaction, Done done) = 0;
-  // Of a transaction under way whose last try has not ended a second after it was cancelled for being late.
+  // Of a transaction under way whose last try has not ended three seconds after it was cancelled for being late.
   virtual std::optional<membership::Store::Overdue> overdue() const { return std::nullopt; }
   // How much the member that answered last, or else the first endpoint's, holds; not while a transaction is under way.
   // Errors: `unavailable`.

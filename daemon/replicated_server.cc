@@ -170,7 +170,7 @@ nlohmann::json ReplicatedServer::status() const {
                      {"since_ms", leader.since_ms()},
                      {"for_ms", static_cast<std::uint64_t>(milliseconds(machine_->led_for(now())))}}},
                    {"position", machine_->position()},
-                   {"no_sign_ms", static_cast<std::uint64_t>(milliseconds(machine_->no_sign_for(now())))},
+                   {"no_sign_ms", failing ? 0 : static_cast<std::uint64_t>(milliseconds(machine_->no_sign_for(now())))},
                    {"stalled", machine_->stalled()},
                    {"failing", failing ? failing->why : ""},
                    {"failing_ms", failing ? static_cast<std::uint64_t>(milliseconds(now() - failing->since)) : 0},

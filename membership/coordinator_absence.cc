@@ -203,7 +203,12 @@ void Coordinator::remove(ReplicaId id, const std::string& reason, Parting partin
 // the time that members have for that is judged by what it says itself, and tells whether this log is an older copy.
 void Coordinator::keep_end(const proto::RankDown& down) {
   if (!down.ended() || down.job() != job_ || !is_of_holder(down)) return;
-  ends_[RankPlace::of(down)] = down;
+  proto::RankDown& last = ends_[RankPlace::of(down)];  // of several in this place, whichever is told of first
+  const auto epoch = std::max(last.heard_epoch(), down.heard_epoch());
+  const auto committed = std::max(last.heard_committed(), down.heard_committed());
+  if (down.incarnation() >= last.incarnation()) last = down;
+  last.set_heard_epoch(epoch);
+  last.set_heard_committed(committed);
   end_recovery_if_all_are_back();
 }
 

@@ -47,28 +47,29 @@ void Coordinator::on_accusation(NodeId node, const proto::Accusation& accusation
 }
 
 // Two members whose connection broke connect again, in an epoch of the same members, before anyone is judged: at once
-// where both say so. One end may have lost a process that has died, which its daemon reports first; and of what breaks
-// again in the same step, or of many that break at a time, the tries would be used up.
+// where both say so, which counts as no try. One end may have lost a process that has died, which its daemon reports
+// first; and of what breaks again in the same step, or of many that break at a time, the tries would be used up.
 bool Coordinator::mend() {
   std::set<Edge> broken;
   std::string what;
+  bool at_once = false;
   const bool first = mended_.empty();
   for (const auto& [edge, about] : accusations_) {
-    if (!about.lost ||
-        (now_ - about.since < config_.silence / 16 && !(first && broke_at_both_ends(accusations_, edge))))
-      continue;
+    const bool due = now_ - about.since >= config_.silence / 16;
+    if (!about.lost || !(due || (first && broke_at_both_ends(accusations_, edge)))) continue;
     const MemberState *one = members_.find(edge.from), *other = members_.find(edge.to);
     if (one == nullptr || other == nullptr || one == other) continue;
     if (!present(one->replica, one->incarnation) || !present(other->replica, other->incarnation)) continue;
     const Edge pair{std::min(edge.from, edge.to), std::max(edge.from, edge.to)};
     if (const auto times = mended_.find(pair); times != mended_.end() && times->second >= kMends) continue;
     broken.insert(pair);
+    at_once |= !due;
     what = about.what;
   }
   if (broken.empty()) return false;
   std::string pairs;
   for (const auto& pair : broken) {
-    ++mended_[pair];
+    mended_[pair] += at_once ? 0 : 1;
     pairs += fmt::format("{}{} and {}", pairs.empty() ? "" : ", ", pair.from, pair.to);
   }
   next_epoch(fmt::format("replicas {} connect again: {}", pairs, what));

@@ -31,8 +31,7 @@
 //   stalled    A leader that has waited for the store for `kTakeover` says so, which counts as lost, and judges nobody
 //              until the store answers: for the decisions, that time is a pause.
 //   steps      The job's are those of the one that leads, as its claim says. Who was started with others says so, and
-//   one
-//              that could not lead with them, since more are committed, does not claim.
+//              who could not lead with them, since more are committed, does not claim.
 //   slow       Where the store took longer the last time, a leader has three times that, up to a silence: to read what
 //              there is, and for each write. Otherwise they would take the lead from each other, and decide nothing.
 //   snapshot   The leader puts a snapshot in place of the log before it, every so many records. Who finds a gap between

@@ -70,8 +70,8 @@ abi::Result Plugin::init(abi::Logger logger) {
   if (in_child()) return refuse_child();
   std::scoped_lock lock(mutex_);
   program_ends.watch();
-  if (!logs_ && logger != nullptr) {
-    logs_ = true;
+  if (logs_ == nullptr && logger != nullptr) {
+    logs_ = logger;
     set_logger(std::make_shared<spdlog::logger>("rejoin", std::make_shared<NcclSink>(logger)));
   }
   if (devices_.empty()) {
@@ -96,7 +96,8 @@ void Plugin::finalize() {
     std::scoped_lock lock(mutex_);
     if (begun_ > 0 && --begun_ > 0) return;
   }
-  for (const auto& device : made()) device->give_up_all();
+  const bool last_of_all = program_ends.here();  // unload() has been called, and NCCL may yet unload this library
+  for (const auto& device : made()) last_of_all ? device->end() : device->give_up_all();
 }
 
 abi::Result Plugin::devices(int* count) {
@@ -142,10 +143,13 @@ rejoin::Result<std::shared_ptr<Device>> Plugin::engine(int device, int traffic_c
 
 bool Plugin::in_child() const { return generation_ >= 0 && generation_ != children::generation(); }
 
+// Through nothing that has a lock, which another thread of the parent may have held.
 abi::Result Plugin::refuse_child() {
-  return complain({ErrorCode::invalid_argument,
-                   "this is a child of fork(), which has no part in its parent's connections: start a process of its "
-                   "own for what uses NCCL, as by exec or Python's 'spawn'"});
+  if (const abi::Logger log = logs_)
+    log(abi::kLogWarn, abi::kLogNet, __FILE__, __LINE__,
+        "NET/Rejoin : this is a child of fork(), which has no part in its parent's connections: start a process of "
+        "its own for what uses NCCL, as by exec or Python's 'spawn'");
+  return abi::kInvalidUsage;
 }
 
 abi::Result Plugin::complain(const Error& error) {

@@ -51,8 +51,8 @@ class Plugin {
 
   const SteadyClock clock_{};
   std::mutex mutex_;
-  bool logs_ = false;  // through NCCL's logger
-  int begun_ = 0;      // communicators that have not ended
+  std::atomic<abi::Logger> logs_{nullptr};  // NCCL's
+  int begun_ = 0;                           // communicators that have not ended
   Settings settings_;
   std::vector<std::unique_ptr<DeviceInfo>> devices_;  // NCCL holds on to their strings
   std::map<std::pair<int, int>, std::weak_ptr<Device>> engines_;

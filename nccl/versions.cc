@@ -154,11 +154,11 @@ Result close(void* what) {
 Result devices(int* count) { return plugin.devices(count); }
 template <typename Properties>
 Result properties(int device, Properties* to) {
-  return plugin.properties(device, to);
+  return plugin.in_child() ? plugin.refuse_child() : plugin.properties(device, to);
 }
 template <typename Parts>
 Result make_virtual(int* device, Parts* parts) {
-  return plugin.make_virtual(device, parts);
+  return plugin.in_child() ? plugin.refuse_child() : plugin.make_virtual(device, parts);
 }
 
 // ---- what differs
@@ -203,7 +203,7 @@ constexpr const char* kName = "Rejoin";
 template <typename Net>
 constexpr Net common(Net net) {
   net.name = kName;
-  net.devices = devices;
+  net.devices = not_in_child<devices>;
   net.accept = not_in_child<accept>;
   net.register_memory = not_in_child<register_memory>;
   net.register_dma_buf = not_in_child<register_dma_buf>;

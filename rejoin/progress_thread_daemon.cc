@@ -86,6 +86,8 @@ Result<Fd> ProgressThread::reach_daemon(TimePoint deadline) {
     const bool lacks = without_descriptors(errno);
     const bool may_come = lacks || errno == ENOENT || errno == ECONNREFUSED || errno == EAGAIN;
     if (lacks && clock_.now() >= deadline) return tl::unexpected(socket.error());
+    if (errno == EAGAIN && clock_.now() >= deadline)
+      return rejoin::fail(ErrorCode::unavailable, "the Rejoin daemon at {}. {}", socket.error().message, kRemedy);
     if (!may_come || clock_.now() >= deadline)
       return rejoin::fail(ErrorCode::unavailable,
                           "no Rejoin daemon at {}: {}; start rejoind on this node with --socket {}", config_.socket,

@@ -164,9 +164,14 @@ TEST(Coordinator, AConnectionThatBothItsEndsHaveLostIsMadeAnewAtOnceAndAgainAfte
   EXPECT_EQ(begun(), 1u) << "what breaks at once again would use up the tries";
   bench.pass(63ms);
   EXPECT_EQ(begun(), 2u);
+  for (std::uint64_t more : {3u, 4u}) {
+    bench.accuse(0, 1, /*lost=*/true), bench.accuse(1, 0, /*lost=*/true);
+    bench.pass(63ms);
+    EXPECT_EQ(begun(), more) << "three tries besides the one at once";
+  }
   bench.steps(1);
   bench.accuse(0, 1, /*lost=*/true), bench.accuse(1, 0, /*lost=*/true);
-  EXPECT_EQ(begun(), 3u);
+  EXPECT_EQ(begun(), 5u);
   EXPECT_EQ(bench.coordinator.members().size(), 3u);
 }
 

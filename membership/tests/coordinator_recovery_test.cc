@@ -214,7 +214,14 @@ TEST(Coordinator, WhoHasEndedIsWaitedForWhereTheLogMayBeAnOlderCopy) {
   using Case = std::function<void(TakenOver&)>;
   const Case cases[] = {[](auto& job) { job.ended(2, 0); },
                         [](auto& job) { job.ended(2, 0), job.ended(2, 1, std::nullopt); },
-                        [](auto& job) { job.ended(2, 0), job.ended(2, 1, 1); }};
+                        [](auto& job) { job.ended(2, 0), job.ended(2, 1, 1); },
+                        // One of before is told of behind one that had heard more.
+                        [](auto& job) {
+                          ++job.before.incarnations[2];
+                          job.ended(2, 0, 2), job.ended(2, 1, 2);
+                          --job.before.incarnations[2];
+                          job.ended(2, 0), job.ended(2, 1);
+                        }};
   for (const auto& tell : cases) {
     TakenOver job;
     Bench& bench = *job.after;
