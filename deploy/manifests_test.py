@@ -64,12 +64,15 @@ def check(name, all_objects):
     for one in found["Service"] + found["PodDisruptionBudget"]:
         wanted = one["spec"]["selector"]
         wanted = wanted.get("matchLabels", wanted)
-        hit = [where for where, pod in pods(found["StatefulSet"]) if wanted.items() <= pod["metadata"]["labels"].items()]
-        expect(len(hit) == 1, f"{name}: {one['kind']} {one['metadata']['name']} selects {hit}")
+        hit = [where for where, pod in pods(found["StatefulSet"] + found["Job"]) if wanted.items() <= pod["metadata"]["labels"].items()]
+        replicas = [each for each in hit if each.startswith("Job ")]
+        right = len(replicas) == len(found["Job"]) == one["spec"].get("minAvailable", 0) + 1 if replicas else len(hit) == 1
+        expect(right and not (replicas and hit != replicas), f"{name}: {one['kind']} {one['metadata']['name']} selects {hit}")
     for one in found["StatefulSet"]:
         expect(any(each["metadata"]["name"] == one["spec"]["serviceName"] for each in found["Service"]), f"{name}: no Service for {one['spec']['serviceName']}")
     for one in found["Job"]:  # a replica and its daemon
         spec = one["spec"]["template"]["spec"]
+        expect(not any("/version" in each for each in one["spec"]["template"]["metadata"]["labels"]), f"{name}: an upgrade would change a Job's template")
         where, daemon, trainer = f"{name}: {one['metadata']['name']}", spec["initContainers"][-1], spec["containers"][0]
         expect(spec["shareProcessNamespace"] and spec["securityContext"]["runAsUser"] > 0, f"{where}: daemon and trainer share neither processes nor a user")
         expect(daemon["restartPolicy"] == "Always", f"{where}: the daemon is no sidecar")
@@ -79,8 +82,29 @@ def check(name, all_objects):
             expect(any(sockets[0].startswith(each["mountPath"] + "/") for each in container["volumeMounts"]), f"{where}: {container['name']} does not see the socket")
 
 
+def ends_with(shell, script, told):
+    """The exit status of the trainer's container whose script is this, which is told to end as soon as it says a word."""
+    with subprocess.Popen(shell + ["sh", "-c", script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as container:
+        container.stdout.readline()
+        if told:
+            container.terminate()
+        return container.wait(timeout=20)
+
+
+def check_ends(name, all_objects):
+    """A Job is complete when its trainer has ended with 0, unless that was told to end: then it has to come back."""
+    shell = next(one for one in all_objects if one["kind"] == "Job")["spec"]["template"]["spec"]["containers"][0]["command"]
+    heeds, waits = "trap 'exit {}' TERM; ", "echo begun; while :; do sleep 0.01; done"
+    for script, told, wanted in (("echo done", False, 0), ("echo failed; exit 3", False, 3), ("echo killed; kill -9 $$", False, 137),
+                                 (heeds.format(0) + waits, True, 143), (heeds.format(5) + waits, True, 5), (waits, True, 143),
+                                 ("trap 'echo saved; echo all; exit 0' TERM; " + waits, True, 143)):
+        got = ends_with(shell, script, told)
+        expect(got == wanted, f"{name}: a trainer '{script}'{', told to end,' if told else ''} ends its container with {got}, not {wanted}")
+
+
 train, others = deploy / "kubernetes/train.yaml", [source / "python/examples/leaderworkerset.yaml"]
 check("train.yaml", objects(train))
+check_ends("train.yaml", objects(train))
 for path in others:
     check(path.name, [one for one in objects(path) if one["kind"] != "LeaderWorkerSet"])  # which is none of Kubernetes' own
 chart = yaml.safe_load((deploy / "helm/rejoin/Chart.yaml").read_text(encoding="utf-8"))
@@ -124,6 +148,15 @@ try:
         path = variables["LOCATION_1"]["valueFrom"]["fieldRef"]["fieldPath"]
         expect(path == "metadata.labels['example.com/zone']", f"a part of the location is {path}")
         expect(list(variables).index("LOCATION_1") < list(variables).index("REJOIN_LOCATION"), "a location is made of what comes after it")
+    setting, file = {"name": "REJOIN_SILENCE_MS", "value": "5000"}, {"name": "tls", "mountPath": "/tls"}
+    of_both = {"env": [setting], "volumeMounts": [file]}
+    more = list(yaml.safe_load_all(render(folder, "job", given | {"replicas": 1, "listen": "[::]", "volumes": [{"name": "tls", "emptyDir": {}}], "daemon": of_both,
+                                                                  "coordinator": {"count": 1, "volumes": [{"name": "tls", "emptyDir": {}}], **of_both}})))
+    check("with settings", more)
+    for container in (each for _, pod in pods(more) for each in pod["spec"].get("initContainers", []) + pod["spec"]["containers"] if each["name"] != "trainer"):
+        expect(setting in container["env"] and file in container["volumeMounts"], f"{container['name']} lacks a setting or its file")
+    expect("0.0.0.0" not in str(more), "something listens on IPv4 alone")
+    expect([each["metadata"]["name"] for each in more if each["kind"] == "PodDisruptionBudget"] == ["job-coordinator"], "one replica can't be evicted")
     # Helm reads the numbers of a values file as floats, which it prints as 1e+06.
     large = {"replicas": 3, "ranks": 8, "batch": 1234567, "steps": 1000000, "user": 1000660000, "restarts": 2000000, "terminationGracePeriodSeconds": 1000000}
     rendered = render(folder, "job", given | large)

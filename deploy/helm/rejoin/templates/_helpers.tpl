@@ -1,6 +1,11 @@
-{{- define "rejoin.labels" -}}
+{{/* What does not change when the job is upgraded. */}}
+{{- define "rejoin.selected" -}}
 app.kubernetes.io/name: rejoin
 app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end }}
+
+{{- define "rejoin.labels" -}}
+{{ include "rejoin.selected" . }}
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 {{- end }}
 
