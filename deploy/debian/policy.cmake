@@ -7,8 +7,10 @@ foreach(component IN LISTS CPACK_COMPONENTS_ALL)
   file(COPY_FILE ${CPACK_REJOIN_CHANGES} ${tree}/doc/${package}/changelog.Debian)
   file(COPY_FILE ${CPACK_REJOIN_SOURCE}/CHANGELOG.md ${tree}/doc/${package}/changelog)
   if(component STREQUAL "programs")
-    file(COPY_FILE ${CPACK_REJOIN_SOURCE}/docs/install.md ${tree}/doc/${package}/install.md)
+    file(GLOB pages ${CPACK_REJOIN_SOURCE}/docs/*.md)
+    file(COPY ${pages} DESTINATION ${tree}/doc/${package})
     file(COPY ${CPACK_REJOIN_SOURCE}/deploy/kubernetes ${CPACK_REJOIN_SOURCE}/deploy/helm ${CPACK_REJOIN_SOURCE}/deploy/slurm
+      ${CPACK_REJOIN_SOURCE}/deploy/prometheus ${CPACK_REJOIN_SOURCE}/deploy/grafana
       DESTINATION ${tree}/doc/${package}/examples)
   endif()
   file(GLOB texts ${tree}/doc/${package}/changelog* ${tree}/man/man*/*)
