@@ -116,7 +116,13 @@ std::optional<membership::JobConfig::RollBack> parse_roll_back(std::string_view 
 
 ValueCheck roll_back_word() {
   return {"STEP@STEPS", [](const std::string& text) -> Result<> {
-            if (parse_roll_back(text)) return {};
+            const auto word = parse_roll_back(text);
+            if (word && (!word->said_at || word->to.value < *word->said_at)) return {};
+            if (word)
+              return fail(ErrorCode::invalid_argument,
+                          "'{}' goes back to no earlier step: the number behind @ counts all steps ever, and is the "
+                          "larger one. Write STEP@STEPS as the job's status says it",
+                          text);
             return fail(ErrorCode::invalid_argument,
                         "'{}' is not a step, as a number from 0 to {}, or STEP@STEPS, as the job's status says it",
                         text, ~std::uint64_t{0});

@@ -127,6 +127,7 @@ Result<std::unique_ptr<StatusServer>> start_status(asio::io_context& io, const C
 
 Result<JobKeys> read_keys(const Config& c) {
   if (auto together = check(c); !together) return tl::unexpected(together.error());
+  if (auto right = check_files(c.store); !right) return tl::unexpected(right.error());
   return JobKeys::read(c.key_file, c.other_key_file, c.certificates);
 }
 

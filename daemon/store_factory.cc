@@ -9,6 +9,21 @@
 
 namespace rejoin::daemon {
 
+Result<> check_files(const StoreSettings& s) {
+  if (!s.shared()) return {};
+  const std::pair<const char*, const std::string&> files[] = {
+      {"--etcd-ca", s.ca}, {"--etcd-cert", s.cert}, {"--etcd-key", s.key}};
+  for (const auto& [flag, path] : files) {
+    if (path.empty()) continue;
+    const auto pem = read_file(flag, path, MiB);
+    if (!pem) return tl::unexpected(pem.error());
+    if (pem->find("-----BEGIN ") == pem->npos)
+      return fail(ErrorCode::invalid_argument, "{} {} is not in PEM form; convert it with openssl", flag, path);
+  }
+  if (auto kept = etcd_options(s, {}); !kept) return tl::unexpected(kept.error());
+  return {};
+}
+
 Result<EtcdOptions> etcd_options(const StoreSettings& s, Duration silence) {
   EtcdOptions options;
   options.endpoints = s.endpoints();

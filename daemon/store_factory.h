@@ -22,6 +22,9 @@ namespace rejoin::daemon {
 Result<std::unique_ptr<membership::Store>> open_store(asio::io_context& io, const StoreSettings& s, Duration silence,
                                                       std::function<void(const std::string&)> stuck = {});
 
+// Whether its files, if it is shared(), can be read and are what they should be. Errors name the flag.
+Result<> check_files(const StoreSettings& s);
+
 struct EtcdOptions;
 Result<EtcdOptions> etcd_options(const StoreSettings& s, Duration silence);  // likewise
 

@@ -377,6 +377,11 @@ TEST(StrangersWithCertificates, AFileOfKeysOrCertificatesThatCannotBeUsedIsAWron
       {job.key, flags_of({stranger.ca(), files.cert, files.key}), "is not worth anything to who has --tls-ca"},
       {job.key, flags_of({files.ca, other.key, files.key}), "has no certificate in PEM form"},
       {job.key, flags_of({cut, files.cert, files.key}), "--tls-ca " + cut + " is damaged: it ends in the midst of"},
+      {job.key, {"--store", "etcd:a:1", "--job", "j", "--etcd-ca", "/none"}, "--etcd-ca /none: No such file"},
+      {job.key, {"--store", "etcd:a:1", "--job", "j", "--etcd-ca", short_key}, short_key + " is not in PEM form"},
+      {job.key,
+       {"--store", "etcd:a:1", "--job", "j", "--etcd-user", "u", "--etcd-password-file", open},
+       "--etcd-password-file " + open + " has mode 0644"},
   };
   for (const auto& [key, flags, says] : all) {
     std::vector<std::string> arguments{kDaemon,         "--coordinator",  "--log-directory",

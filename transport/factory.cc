@@ -127,7 +127,12 @@ Result<> check_name(const std::string& name) {
     const auto tcp = parse_tcp(name);
     return tcp ? Result<>() : tl::unexpected(tcp.error());
   }
-  if (name == "ibverbs" || name.starts_with("ibverbs:") || name == "shm" || name.starts_with("ucx:")) return {};
+  if (const std::string verbs = "ibverbs:"; name.starts_with(verbs)) {
+    for (const auto& rail : split(name.substr(verbs.size()), ','))
+      if (auto options = ibverbs::parse_options(rail); !options) return tl::unexpected(options.error());
+    return {};
+  }
+  if (name == "ibverbs" || name == "shm" || name.starts_with("ucx:")) return {};
   return fail(ErrorCode::invalid_argument,
               "no transport '{}': use shm, tcp, tcp:ADDRESS,ADDRESS…, tcp+aes (encrypted, with or without addresses), "
               "ibverbs, ibverbs:DEVICE,DEVICE… or ucx:LIST",

@@ -72,6 +72,7 @@ TEST(Settings, AWrongOneIsRefusedWithItsFlagItsValueAndWhatIsAllowed) {
            {"--roll-back-to", "-1", "from 0 to"},
            {"--roll-back-to", "7@", "STEP@STEPS, as the job's status says it"},
            {"--roll-back-to", "@7", "STEP@STEPS, as the job's status says it"},
+           {"--roll-back-to", "5@3", "the number behind @ counts all steps ever, and is the larger one"},
            {"--stream-limit", "nan", "from 0 to 1000000000"},
            {"--stream-limit", "inf", "from 0 to 1000000000"},
            {"--stream-limit", "1e300", "from 0 to 1000000000"},
@@ -90,6 +91,14 @@ TEST(Settings, AWrongOneIsRefusedWithItsFlagItsValueAndWhatIsAllowed) {
     EXPECT_NE(why.find("'" + value + "'"), std::string::npos) << flag << " " << value << ": " << why;
     EXPECT_NE(why.find(allowed), std::string::npos) << flag << " " << value << ": " << why;
   }
+}
+
+TEST(Settings, AWrongOneOfARailIsRefusedBeforeItsDeviceIsOpened) {
+  EXPECT_NE(refusal({"--transport", "ibverbs:mlx5_0;gid=3,mlx5_1;qps=9"})
+                .find("--transport: 'qps=9' of rail 'mlx5_1;qps=9': settings are gid"),
+            std::string::npos);
+  for (const char* name : {"ibverbs", "ibverbs:near", "ibverbs:mlx5_0:2;gid=3;cm=auto,mlx5_1;tc=106"})
+    EXPECT_EQ(refusal({"--transport", name}), "");
 }
 
 // No message would take them, and no address file the socket's.
