@@ -154,6 +154,21 @@ Result<> check(const Config& c) {
   return check(c.store);
 }
 
+std::string doubt(const Config& c) {
+  if (c.node.advertise.find(':') == std::string::npos) return {};
+  const std::pair<const char*, std::string> listening[] = {
+      {"--listen", c.coordinator ? c.listen : ""},
+      {"--relay", c.relay},
+      {"--data-listen", c.node.socket.empty() ? "" : c.node.data_listen}};
+  for (const auto& [flag, address] : listening)
+    if (address.starts_with("0.0.0.0:"))
+      return fmt::format(
+          "--advertise {} has an IPv6 address, and {} {} is there over IPv4 alone: listen on [::], which "
+          "is there over both, or give an IPv4 address",
+          c.node.advertise, flag, address);
+  return {};
+}
+
 membership::JobConfig job_of(const Config& c) {
   membership::JobConfig job{.replicas = c.replicas,
                             .ranks = c.ranks,

@@ -39,6 +39,9 @@ void bind(CommandLine& line, Config& c);
 // What no flag alone says: whether they go together.
 Result<> check(const Config& c);
 
+// What is allowed and hardly meant, as a warning; empty: nothing.
+std::string doubt(const Config& c);
+
 // The job as these settings describe it, which bind() has checked.
 membership::JobConfig job_of(const Config& c);
 

@@ -57,6 +57,9 @@ Result<std::unique_ptr<CoordinatorServer>> CoordinatorServer::start(asio::io_con
   if (auto recovered = server->machine_.recover(server->log_.records(), server->now()); !recovered)
     return tl::unexpected(recovered.error());
   const auto& machine = server->machine_;
+  if (server->log_.records().empty() && job.roll_back_to)
+    spdlog::warn("--roll-back-to {}: the log in {} has no decision; is it the job's --log-directory?",
+                 job.roll_back_to->text(), log_directory);
   if (!server->log_.records().empty())
     spdlog::info("recovered from the log: step {} is committed, epoch {}", machine.committed(), machine.epoch());
   if (std::ranges::any_of(server->log_.records(), is_of_several))

@@ -305,6 +305,7 @@ int main(int argc, char** argv) {
     spdlog::error("{}", keys.error().message);
     return 2;  // as for a flag that is wrong
   }
+  if (const auto doubt = daemon::doubt(config); !doubt.empty()) spdlog::warn("{}", doubt);
   try {
     if (auto done = daemon::run(config, *keys); !done) {
       spdlog::error("{}", done.error().message);

@@ -180,9 +180,6 @@ TEST(BadInput, EachGetsOneLineThatSaysWhatAndHowToMendIt) {
   expect({kCli, "log", "export", scratch.path + "/none", scratch.path + "/out"}, "No such file");
   expect({kCli, "log", "import", scratch.path + "/none"}, "nothing says into which store: --store etcd:HOST:PORT");
   expect({kDaemon, "--job-key-file", key, "--coordinator", "--store", "etcd:127.0.0.1:1"}, "add --job NAME");
-  expect({kDaemon, "--job-key-file", key, "--coordinator", "--store", "etcd:127.0.0.1:1", "--job", "j", "--etcd-user",
-          "u", "--etcd-password-file", scratch.write("password", "secret", 0644)},
-         "--etcd-password-file " + scratch.path + "/password has mode 0644: others may use it");
   std::filesystem::create_directory(scratch.path + "/full");
   std::filesystem::create_symlink("/dev/full", scratch.path + "/full/decisions.log");
   expect({kDaemon, "--job-key-file", key, "--coordinator", "--log-directory", scratch.path + "/full"}, "decisions.log");
@@ -192,8 +189,10 @@ TEST(BadInput, APortOrSocketInUseIsNamed) {
   Job job;
   job.start(1, 0);
   const Ended port = run({kDaemon, "--job-key-file", job.key, "--coordinator", "--listen", job.coordinator,
-                          "--log-directory", job.scratch.path + "/other"});
+                          "--log-directory", job.scratch.path + "/other", "--roll-back-to", "3@5"});
   EXPECT_NE(port.output.find("can't listen on " + job.coordinator), std::string::npos) << port.output;
+  EXPECT_NE(port.output.find("--roll-back-to 3@5: the log in " + job.scratch.path + "/other has no decision"),
+            std::string::npos);
   const Ended log =
       run({kDaemon, "--job-key-file", job.key, "--coordinator", "--log-directory", job.scratch.path + "/log"});
   EXPECT_NE(log.output.find("in use by another coordinator"), std::string::npos) << log.output;

@@ -159,6 +159,28 @@ TEST(Settings, WhatDoesNotGoTogetherIsRefusedWithWhatToDo) {
   expect({"--coordinator", "--constant-batch", "--replicas", "1024", "--batch", "4194304"}, "1024 × 4194304 samples");
 }
 
+TEST(Settings, AnAddressOfIpv6IsInDoubtWhereItIsNotListenedOn) {
+  const auto doubt_of = [](const std::vector<std::string>& arguments) {
+    Config config;
+    EXPECT_TRUE(parse(arguments, config));
+    return doubt(config);
+  };
+  const std::vector<std::string> node{"--socket",      "@s",        "--connect",  "a:1",
+                                      "--data-listen", "0.0.0.0:0", "--advertise"};
+  const auto with = [&](const char* last) {
+    auto all = node;
+    all.emplace_back(last);
+    return all;
+  };
+  EXPECT_NE(doubt_of(with("fd00::1")).find("--data-listen 0.0.0.0:0 is there over IPv4 alone"), std::string::npos);
+  EXPECT_EQ(doubt_of(with("10.0.0.1")), "");
+  EXPECT_EQ(doubt_of(with("n1.example")), "");
+  EXPECT_NE(
+      doubt_of({"--coordinator", "--listen", "0.0.0.0:7000", "--advertise", "fd00::1"}).find("--listen 0.0.0.0:7000"),
+      std::string::npos);
+  EXPECT_EQ(doubt_of({"--coordinator", "--listen", "[::]:7000", "--advertise", "fd00::1"}), "");
+}
+
 // Places and nodes are often numbered with zeros in front.
 TEST(Settings, NumbersAreDecimalWithZerosInFrontToo) {
   Config config;
