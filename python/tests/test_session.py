@@ -150,6 +150,43 @@ def test_data_sets_are_compared_when_replicas_join(tmp_path, monkeypatch):
         one.batches(99)
 
 
+def test_a_second_join_is_refused_before_anything_is_changed(tmp_path, monkeypatch):
+    """It would take buffers, metrics and the average as they are at the time, on this replica alone."""
+    model, one = torch.nn.BatchNorm1d(2), session(tmp_path)
+    one.attach(model, torch.optim.AdamW(model.parameters()), ema=0.9, metrics=["loss"])
+    answers = [rejoin.Unavailable("nobody"), None]  # one that has found no daemon may be tried again
+
+    def join(*_):
+        if error := answers.pop(0):
+            raise error
+
+    monkeypatch.setattr(one, "_native", SimpleNamespace(set_fingerprint=lambda _: None, join=join, leave=lambda: None))
+    with pytest.raises(rejoin.Unavailable):
+        one.join()
+    one.join()
+    with torch.no_grad():
+        one._tensors[0].columns[0].fill_(2.0)
+        model.running_mean.fill_(5.0)
+    one._metrics.record({"loss": 7.0})
+    before = [column.clone() for tensor in one._tensors for column in tensor.columns]
+    version = one._tensors[0].version
+    for told in ("join.. comes once, and this session has joined: session.steps..", "has left the job: open another"):
+        with pytest.raises(rejoin.InvalidArgument, match=told):
+            one.join()
+        after = [column for tensor in one._tensors for column in tensor.columns]
+        assert all(map(torch.equal, before, after)) and one._tensors[0].version == version
+        one.leave()
+
+
+def test_a_block_that_accumulates_may_be_in_another_one(tmp_path):
+    one = session(tmp_path)
+    with one.accumulate():
+        with pytest.raises(OSError), one.accumulate():
+            raise OSError
+        assert one._accumulating, "what comes behind the inner block lies in the outer one"
+    assert not one._accumulating
+
+
 def test_warm_up_leaves_no_trace(tmp_path):
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Dropout(0.5))
     one = session(tmp_path)

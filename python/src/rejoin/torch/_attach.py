@@ -38,7 +38,6 @@ def check(
     ema: float | None,
     loss_scale: float | None,
     gradients: torch.dtype | None,
-    metrics: Sequence[str],
 ) -> None:
     """Refuse what no session can keep equal on all replicas."""
     if max_norm is not None and not max_norm > 0.0:
@@ -49,8 +48,6 @@ def check(
         raise InvalidArgument(
             f"gradients={gradients}: they are reduced in a type of floating point: float32, float64, bfloat16, float16"
         )
-    if isinstance(metrics, str):
-        raise InvalidArgument(f"metrics={metrics!r}: give a list of names, metrics=[{metrics!r}]")
     _refusals.refuse_wrappers(optimizer)
     _refusals.refuse_hooks(optimizer)
     _refusals.refuse_step_of_its_own(optimizer)
@@ -100,6 +97,17 @@ def refuse_new_buffers(model: torch.nn.Module, tensors: list[Tensor]) -> None:
                 "own: register it before, as spectral_norm() and other parametrizations do theirs, call the model "
                 "once before attach() where forward() makes it, or register it with persistent=False"
             )
+
+
+def refuse_join(session: Session) -> None:
+    """Raise `InvalidArgument`, before anything is changed, where the session can't join."""
+    if session._model is None:
+        raise InvalidArgument("join() before attach()")
+    if session._warming:
+        raise InvalidArgument("join() within warm_up(): what is done there leaves no trace, so join behind it")
+    if session._joined or session._ended:
+        has = "has left the job: open another one" if session._ended else "has joined: session.steps() goes on with it"
+        raise InvalidArgument(f"join() comes once, and this session {has}")
 
 
 def take_what_was_done_since(session: Session) -> None:

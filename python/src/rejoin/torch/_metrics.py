@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -20,6 +20,32 @@ if TYPE_CHECKING:
 log = logging.getLogger("rejoin")
 
 
+# A set's order is each process's own.
+def _names(given: object) -> tuple[str, ...]:
+    told = f"metrics={given!r}: give a list of names"
+    if isinstance(given, str):
+        raise InvalidArgument(f"{told}, metrics=[{given!r}]")
+    if isinstance(given, set | frozenset) or not isinstance(given, Iterable):
+        raise InvalidArgument(f"{told}, such as ['loss'], which has the same order on all replicas")
+    names = tuple(given)
+    if not all(isinstance(name, str) for name in names):
+        raise InvalidArgument(f"metrics={list(names)!r}: names are texts, such as 'loss'")
+    return names
+
+
+def _number(name: str, value: object) -> float | torch.Tensor:
+    if isinstance(value, torch.Tensor):
+        if value.numel() == 1 and not value.is_complex():
+            return value.detach()
+        what = f"a tensor of shape {tuple(value.shape)} and type {value.dtype}"
+    else:
+        try:
+            return float(value)  # type: ignore[arg-type]
+        except (TypeError, ValueError, OverflowError):
+            what = repr(value)
+    raise InvalidArgument(f"record({name}=…) was given {what}: a metric is a real number, or a tensor of one")
+
+
 class Metrics:
     """The metrics that `attach` was given: this rank's values before the step's all-reduce, its means after it.
 
@@ -30,7 +56,7 @@ class Metrics:
     """
 
     def __init__(self, names: Sequence[str], device: torch.device, ranks: Ranks | None = None) -> None:
-        self.names = tuple(names)
+        self.names = _names(names)
         if len(set(self.names)) < len(self.names):
             raise InvalidArgument(f"metrics={self.names}: one of them is there twice")
         self.values = torch.zeros(len(self.names), dtype=torch.float64, device=device)
@@ -50,6 +76,10 @@ class Metrics:
         """The last step's means, which belong to a checkpoint; None where there are no metrics."""
         return self.values if self.names else None
 
+    def told(self) -> str:
+        """Tell which number is of which name: replicas that differ in it would take means of each other's metrics."""
+        return f"metrics {json.dumps(self.names)}" if self.names else ""
+
     def _index(self, name: str) -> int:
         if name not in self.names:
             raise InvalidArgument(f"'{name}' is none of the metrics that attach() was given: {self.names}")
@@ -59,8 +89,9 @@ class Metrics:
         """Take this rank's values of a step."""
         if not self.names:
             raise InvalidArgument("no metrics were declared: attach(…, metrics=('loss',))")
-        for name, value in values.items():
-            self.values[self._index(name)] = value.detach() if isinstance(value, torch.Tensor) else float(value)
+        numbers = {name: _number(name, value) for name, value in values.items() if self._index(name) >= 0}
+        for name, number in numbers.items():  # all of them, or none
+            self.values[self._index(name)] = number
             self._recorded.add(name)
 
     def tell(self, step: int) -> None:
@@ -82,7 +113,9 @@ class Metrics:
         if step is None:
             raise InvalidArgument(f"the mean of '{name}' is known after optimizer.step()")
         if self._ranks is None or step != self._told:  # one that was cut short by the job's end is told by nobody
-            return float(self.values[self._index(name)])
+            index = self._index(name)
+            assert self.tensor is not None
+            return float(self.tensor.columns[0][index])  # `values` may be of the next step already
         self._take(self._ranks, step)
         return self._means[name]
 

@@ -171,7 +171,7 @@ class Session:
         """
         if self._model is not None:
             _attach.refuse_another()
-        _attach.check(optimizer, max_norm, ema, loss_scale, gradients, metrics)
+        _attach.check(optimizer, max_norm, ema, loss_scale, gradients)
         self._rules = Rules(max_norm, lr, skip_nonfinite or loss_scale is not None, ema)
         self._modes = modes = Modes(self.device)
         with modes.held():
@@ -209,17 +209,16 @@ class Session:
         `warm_up`: from here on others may wait for this replica. SIGTERM is taken as an orderly leave at the end of a
         step from now on, unless the program has a handler of its own, or this is no main thread: a warning says so.
         """
-        if self._model is None or self._optimizer is None or self._updates is None or self._ranks is None:
-            raise InvalidArgument("join() before attach()")
-        if self._warming:
-            raise InvalidArgument("join() within warm_up(): what is done there leaves no trace, so join behind it")
+        _attach.refuse_join(self)
         _attach.take_what_was_done_since(self)
+        assert self._model is not None and self._optimizer is not None
+        assert self._updates is not None and self._ranks is not None
         if self._position is not None:
             self._began = self._updates.settings.restored = _native.position_step(self._position)
         self._leaving.listen()
         with torch.no_grad():
             untrained = frozen(self._model, self._ranks, [tensor.value for tensor in self._tensors])
-        counted, others = self._updates.offset, (*self._data, untrained, told(self._tensors))
+        counted, others = self._updates.offset, (*self._data, self._metrics.told(), untrained, told(self._tensors))
         self._native.set_fingerprint(fingerprint(self._optimizer, self._rules, self.device, counted, others))
         with self._leaving.waiting(at_once=True), remedy_in_python():
             self._native.join(self._position, self._compares)
@@ -281,11 +280,11 @@ class Session:
     @contextmanager
     def accumulate(self) -> Iterator[None]:
         """Hold gradients back within this block: those of a later backward() in the same step are added to them."""
-        self._accumulating = True
+        before, self._accumulating = self._accumulating, True  # true in a block within another one
         try:
             yield
         finally:
-            self._accumulating = False
+            self._accumulating = before
 
     def busy(self, reason: str, seconds: float = 3600.0) -> AbstractContextManager[None]:
         """Let the others wait, for so long at most, while this replica saves, evaluates or compiles."""
