@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,11 @@ TensorUpdate = tuple[int, int, int, int, int]  # tensor, first element, elements
 
 _GROWS_AFTER = 2000  # steps without an infinity, as torch's GradScaler
 _MOST_LOG_SCALE = 120
+# With less float16 would round most gradients to 0, and each power of 2 takes _GROWS_AFTER steps to come back.
+_LEAST_LOG_SCALE = -14
+_FINDS_ITS_SCALE = 8  # steps in a row, of which fewer are skipped in each sound job of float16
+
+log = logging.getLogger("rejoin")
 
 
 @dataclass(frozen=True)
@@ -67,6 +73,7 @@ class Update:
         self._coefficients: dict[int, float | None] = {}  # by step, as far as they were asked for
         self._first_copies: set[str] | None = None  # parameters whose shards count here in the norm
         self._next_scale = 1.0  # of the loss, after the last update here
+        self._skipped = 0  # steps in a row, as they were looked at here
         # Steps that the optimizer had counted before the job's first.
         before = _optimizer.counted((t.name, t.kept, optimizer.state.get(t.value, {})) for t in tensors)
         self.offset = before or 0
@@ -100,7 +107,8 @@ class Update:
             if step not in self._seen:
                 raise Unavailable(f"this replica has not seen the whole gradient of step {step}, and can't clip it")
             mine, scale = self._seen[step]
-            self._coefficients[step] = self._coefficient_of(self._ranks.total(step, mine), scale)
+            self._coefficients[step] = coefficient = self._coefficient_of(self._ranks.total(step, mine), scale)
+            self._note(step, coefficient is None)
             while len(self._coefficients) > REMEMBERED:
                 self._coefficients.pop(next(iter(self._coefficients)))
         return self._coefficients[step]
@@ -113,6 +121,23 @@ class Update:
         if self._rules.max_norm is not None and norm > self._rules.max_norm:
             return self._rules.max_norm / (norm + 1e-6) / scale
         return 1.0 / scale
+
+    # Steps that change nothing are all alike from outside: a job in which each is skipped looks as if it trained.
+    def _note(self, step: int, skipped: bool) -> None:
+        self._skipped = self._skipped + 1 if skipped else 0
+        if not skipped or self._skipped & (self._skipped - 1):
+            return
+        by_design, told = False, ""
+        if self._scale is not None:
+            by_design = self._skipped < _FINDS_ITS_SCALE
+            told = f", at a loss scale of {self._seen[step][1]:g}, which is halved down to {2.0**_LEAST_LOG_SCALE:g}"
+        log.log(
+            logging.INFO if by_design else logging.WARNING,
+            "step %d: the mean gradient has an infinity or a NaN, and the step changes nothing, on all replicas (%d in "
+            "a row%s). Where this goes on, the data, the learning rate or a replica's GPU is to be looked at: log the "
+            "loss on each",
+            step, self._skipped, told,
+        )  # fmt: skip
 
     def scale_feedback(self, step: int) -> None:
         """Say how much the step's gradient has counted, after its update: what coding lost of it counts as much."""
@@ -133,7 +158,7 @@ class Update:
             return
         log_scale, good = (round(float(number)) for number in reduced)
         if self._coefficient(step) is None:
-            log_scale, good = log_scale - 1, 0
+            log_scale, good = max(log_scale - 1, _LEAST_LOG_SCALE), 0
         elif good + 1 == _GROWS_AFTER:
             log_scale, good = min(log_scale + 1, _MOST_LOG_SCALE), 0
         else:
