@@ -1,5 +1,6 @@
 """Parameters that take an attached one's place in the model: nobody would train them, and each replica has its own."""
 
+import re
 import types
 
 import pytest
@@ -9,7 +10,7 @@ prune = pytest.importorskip("torch.nn.utils.prune")
 
 
 from test_changes import in_a_step  # noqa: E402
-from test_session import Job  # noqa: E402
+from test_session import Job, session  # noqa: E402
 
 import rejoin  # noqa: E402
 
@@ -86,6 +87,33 @@ def test_what_is_thawed_after_attach_is_refused(tmp_path, monkeypatch):
     model.teacher.requires_grad_(True)
     with pytest.raises(rejoin.InvalidArgument, match=NEW.format("teacher.weight")):
         one._places.check()
+
+
+def test_what_is_thawed_late_is_frozen_again_and_all_go_on(tmp_path, monkeypatch, caplog):
+    """All replicas would end in the same step, with all that was trained."""
+    model, native = model_of_three(), Job(9)
+    teach(model)
+    one = session(tmp_path)
+    one.attach(model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]))
+    for of in (one, one._buckets, one._updates):
+        monkeypatch.setattr(of, "_native", native)
+    told = {}
+    for step, _ in one.steps():
+        caplog.clear()
+        if 3 <= step.number <= 7:
+            model.teacher.requires_grad_(True)
+        model.teacher(model(torch.ones(1, 2))).sum().backward()
+        one._optimizer.step()
+        assert not any(p.requires_grad or p.grad is not None for p in model.teacher.parameters())
+        told[step.number] = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert [step for step in told if told[step]] == [3, 4, 6] and len(told) == 9, "at the first, second, fourth time"
+    assert re.match(f"step 3: {NEW.format('teacher.weight')}.* It was frozen again .so far: 1.: all rep", told[3][0])
+    monkeypatch.setattr(one, "_in_step", True)
+    monkeypatch.setattr(one, "_updated", False)
+    model.teacher.requires_grad_(True)
+    untie(model)
+    with pytest.raises(rejoin.InvalidArgument, match=ANOTHER.format("tied.weight")):
+        one._optimizer.step()
 
 
 def move_by_name(model):

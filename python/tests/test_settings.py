@@ -111,6 +111,22 @@ def test_a_setting_that_changes_late_is_put_back_and_the_log_has_an_error(
     assert "momentum of the optimizer's group 0 has changed from 0.9 to 0.1" in told[3]
 
 
+def test_a_hook_that_comes_late_is_taken_off_and_the_log_has_an_error(tmp_path, caplog):
+    """Such as a profiler's: all replicas would end in the same step, with all that was trained."""
+    called = []
+    one, optimizer, _ = attached(tmp_path)
+    one._updates.check(3)
+    for step in range(4, 10):
+        handle = optimizer.register_step_post_hook(lambda *_: called.append(1))
+        optimizer.register_step_pre_hook(lambda *_: called.append(1))
+        one._updates.check(step)
+        one._updates._optimizer_step()
+    handle.remove()  # as whoever has put it there may do
+    told = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert not called and [message.split(":")[0] for message in told] == ["step 4", "step 5", "step 7"]
+    assert "the optimizer has hooks on step()" in told[0] and "They were taken off (so far: 1): all" in told[0]
+
+
 def decay(step):
     return 0.5 * (1 - step / 50)  # below 0 from step 51 on
 

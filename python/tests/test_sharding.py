@@ -198,6 +198,13 @@ def what_is_thawed_or_new_is_refused(folder):
         name = {"new": "block.more", "assigned": "head.weight"}.get(how, "head.bias")
         told = "is another tensor than with attach" if how == "assigned" else "wants a gradient and is none"
         assert f"parameter '{name}' {told}" in message_of(session._places.check)
+        assert session._places.freeze_again()
+        if how == "assigned":  # which no freezing mends
+            assert told in message_of(session._places.check)
+        else:  # late all go on with it
+            model(X).sum().backward()
+            session._places.check()
+            assert all(p.grad is None for p in model.parameters() if not p.requires_grad)
         if how.startswith("thawed"):
             bias.requires_grad_(False)
             model(X)

@@ -128,16 +128,26 @@ def take_what_was_done_since(session: Session) -> None:
 
 def refuse_state_of_forward(session: Session) -> None:
     """Raise `InvalidArgument` where a step's forward() has put other parameters into the model, and in its first steps
-    where it has made buffers or changed what is no part of the session.
+    where it has thawed some, made buffers or changed what is no part of the session.
 
-    Of buffers that come later there is an error in the log alone: all replicas would end in the same step.
+    Of what comes later there is an error in the log alone, since all replicas would end in the same step, and what was
+    thawed is frozen again.
     """
     if session._model is None or session._places is None:
         return
     assert session._step is not None and session._updates is not None
     places = session._places
-    changed = places.check()
-    early = not places.trained or session._updates.settings.early(session._step.number)
+    step = session._step.number
+    early_in_job = session._updates.settings.early(step)
+    try:
+        changed = places.check()
+    except InvalidArgument as error:
+        if early_in_job or not places.freeze_again():
+            raise
+        changed = places.check()
+        if (times := places.frozen_again) & (times - 1) == 0:
+            log.error("step %d: %s. It was frozen again (so far: %d): all replicas go on as before", step, error, times)
+    early = not places.trained or early_in_job
     try:
         if changed or not places.trained:
             refuse_new_buffers(session._model, session._tensors)
@@ -146,7 +156,7 @@ def refuse_state_of_forward(session: Session) -> None:
     except InvalidArgument as error:
         if early:
             raise
-        log.error("step %d: %s", session._step.number, error)
+        log.error("step %d: %s", step, error)
     places.trained = True
 
 

@@ -29,6 +29,7 @@ class Places:
         self._wanted: list[bool] = []
         self.extra = ExtraState(model)
         self.trained = False  # whether a step's forward() has been looked at
+        self.frozen_again = 0  # how often
 
     def check(self) -> bool:
         """Raise `InvalidArgument` where something else has taken a parameter's place, or would have to be trained.
@@ -60,6 +61,20 @@ class Places:
         self._seen = [(module, self._of(module)) for module in self._model.modules()]
         self._wanted = wanted
         return True
+
+    def freeze_again(self) -> bool:
+        """Freeze what wants a gradient and is none of the session's, and drop that; whether there was any."""
+        gathered = {id(one.sharded_param): gathered_of(one) for one in parameters_of_fsdp(self._sharded)}
+        found = False
+        for parameter in self._model.parameters():
+            if id(parameter) in self._held:
+                continue
+            for one in (parameter, gathered.get(id(parameter))):
+                if one is not None and one.requires_grad:
+                    one.requires_grad_(False)
+                    one.grad, found = None, True
+        self.frozen_again += found
+        return found
 
     # By identity, which a module that is looked at keeps alive. Every step asks: it is to be quick.
     def _of(self, module: torch.nn.Module) -> list[int]:

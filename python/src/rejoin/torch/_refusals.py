@@ -84,6 +84,12 @@ def refuse_hooks(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
+def take_off_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """Let the optimizer have no hooks on step()."""
+    optimizer._optimizer_step_pre_hooks.clear()
+    optimizer._optimizer_step_post_hooks.clear()
+
+
 def refuse_step_of_its_own(optimizer: torch.optim.Optimizer) -> None:
     """Raise `InvalidArgument` where a step() was put on the optimizer, which a replica that catches up would not call.
 

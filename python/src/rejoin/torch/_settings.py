@@ -1,4 +1,5 @@
-"""Settings of an optimizer, which stay what they were with attach(): a replica that catches up applies steps of before.
+"""Settings of an optimizer, and its hooks, of which it has none, stay what they were with attach(): a replica that
+catches up applies steps of before.
 
 See "Settings that change" in docs/design-notes.md.
 """
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rejoin.errors import InvalidArgument
-from rejoin.torch._refusals import LR, refuse_schedule
+from rejoin.torch._refusals import LR, refuse_hooks, refuse_schedule, take_off_hooks
 
 if TYPE_CHECKING:
     from rejoin.torch._tensors import Tensor
@@ -83,12 +84,19 @@ class Settings:
             for tensor in tensors
             if tensor.goes_by
         ]
-        self._put_back: dict[str, int] = {}  # how often, by what it was
+        self._put_back: dict[str, int] = {}  # how often, by what it was; hooks too
         self.restored = 0  # the step of the state that this process has brought
 
     def check(self, step: int) -> None:
         """Refuse, or put back, what has changed before this step is applied."""
         early = self.early(step)
+        try:
+            refuse_hooks(self._optimizer)
+        except InvalidArgument as error:
+            if early:
+                raise
+            take_off_hooks(self._optimizer)
+            self._tell("hooks", f"{error}. They were taken off", step)
         if early and not self._lr_follows_steps:
             refuse_schedule(self._optimizer)
         for what, holder, name, before in self._all():
@@ -123,9 +131,12 @@ class Settings:
                     before.value.copy_(before.copy)
         if _now(holder, name) != before.text:  # an object that was written to
             raise InvalidArgument(changed)
+        self._tell(what, f"{changed}. It was put back", step)
+
+    def _tell(self, what: str, told: str, step: int) -> None:
         times = self._put_back[what] = self._put_back.get(what, 0) + 1
         if times & (times - 1) == 0:  # a schedule changes it in each step
-            log.error("step %d: %s. It was put back (so far: %d): all replicas go on as before", step, changed, times)
+            log.error("step %d: %s (so far: %d): all replicas go on as before", step, told, times)
 
 
 def _remedy(what: str) -> str:

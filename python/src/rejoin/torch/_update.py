@@ -13,7 +13,7 @@ import torch
 
 from rejoin import _native
 from rejoin.errors import Unavailable
-from rejoin.torch import _optimizer, _refusals
+from rejoin.torch import _optimizer
 from rejoin.torch._memory import tensor_at
 from rejoin.torch._modes import one_thread
 from rejoin.torch._ranks import REMEMBERED, Ranks, added_up
@@ -168,7 +168,6 @@ class Update:
 
     def check(self, step: int) -> None:
         """Refuse a step, before anything of it is applied, that a replica which catches up would apply otherwise."""
-        _refusals.refuse_hooks(self._optimizer)
         self.settings.check(step)
         if self._rates is not None and self.settings.early(step):
             self._rates.given(step)
