@@ -1,5 +1,7 @@
 """What the others hear that a replica is busy with."""
 
+import math
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -77,6 +79,28 @@ def test_what_the_script_is_busy_with_covers_what_the_session_is():
         ("busy", 120_000, "its DataLoader's workers"), "done", ("busy", 60_000, "a file"), "done",
         ("busy", 120_000, "its DataLoader's workers"), "done",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("reason", "seconds", "told"),
+    [
+        ("it evaluates", math.inf, "'it evaluates', seconds=inf.: they are to be above 0, and 604800 at most"),
+        ("it evaluates", math.nan, "seconds=nan.: they"),
+        ("it evaluates", -1, "seconds=-1.: they"),
+        ("it evaluates", 604801, "seconds=604801.: they"),
+        ("it evaluates", "60", "seconds='60': it is to be a number"),
+        (None, 60, "busy.None.: the reason is a text"),
+    ],
+)
+def test_what_nobody_can_be_busy_with_is_refused_before_anything_ends_for_it(reason, seconds, told):
+    native = Native()
+    busy = Busy(native)
+    with busy.with_ours("its data", 120):
+        with pytest.raises(errors.InvalidArgument, match=told), busy.with_scripts(reason, seconds):
+            pass
+        assert native.now == "its data" and len(native.said) == 1
+    with busy.with_scripts("it evaluates", 604800):
+        assert native.said[-1] == ("busy", 604_800_000, "it evaluates")
 
 
 def test_the_script_is_busy_for_no_longer_than_it_has_said(monkeypatch):

@@ -49,6 +49,18 @@ def place_from_environment(environment: Mapping[str, str] | None = None) -> Plac
     )
 
 
+def place_given(replica: object, rank: object) -> Place:
+    """Give this place, and find what is None as `place_from_environment` does."""
+    variables = dict(os.environ)
+    for what, given in (("replica", replica), ("rank", rank)):
+        if given is None:
+            continue
+        if not str(given).isdecimal():
+            raise InvalidArgument(f"{what}={given!r}: it is to be a whole number, from 0")
+        variables[f"REJOIN_{what.upper()}"] = str(given)
+    return place_from_environment(variables)
+
+
 def local_rank(environment: Mapping[str, str] | None = None) -> int:
     """Find this process's rank on its machine: LOCAL_RANK (torchrun), SLURM_LOCALID, or 0."""
     variables = os.environ if environment is None else environment

@@ -22,7 +22,7 @@ from rejoin.torch._places import Places
 from rejoin.torch._ranks import Ranks
 from rejoin.torch._sharding import gather_again, local, states_of
 from rejoin.torch._tensors import Tensor, buckets_of, is_dense, parameters_of
-from rejoin.torch._update import Update
+from rejoin.torch._update import Rules, Update
 
 if TYPE_CHECKING:
     from rejoin.torch._session import Session
@@ -33,13 +33,26 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def check(
+    model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
-    max_norm: float | None,
-    ema: float | None,
+    rules: Rules,
     loss_scale: float | None,
     gradients: torch.dtype | None,
+    bucket_bytes: int,
 ) -> None:
     """Refuse what no session can keep equal on all replicas."""
+    if not isinstance(model, torch.nn.Module) or not isinstance(optimizer, torch.optim.Optimizer):
+        raise InvalidArgument(
+            f"attach() takes a torch.nn.Module and a torch.optim.Optimizer, not a {type(model).__name__} and a "
+            f"{type(optimizer).__name__}"
+        )
+    max_norm, ema = rules.max_norm, rules.ema
+    for name, number in (("max_norm", max_norm), ("ema", ema), ("loss_scale", loss_scale)):
+        if number is not None:
+            _refusals.refuse_no_number(name, number)
+    _refusals.refuse_no_number("bucket_bytes", bucket_bytes)
+    if rules.lr is not None and not callable(rules.lr):
+        raise InvalidArgument(f"lr={rules.lr!r}: it is a function of the step, such as lr=lambda step: 0.1")
     if max_norm is not None and not max_norm > 0.0:
         raise InvalidArgument(f"max_norm={max_norm}: it is to be above 0, such as 1.0; None does not clip")
     if ema is not None and not 0.0 < ema < 1.0:
@@ -174,7 +187,7 @@ def attach(
     """Do what `Session.attach()` says, with what `check()` has passed. In the modes that updates are made in."""
     rules, device = session._rules, session.device
     ranks = session._ranks = Ranks(session.rank, session._leaving, session._native.check)
-    _refusals.refuse_types(model)
+    _refusals.refuse_types(model, masters)
     with one_thread(device):
         parameters = parameters_of(
             model,

@@ -8,11 +8,25 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rejoin.errors import RejoinError
+from rejoin.errors import InvalidArgument, RejoinError
 from rejoin.torch._data import LONGEST_WAIT
+from rejoin.torch._refusals import refuse_no_number
 
 if TYPE_CHECKING:
     from rejoin._native import Session
+
+
+_MOST_SECONDS = 7 * 24 * 3600  # as the library has it
+
+
+# Before anything ends for it.
+def _check(reason: object, seconds: object) -> None:
+    if not isinstance(reason, str):
+        raise InvalidArgument(f"busy({reason!r}): the reason is a text, such as 'evaluating', which the status shows")
+    refuse_no_number("seconds", seconds)
+    if not 0.001 <= seconds <= _MOST_SECONDS:  # type: ignore[operator]
+        told = f"they are to be above 0, and {_MOST_SECONDS} at most"
+        raise InvalidArgument(f"busy('{reason}', seconds={seconds}): {told}")
 
 
 @dataclass
@@ -53,6 +67,7 @@ class Busy:
     @contextmanager
     def with_scripts(self, reason: str, seconds: float) -> Iterator[None]:
         """Be busy with what the script says. What it says within that is a part of it."""
+        _check(reason, seconds)
         ours = self._now
         if ours is not None and not ours.is_ours:
             yield

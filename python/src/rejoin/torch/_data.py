@@ -57,11 +57,15 @@ def refuse_in_worker() -> None:
         )
 
 
-def _checked(seed: int) -> int:
+def _whole(name: str, value: int) -> int:
     try:
-        number = operator.index(seed)
+        return operator.index(value)
     except TypeError:
-        raise InvalidArgument(f"seed {seed!r} of batches(): it is to be a whole number") from None
+        raise InvalidArgument(f"{name} {value!r:.100} of batches(): it is to be a whole number") from None
+
+
+def _checked(seed: int) -> int:
+    number = _whole("seed", seed)
     if not -(1 << 63) <= number < 1 << 64:
         raise InvalidArgument(f"seed {number} of batches(): it is to be of 64 bits, such as {number % (1 << 64)}")
     return number
@@ -85,6 +89,7 @@ class Batches(Sampler[list[int]]):
 
     def __init__(self, size: int, seed: int = 0, shuffle: bool = True, shard: int = 0, shards: int = 1) -> None:
         """`size`: samples in the data set. The same on every replica, and so are `seed`, `shuffle` and `shards`."""
+        size, shard, shards = (_whole(*of) for of in (("size", size), ("shard", shard), ("shards", shards)))
         if size <= 0:
             raise InvalidArgument(f"a data set of {size} samples: at least one is needed")
         if not 0 <= shard < shards:

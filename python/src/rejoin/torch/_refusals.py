@@ -21,14 +21,33 @@ LR = (
 )
 
 
-def refuse_types(model: torch.nn.Module) -> None:
-    """Raise `InvalidArgument` where a parameter is to be trained that is of none of the types in which that is done."""
+def refuse_no_number(name: str, value: object) -> None:
+    """Raise `InvalidArgument` where what was given by that name is no number, or a text that looks like one."""
+    try:
+        if not isinstance(value, str | bytes):
+            float(value)  # type: ignore[arg-type]
+            return
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        pass
+    raise InvalidArgument(f"{name}={value!r:.100}: it is to be a number")
+
+
+def refuse_types(model: torch.nn.Module, masters: bool) -> None:
+    """Raise `InvalidArgument` where a parameter is to be trained that is of none of the types in which that is done, or
+    takes no gradient of the type in which the optimizer gets it."""
     for name, parameter in model.named_parameters():
         dtype = parameter.dtype
         if parameter.requires_grad and dtype not in TYPES and not dtype.is_complex:  # these have a remedy of their own
             raise InvalidArgument(
                 f"parameter '{name}' has type {dtype}, in which nothing is trained: let it be bfloat16 or float32, or "
                 "freeze it with requires_grad_(False)"
+            )
+        has_master = masters and dtype in (torch.bfloat16, torch.float16)
+        if parameter.requires_grad and not has_master and getattr(parameter, "grad_dtype", None) not in (None, dtype):
+            raise InvalidArgument(
+                f"parameter '{name}' has type {dtype} and grad_dtype {parameter.grad_dtype}, and the optimizer gets "
+                "gradients of the parameter's type: leave grad_dtype as it is, or let masters=True give it both in "
+                "float32"
             )
 
 

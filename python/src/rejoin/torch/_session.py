@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from rejoin import _native
 from rejoin._daemon import local_daemon
 from rejoin.errors import InvalidArgument, RejoinError
-from rejoin.launch import Place, place_from_environment
+from rejoin.launch import place_given
 from rejoin.torch import _attach, _loop, _standing
 from rejoin.torch._attributes import told
 from rejoin.torch._buckets import Buckets
@@ -75,12 +75,11 @@ class Session:
             self.device = torch.device("cuda", torch.cuda.current_device())
         if self.device.type not in ("cpu", "cuda"):
             raise InvalidArgument(f"device {self.device}: Rejoin knows cpu and cuda")
-        if "replica" not in settings or "rank" not in settings:
-            place = place_from_environment()
-            settings = {"replica": place.replica, "rank": place.rank, **settings}
-        self.replica, self.rank = int(settings["replica"]), int(settings["rank"])
+        place = place_given(settings.get("replica"), settings.get("rank"))
+        self.replica, self.rank = place.replica, place.rank
+        settings = {**settings, "replica": self.replica, "rank": self.rank}
         if "socket" not in settings and not os.environ.get("REJOIN_SOCKET"):
-            settings["socket"] = local_daemon(Place(self.replica, self.rank))
+            settings["socket"] = local_daemon(place)
         settings.setdefault("device", "host" if self.device.type == "cpu" else str(self.device))
         self._settings = settings
         self._native = _native.Session([f"{name.replace('_', '-')}={value}" for name, value in settings.items()])
@@ -150,16 +149,17 @@ class Session:
         where no replica has one, the optimizer's weight decay and moments move it, while torch alone passes over it.
         `skip_nonfinite`: a step whose mean gradient has an infinity or a NaN changes nothing, on all replicas.
 
-        `loss_scale`: for float16, what `step.scale(loss)` multiplies by, at first: a power of 2. It halves when a mean
-        gradient has an infinity or a NaN, which changes nothing else, and doubles after 2,000 steps without one, as
-        with torch's GradScaler. `masters`: parameters of bfloat16 and float16 get weights, moments and gradients of
-        float32 in the session, and are those weights rounded. `gradients`: the type in which gradients are exchanged,
-        where it is not that of the session's weights, such as bfloat16 to halve the traffic, or float32 for weights of
-        bfloat16. `main_grad`: each parameter has a `main_grad` of that type, as Megatron's do: backward() adds to it,
-        also within `accumulate`, and whoever adds by himself sets `grad_added_to_main_grad`.
+        `loss_scale`: for float16, what `step.scale(loss)` multiplies by, at first: a power of 2. It halves, to 2^-14 at
+        least, when a mean gradient has an infinity or a NaN, which changes nothing else, and doubles after 2,000 steps
+        without one, as with torch's GradScaler. `masters`: parameters of bfloat16 and float16 get weights, moments and
+        gradients of float32 in the session, and are those weights rounded. `gradients`: the type in which gradients are
+        exchanged, where it is not that of the session's weights, such as bfloat16 to halve the traffic, or float32 for
+        weights of bfloat16. `main_grad`: each parameter has a `main_grad` of that type, as Megatron's do: backward()
+        adds to it, also within `accumulate`, and whoever adds by himself sets `grad_added_to_main_grad`.
 
         `ema`: the session keeps a moving average of the weights, `average = ema * average + (1 - ema) * weight` after
-        each update; see `averaged` and `state_dict`.
+        each update; see `averaged` and `state_dict`. `metrics`: names of what `step.record` takes, in the same order on
+        all replicas.
 
         `bucket_bytes`: gradients are exchanged in buckets of about so many bytes, 25 MiB without it.
 
@@ -171,8 +171,8 @@ class Session:
         """
         if self._model is not None:
             _attach.refuse_another()
-        _attach.check(optimizer, max_norm, ema, loss_scale, gradients)
         self._rules = Rules(max_norm, lr, skip_nonfinite or loss_scale is not None, ema)
+        _attach.check(model, optimizer, self._rules, loss_scale, gradients, bucket_bytes)
         self._modes = modes = Modes(self.device)
         with modes.held():
             _attach.attach(self, model, optimizer, metrics, loss_scale, masters, gradients, main_grad, bucket_bytes)
@@ -287,7 +287,7 @@ class Session:
             self._accumulating = before
 
     def busy(self, reason: str, seconds: float = 3600.0) -> AbstractContextManager[None]:
-        """Let the others wait, for so long at most, while this replica saves, evaluates or compiles."""
+        """Let the others wait, for so long (a week) at most, while this replica saves, evaluates or compiles."""
         return self._busy.with_scripts(reason, seconds)
 
     def _stream(self) -> int | None:

@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 
 from rejoin.errors import Cancelled, InvalidArgument, RejoinError
+from rejoin.torch._refusals import refuse_no_number
 from rejoin.torch._watch import kill_workers_at_end, watch
 
 LONGEST_SECONDS = 10.0  # five silences, where nobody has said another one
@@ -90,6 +91,7 @@ class Standing:
         While it is `busy` with what the script says, such as a save in which another rank writes, and for no longer
         than that says, it may for longer.
         """
+        refuse_no_number("longest_standing", longest)
         if not longest > 0:
             raise InvalidArgument(f"longest_standing={longest:g}: seconds, more than 0; math.inf: for ever")
         self._who = f"rank {rank} of replica {replica}"
