@@ -5,7 +5,7 @@ rejoin-run --replicas 2 --ranks 2 --batch 16 --steps 300 -- python hsdp.py data/
 
 import argparse
 import os
-from contextlib import nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -17,6 +17,24 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 import rejoin.torch as rj
+
+
+class Named(dcp.FileSystemWriter):
+    """Names the checkpoint in `latest` when it is whole. Where that fails, dcp.save() raises on all ranks."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.latest = ExitStack()
+
+    def prepare_global_plan(self, plans):  # on rank 0
+        # Before all of it: who was put out meanwhile does not name an older one again.
+        self.file = self.latest.enter_context(rj.replacing(self.path.parent / "latest"))
+        return super().prepare_global_plan(plans)
+
+    def finish(self, metadata, results):  # on rank 0
+        super().finish(metadata, results)
+        self.file.write(self.path.name.encode())
+        self.latest.close()
 
 
 def main() -> None:
@@ -57,13 +75,10 @@ def main() -> None:
         if step.number % 10 == 0 and dist.get_rank() == 0:
             print(f"step {step.number} loss {step.mean('loss'):.4f}", flush=True)
         if given.checkpoint and step.number % 100 == 0 and step.leads:
-            # Around all of it: who was put out meanwhile does not name an older one again.
-            latest = rj.replacing(given.checkpoint / "latest") if dist.get_rank() == 0 else nullcontext()
+            writer = Named(given.checkpoint / str(step.number))
             try:
-                with session.busy("a checkpoint", seconds=60), latest as file:
-                    dcp.save(session.state_dict(), checkpoint_id=given.checkpoint / str(step.number))
-                    if file is not None:  # it is whole
-                        file.write(str(step.number).encode())
+                with session.busy("a checkpoint", seconds=60), writer.latest:
+                    dcp.save(session.state_dict(), storage_writer=writer)
             except dcp.CheckpointException as error:  # of a full disk, say, on all ranks: the state is worth more
                 print(f"the checkpoint of step {step.number} is not written: {error}", flush=True)
     dist.destroy_process_group()

@@ -13,6 +13,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import forked  # noqa: E402
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 DATA = EXAMPLES.parent.parent / "data" / "shakespeare.txt"
 
@@ -73,6 +75,41 @@ def rank_of(job: int, replica: int, rank: int) -> int:
                     if b"\0RANK=%d\0" % rank in Path(f"/proc/{pid}/environ").read_bytes():
                         return int(pid)
     raise AssertionError(f"rank {rank} of replica {replica} is not there")
+
+
+def test_a_disk_that_is_full_for_the_name_of_a_sharded_checkpoint_is_heard_of_by_all_ranks(tmp_path):
+    told = forked.run_ranks(2, f"""
+import errno, os, sys
+from pathlib import Path
+import torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
+sys.path.insert(0, {str(EXAMPLES)!r})
+import hsdp
+dist.init_process_group("gloo")
+fsync = os.fsync
+def fails(file):
+    if "latest" in os.readlink(f"/proc/self/fd/{{file}}"):
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+    fsync(file)
+for name, error in (("1", "none"), ("2", "fsync"), ("3", "opening"), ("4", "none")):
+    writer = hsdp.Named(Path({str(tmp_path)!r}, name))
+    os.fsync = fails if error == "fsync" else fsync
+    replacing = hsdp.rj.replacing
+    if error == "opening":
+        hsdp.rj.replacing = lambda path: replacing(path / "nowhere")
+    try:
+        with writer.latest:
+            dcp.save({{"weight": torch.ones(3)}}, storage_writer=writer)
+        told = "saved"
+    except dcp.CheckpointException:
+        told = "not saved"
+    hsdp.rj.replacing = replacing
+    dist.barrier()
+    print(dist.get_rank(), name, told, Path({str(tmp_path)!r}, "latest").read_text(), flush=True)
+    dist.barrier()
+""")  # fmt: skip
+    expected = [("1", "saved 1"), ("2", "not saved 1"), ("3", "not saved 1"), ("4", "saved 4")]
+    assert sorted(told.splitlines()) == [f"{rank} {name} {what}" for rank in (0, 1) for name, what in expected]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2", "3", "4", "latest"]
 
 
 @pytest.mark.thorough

@@ -1,6 +1,5 @@
 """Jobs under the frameworks themselves, by `./run frameworks`: kills, and what their loops count."""
 
-import contextlib
 import os
 import re
 import signal
@@ -177,14 +176,26 @@ def test_what_lightning_can_not_have_is_refused_before_it_trains(tmp_path):
     refused(r"data of the first step was asked for before attach.*steps=…", feed=one.data(loader))
 
 
-def test_a_trainers_checkpoint_that_was_begun_and_is_not_whole_is_removed(tmp_path):
+def test_a_trainers_checkpoint_that_was_begun_and_is_not_whole_is_removed(tmp_path, caplog):
     from rejoin.transformers import _removed_unless_whole
 
-    for fails in (True, False):
-        with contextlib.suppress(ZeroDivisionError), _removed_unless_whole(tmp_path / "checkpoint-10"):
-            (tmp_path / "checkpoint-10").mkdir()
-            1 / (0 if fails else 1)
-        assert (tmp_path / "checkpoint-10").exists() != fails
+    directory = tmp_path / "checkpoint-10"
+    for state in (None, '{"epoch": 1.', ""):
+        with pytest.raises(OSError, match="no room"), _removed_unless_whole(directory):
+            directory.mkdir()
+            if state is not None:
+                (directory / "trainer_state.json").write_text(state)
+            raise OSError("no room")
+        assert not directory.exists() and not caplog.text
+    with _removed_unless_whole(directory):
+        directory.mkdir()
+        (directory / "trainer_state.json").write_text('{"epoch": 1.0}')
+        raise ConnectionError("503 of the hub, to which a whole one is pushed")
+    assert f"{directory} is written, and training goes on; what the Trainer does behind that" in caplog.text
+    for error in (KeyboardInterrupt, rejoin.InvalidArgument, RuntimeError):
+        with pytest.raises(error), _removed_unless_whole(directory):
+            raise error
+        assert directory.exists()
 
 
 def test_what_a_trainer_can_not_have_is_refused_before_it_trains(tmp_path):

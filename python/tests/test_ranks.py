@@ -141,6 +141,13 @@ def test_a_rank_that_may_take_long_is_waited_for_and_named_while_it_does(caplog,
     assert {line.getMessage().partition(" for ")[0] for line in caplog.records} == {
         "rank 1 of this replica has not told its 'frozen'"
     }
+    caplog.clear()
+    with ThreadPoolExecutor() as threads:  # rank 0 waits for another replica: its place is named, and what it waits for
+        hears = threads.submit(other.first_says, "final 0", None, "whether it writes gpt.pt")
+        while not caplog.records:
+            assert not hears.done()
+        assert one.first_says("final 0", lambda: True, "whether it writes gpt.pt") and hears.result(60)
+    assert "rank 0 of this replica has not told whether it writes gpt.pt for 0 s: this one" in caplog.text
 
 
 def test_a_mean_of_the_last_step_is_known_after_the_loop(monkeypatch):

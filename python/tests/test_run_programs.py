@@ -19,6 +19,7 @@ from test_waits import is_there  # noqa: E402
 from rejoin._job_variables import of_scripts  # noqa: E402
 from rejoin._kept import Kept  # noqa: E402
 from rejoin._run_commands import by_torchrun  # noqa: E402
+from rejoin._run_ends import at_the_end  # noqa: E402
 
 
 # As most people's train.sh: a shell, which SIGTERM ends at once, and behind it the program that trains.
@@ -169,14 +170,21 @@ def test_a_job_whose_scripts_train_nothing_says_so(tmp_path):
 
 
 # Scripts that stop early end so, too.
+@pytest.mark.parametrize("goes_on", [False, True])
 @pytest.mark.parametrize("finished", [False, True])
-def test_scripts_that_end_well_before_the_job_does_are_told_of(tmp_path, finished):
+def test_scripts_that_end_well_before_the_job_does_are_told_of(tmp_path, finished, goes_on):
     more = f"""
+    committed = 15
+
     def _status(self):
-        return {{"finished": {finished}, "committed": 15}}
+        return {{"finished": {finished}, "committed": self.committed}}
 
     def _look_at_an_end(self, replica):
         super()._look_at_an_end(replica)
+        self.committed += {goes_on} and replica is self._replicas[0]
+        self._waits.first, self._waits.look_at = 0, 0
+
+    def _look_at_the_logs(self):
         Path(sys.argv[1], "ended").touch()
 """
     waits = f"until [[ -e {tmp_path}/ended ]]; do sleep 0.05; done"
@@ -184,13 +192,22 @@ def test_scripts_that_end_well_before_the_job_does_are_told_of(tmp_path, finishe
     _, told = job.communicate(timeout=60)
     assert (job.returncode, told) == (
         0,
-        "rejoin-run: finished: step 15 is committed\n"
+        f"rejoin-run: finished: step {15 + goes_on} is committed\n"
         if finished
-        else "rejoin-run: replica 0 ended with status 0 before the job's end, and is not started again, as it would be "
-        "after any other: the job goes on with 1 of 2 replicas\n"
-        "rejoin-run: all scripts have ended with status 0, and the job is not finished: step 15 of 60 is committed, "
-        "and what they have saved is what is left of it\n",
+        else (
+            "rejoin-run: replica 0 ended with status 0 before the job's end, and is not started again, as it would be "
+            "after any other: the job goes on with 1 of 2 replicas\n"
+        )
+        * goes_on
+        + f"rejoin-run: all scripts have ended with status 0, and the job is not finished: step {15 + goes_on} of 60 "
+        "is committed, and what they have saved is what is left of it\n",
     )
+
+
+def test_a_job_without_an_end_of_its_own_is_not_called_unfinished():
+    status = {"finished": False, "committed": 15}
+    assert at_the_end(status, 0, 0, set()) == (0, ["all scripts have ended with status 0: step 15 is committed"])
+    assert "is not finished: step 15 of 60 is" in at_the_end(status, 0, 60, set())[1][0]
 
 
 # A shell may have the variables of another launcher's rank.

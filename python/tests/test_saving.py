@@ -1,9 +1,11 @@
 """Checkpoints that can't be written, and what becomes of the replica that wanted to."""
 
+import copy
 import errno
 import logging
 import os
 import resource
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
@@ -15,8 +17,8 @@ from test_checkpoint import made  # noqa: E402
 from writer import session as ended_session  # noqa: E402
 
 from rejoin import errors  # noqa: E402
-from rejoin.errors import Cancelled  # noqa: E402
-from rejoin.torch import _files, _final, _saving, replacing  # noqa: E402
+from rejoin.errors import Cancelled, InvalidArgument  # noqa: E402
+from rejoin.torch import _files, _final, _leaving, _ranks, _saving, replacing  # noqa: E402
 from rejoin.torch._signals import WithinUpdate  # noqa: E402
 
 LARGE = {"weight": torch.ones(100_000)}
@@ -123,6 +125,67 @@ def test_other_replicas_write_nothing_and_what_fails_of_the_session_is_raised(tm
     assert "Unavailable: " in caplog.text and "several replicas write it: let the one write it that has step.leads" in (
         caplog.text
     )
+
+
+def test_of_the_errors_of_libraries_those_of_writing_alone_are_taken_for_a_disks(tmp_path, caplog):
+    caplog.set_level(logging.WARNING, "rejoin")
+
+    def save(how) -> None:
+        with _saving.Saving().of(tmp_path, 1, RuntimeError):
+            how()
+
+    for bug in ("CUDA error: device-side assert", "Some tensors share memory, this will lead to duplicate memory on"):
+        with pytest.raises(RuntimeError, match=bug), _saving.Saving().of(tmp_path, 1, RuntimeError):
+            raise RuntimeError(bug)
+    with pytest.raises(torch.OutOfMemoryError):
+        save(lambda: (_ for _ in ()).throw(torch.OutOfMemoryError("CUDA out of memory")))
+    assert not caplog.text
+    with no_room(), open(tmp_path / "own.pt", "wb") as file:
+        save(lambda: torch.save(LARGE, tmp_path / "gpt.pt"))
+        save(lambda: torch.save(LARGE, file))
+        save(lambda: torch.save(LARGE, tmp_path / "gpt.pt", _use_new_zipfile_serialization=False))
+    save(lambda: torch.save(LARGE, tmp_path / "nowhere" / "gpt.pt"))
+    save(lambda: torch.save(LARGE, tmp_path))
+    assert len(caplog.records) == 5
+    pytest.importorskip("safetensors.torch")
+    from safetensors import SafetensorError
+    from safetensors import torch as safetensors_torch
+
+    with no_room(), _saving.Saving().of(tmp_path, 1, SafetensorError):
+        safetensors_torch.save_file(LARGE, tmp_path / "gpt.safetensors")
+    assert "SafetensorError" in caplog.text
+
+
+def of_two_ranks(leader, paths, *, rounds: int = 1) -> list:
+    """What save() of either gives or raises, both at once."""
+    store = torch.distributed.HashStore()
+
+    def rank(number: int) -> list:
+        one = copy.copy(leader)
+        one._saving, one._ranks = _saving.Saving(), _ranks.Ranks(0, _leaving.Leaving(), lambda: None)
+        one._ranks.rank, one._ranks._size, one._ranks._store = number, 2, store
+        try:
+            return [one.save(paths[number]) for _ in range(rounds)]
+        except InvalidArgument as error:
+            return [str(error)]
+
+    with ThreadPoolExecutor() as threads:
+        return list(threads.map(rank, [number for number in (0, 1) if paths[number]]))
+
+
+def test_ranks_that_would_write_over_each_others_part_are_refused_alike_and_before_they_write(tmp_path, leader):
+    (tmp_path / "gpt.pt").write_text("of before")
+    (tmp_path / "link").symlink_to(tmp_path)
+    told = of_two_ranks(leader, [tmp_path / "gpt.pt", tmp_path / "link" / "gpt.pt"])
+    assert all("ranks 0, 1 of this replica give the same path as another one" in text for (text,) in told)
+    assert (tmp_path / "gpt.pt").read_text() == "of before"
+    assert of_two_ranks(leader, [tmp_path / "0.pt", tmp_path / "1.pt"], rounds=2) == [[True, True]] * 2
+
+
+def test_a_rank_that_writes_alone_is_not_held_up_for_ever(tmp_path, leader, monkeypatch, caplog):
+    monkeypatch.setattr(_ranks, "LONGEST_WAIT_SECONDS", 0.05)
+    assert of_two_ranks(leader, [tmp_path / "gpt.pt", None], rounds=2) == [[True, True]]
+    assert "rank 1 of this replica has not told its 'path of save()'" in caplog.text and len(caplog.records) == 1
 
 
 def test_a_result_that_is_written_is_not_lost_for_want_of_room_beside_it(tmp_path, caplog):

@@ -10,8 +10,8 @@ from rejoin.torch import _final
 
 def session(step=7, digest=1, since=0.0, leads=False, leaving=False) -> SimpleNamespace:
     ranks = SimpleNamespace(
-        rank=0, first_says=lambda name, first: first(), gather=lambda name, mine, **more: [mine], say=lambda *_: None,
-        leave_together=lambda name: None,
+        rank=0, first_says=lambda name, first, what: first(), gather=lambda name, mine, **more: [mine],
+        say=lambda *_: None, leave_together=lambda name: None,
     )  # fmt: skip
     return SimpleNamespace(
         replica=0, _step=object(), version=step, committed=step, finished=True, leads=leads, _since=since,

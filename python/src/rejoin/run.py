@@ -36,7 +36,7 @@ from rejoin._job_variables import of_daemons, of_scripts
 from rejoin._kept import WAITED_FOR, Kept, adopt, bury
 from rejoin._programs import path
 from rejoin._run_commands import by_torchrun, run_parser, show_names_as_they_are
-from rejoin._run_ends import at_the_end, ended_early
+from rejoin._run_ends import EarlyEnds, at_the_end
 from rejoin._run_logs import Logs
 from rejoin._run_waits import Waits
 
@@ -67,6 +67,7 @@ class Job:
         self._asked_at = 0.0
         self._kill_at = math.inf  # the replicas that have not left
         self._waits = Waits(self._status, self._say, self._on_begun, self._lives, arguments.ranks > 1)
+        self._early = EarlyEnds(self._status, self._say)
         self._was_finished = False  # before anything was trained
         self._died_at_the_end: set[str] = set()  # replicas, after the last commit
         self._full_said_at = self._left_out_said_at = -math.inf
@@ -201,11 +202,8 @@ class Job:
         return result
 
     def _look_at_an_end(self, replica: Kept) -> None:
-        if self._ending or self._was_finished:
-            return
-        left = sum(not one.ended for one in self._replicas)
-        if said := ended_early(self._status(), replica.name, left, len(self._replicas)):
-            self._say(said)
+        if not self._ending and not self._was_finished:
+            self._early.add(replica.name)
 
     def _look_at_the_logs(self) -> None:
         why = self._logs.wait() if self._logs else ""
@@ -246,6 +244,7 @@ class Job:
                     self._kill()
                 if time.monotonic() >= self._waits.look_at:
                     self._waits.look()
+                    self._early.look(sum(not one.ended for one in self._replicas), len(self._replicas))
                     self._look_at_the_logs()
                 if time.monotonic() >= self._page_at:
                     self._look_for_page()

@@ -12,6 +12,8 @@ there are `--batch`: `per_device_train_batch_size` says nothing.
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 import shutil
 from collections.abc import Iterator
@@ -22,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader
 
-from rejoin.errors import InvalidArgument
+from rejoin.errors import InvalidArgument, RejoinError
 from rejoin.torch._feed import Feed
 from rejoin.torch._frameworks import Part
 from rejoin.torch._session import Session
@@ -38,6 +40,8 @@ except ModuleNotFoundError as error:
         "pip install transformers accelerate",
         name="transformers",
     ) from error
+
+log = logging.getLogger("rejoin")
 
 
 class RejoinCallback(transformers.TrainerCallback):  # type: ignore[misc]  # it has types of its own where it is there
@@ -101,13 +105,27 @@ class RejoinCallback(transformers.TrainerCallback):  # type: ignore[misc]  # it 
         self.part.end()
 
 
+# It has the file that the Trainer writes last. It may be the newest that there is, others being removed behind it.
+def _is_whole(directory: Path) -> bool:
+    try:
+        json.loads((directory / transformers.trainer.TRAINER_STATE_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return True
+
+
 @contextmanager
 def _removed_unless_whole(directory: Path) -> Iterator[None]:
     try:
         yield
-    except BaseException:
-        shutil.rmtree(directory, ignore_errors=True)
-        raise
+    except BaseException as error:
+        if not _is_whole(directory):
+            shutil.rmtree(directory, ignore_errors=True)
+            raise
+        if not isinstance(error, OSError) or isinstance(error, RejoinError):
+            raise
+        log.error("%s is written, and training goes on; what the Trainer does behind that has failed: %s: %s",
+                  directory, type(error).__name__, error)  # fmt: skip
 
 
 class RejoinMixin:

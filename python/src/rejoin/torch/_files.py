@@ -99,5 +99,6 @@ def _rename(new: Path, path: Path) -> None:
     except FileNotFoundError as error:
         raise Unavailable(
             f"{path} is not written: another writer has begun since, as when this replica was put out meanwhile, or "
-            "where several replicas write it: let the one write it that has step.leads"
+            "where several replicas write it: let the one write it that has step.leads, and each "
+            "of its ranks a file of its own"
         ) from error

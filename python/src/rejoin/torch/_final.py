@@ -118,7 +118,7 @@ def final_save(session: Session, path: str | os.PathLike[str]) -> Iterator[bool]
     comes = turn.comes if turn is not None else (lambda: False) if ranks.rank == 0 else None
     written = False
     try:
-        mine = ranks.first_says(name, comes)
+        mine = ranks.first_says(name, comes, f"whether it writes {path}, or another replica does, which it waits for,")
         try:
             yield mine
             written = mine

@@ -132,10 +132,10 @@ class Ranks:
         self._wait(f"its '{name}'", keys, patient)
         return self._values(keys)
 
-    def first_says(self, name: str, first: Callable[[], bool] | None) -> bool:
+    def first_says(self, name: str, first: Callable[[], bool] | None, what: str) -> bool:
         """Give what `first` gives on rank 0, on all ranks, which wait for it however long it takes; once for each name.
 
-        The other ranks have none.
+        The other ranks have none, and their logs say for what they wait, if that is long.
         """
         if self._store is None:
             assert first is not None
@@ -146,7 +146,7 @@ class Ranks:
                 says = first()
             finally:  # also where it fails: nobody is to wait for it
                 self._store.set(name, b"1" if says else b"0")
-        self._wait(f"'{name}'", [name], patient=True)
+        self._wait(what, [name], patient=True)
         return bool(self._store.get(name) == b"1")
 
     # A rank that is stopped, or has died, is found by its daemon, and the whole replica is out. One that hangs in its

@@ -4,19 +4,37 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
 
-from rejoin.errors import RejoinError, Unavailable
+from rejoin.errors import InvalidArgument, RejoinError, Unavailable
 from rejoin.torch._files import replacing
 
 if TYPE_CHECKING:
+    from rejoin.torch._ranks import Ranks
     from rejoin.torch._session import Session
 
 log = logging.getLogger("rejoin")
+
+# What torch.save() and safetensors have in the place of the system's error.
+_OF_WRITING = re.compile(
+    r"PytorchStreamWriter|inline_container|iostream error|file write failed|^write\(\): fd|Parent directory"
+    r"|I/?O ?error",
+    re.IGNORECASE,
+)
+
+
+def _is_of_writing(error: BaseException | None) -> bool:
+    """Whether it was made of an error of the system's: others are bugs, and of no disk."""
+    while error is not None:
+        if isinstance(error, OSError) or _OF_WRITING.search(str(error)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 class Saving:
@@ -25,16 +43,18 @@ class Saving:
     def __init__(self) -> None:
         self._failed = 0  # in a row
         self._last: int | None = None  # the step of the last one that is written
+        self._compared = False  # the ranks' paths
 
     @contextmanager
     def of(self, path: str | os.PathLike[str], step: int, *errors: type[Exception]) -> Iterator[None]:
-        """Within this block this file is written. Errors of files, and these, end it with a line in the log: for the
-        first one in a row, the second, the fourth, and so on."""
+        """Within this block this file is written. Errors of files, and these where they are made of such, end it with a
+        line in the log: for the first one in a row, the second, the fourth, and so on."""
         try:
             yield
         except Exception as error:
             of_session = isinstance(error, RejoinError) and not isinstance(error, Unavailable)
-            if of_session or not isinstance(error, (OSError, Unavailable, *errors)):
+            of_library = isinstance(error, errors) and _is_of_writing(error)
+            if of_session or not (of_library or isinstance(error, (OSError, Unavailable))):
                 raise
             self._failed += 1
             if self._failed & (self._failed - 1) == 0:
@@ -55,12 +75,33 @@ class Saving:
                         step, os.fspath(path), self._failed)  # fmt: skip
         self._failed, self._last = 0, step
 
+    def compare(self, ranks: Ranks, path: str | os.PathLike[str]) -> None:
+        """Raise on all ranks of this replica where two of them give the same path, at the first call; wait for them."""
+        if self._compared or not ranks.several:
+            return
+        self._compared = True
+        try:
+            paths = ranks.gather("path of save()", os.fsencode(os.path.realpath(path)))
+        except (Unavailable, torch.distributed.DistError) as error:  # a rank that writes none; or it comes late
+            log.warning("%s. This one writes %s all the same: let all ranks call save()", error, os.fspath(path))
+            return
+        if len(set(paths)) < len(paths):
+            same = [str(rank) for rank, other in enumerate(paths) if paths.count(other) > 1]
+            raise InvalidArgument(
+                f"save('{os.fspath(path)}') on rank {ranks.rank}: ranks {', '.join(same)} of this replica give the "
+                "same path as another one, and each writes its own part of the state: let each give a path of its own, "
+                f"such as '{os.fspath(path)}.rank{ranks.rank}', and load that one"
+            )
+
 
 def save(session: Session, path: str | os.PathLike[str]) -> bool:
     """Write the state as `Session.save()` says."""
     if not session.leads:
         return False
-    with session.busy("a checkpoint") if session._joined and not session._ended else nullcontext():
+    trains = session._joined and not session._ended
+    with session.busy("a checkpoint") if trains else nullcontext():
+        if trains and session._ranks is not None:
+            session._saving.compare(session._ranks, path)
         state, step = session.state_dict(), session.committed
         with session._saving.of(path, step):
             with replacing(path) as file:
