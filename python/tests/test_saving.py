@@ -182,6 +182,16 @@ def test_ranks_that_would_write_over_each_others_part_are_refused_alike_and_befo
     assert of_two_ranks(leader, [tmp_path / "0.pt", tmp_path / "1.pt"], rounds=2) == [[True, True]] * 2
 
 
+def test_where_one_rank_can_not_write_its_file_no_rank_puts_its_own_in_place(tmp_path, leader, caplog):
+    """Files of several steps are no checkpoint."""
+    (tmp_path / "0.pt").write_text("of before")
+    paths = [tmp_path / "0.pt", tmp_path / "nowhere" / "1.pt"]
+    assert of_two_ranks(leader, paths, rounds=2) == [[False, False]] * 2
+    assert "Unavailable: rank 1 of this replica has not written its file, and says why" in caplog.text
+    assert "FileNotFoundError" in caplog.text and (tmp_path / "0.pt").read_text() == "of before"
+    assert [path.name for path in tmp_path.iterdir() if path.name.endswith(".new")] == []
+
+
 def test_a_rank_that_writes_alone_is_not_held_up_for_ever(tmp_path, leader, monkeypatch, caplog):
     monkeypatch.setattr(_ranks, "LONGEST_WAIT_SECONDS", 0.05)
     assert of_two_ranks(leader, [tmp_path / "gpt.pt", None], rounds=2) == [[True, True]]

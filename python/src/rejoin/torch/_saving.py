@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
@@ -44,6 +44,8 @@ class Saving:
         self._failed = 0  # in a row
         self._last: int | None = None  # the step of the last one that is written
         self._compared = False  # the ranks' paths
+        self._alone = False  # other ranks do not call save(), or came too late
+        self._number = 0  # of saves of several ranks
 
     @contextmanager
     def of(self, path: str | os.PathLike[str], step: int, *errors: type[Exception]) -> Iterator[None]:
@@ -77,13 +79,14 @@ class Saving:
 
     def compare(self, ranks: Ranks, path: str | os.PathLike[str]) -> None:
         """Raise on all ranks of this replica where two of them give the same path, at the first call; wait for them."""
-        if self._compared or not ranks.several:
+        if self._compared:
             return
         self._compared = True
         try:
             paths = ranks.gather("path of save()", os.fsencode(os.path.realpath(path)))
         except (Unavailable, torch.distributed.DistError) as error:  # a rank that writes none; or it comes late
             log.warning("%s. This one writes %s all the same: let all ranks call save()", error, os.fspath(path))
+            self._alone = True
             return
         if len(set(paths)) < len(paths):
             same = [str(rank) for rank, other in enumerate(paths) if paths.count(other) > 1]
@@ -93,6 +96,31 @@ class Saving:
                 f"such as '{os.fspath(path)}.rank{ranks.rank}', and load that one"
             )
 
+    @contextmanager
+    def on_all(self, ranks: Ranks) -> Iterator[Callable[[], None]]:
+        """Within this block this rank's file is written; what it gives is called when it is, and raises `Unavailable`
+        where another rank's is not: files of several steps are no checkpoint."""
+        name, told = f"save {self._number} is written", False
+        self._number += 1
+
+        def is_written() -> None:
+            nonlocal told
+            ranks.say(name, b"1")
+            told = True
+            try:
+                others = ranks.told(name) if not self._alone else []
+            except Unavailable as error:
+                log.warning("%s. This one puts its file in place all the same", error)
+                return
+            if b"0" in others:
+                raise Unavailable(f"rank {others.index(b'0')} of this replica has not written its file, and says why")
+
+        try:
+            yield is_written
+        finally:
+            if not told:
+                ranks.say(name, b"0")
+
 
 def save(session: Session, path: str | os.PathLike[str]) -> bool:
     """Write the state as `Session.save()` says."""
@@ -100,11 +128,17 @@ def save(session: Session, path: str | os.PathLike[str]) -> bool:
         return False
     trains = session._joined and not session._ended
     with session.busy("a checkpoint") if trains else nullcontext():
-        if trains and session._ranks is not None:
-            session._saving.compare(session._ranks, path)
+        ranks = session._ranks if trains and session._ranks is not None and session._ranks.several else None
+        if ranks is not None:
+            session._saving.compare(ranks, path)
         state, step = session.state_dict(), session.committed
         with session._saving.of(path, step):
-            with replacing(path) as file:
+            on_all = session._saving.on_all(ranks) if ranks is not None else nullcontext()
+            with on_all as is_written, replacing(path) as file:
                 torch.save(state, file)
+                if is_written is not None:
+                    file.flush()
+                    os.fsync(file.fileno())
+                    is_written()
             return True
     return False
