@@ -200,3 +200,27 @@ def test_what_is_no_checkpoint_is_told_as_what_it_is(tmp_path, files):
         with pytest.raises(kind, match=re.escape(why)) as raised:
             one.load_state_dict(state)
         assert isinstance(raised.value, RejoinError)
+
+
+@pytest.mark.parametrize("frozen", [0, 1, 2])
+def test_a_plain_jobs_optimizer_may_have_had_the_frozen_parameters_too(tmp_path, frozen):
+    def model():
+        made = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2), torch.nn.Linear(2, 2))
+        made[frozen].requires_grad_(False)
+        return made
+
+    plain = model()
+    optimizer = AdamW(plain.parameters())
+    for _ in range(3):
+        plain(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    mine = model()
+    session = Session(replica=0, rank=0, socket=str(tmp_path / "none"))
+    session.attach(mine, AdamW([p for p in mine.parameters() if p.requires_grad]))
+    session.load_state_dict(copy.deepcopy({"model": plain.state_dict(), "optimizer": optimizer.state_dict()}))
+    assert session._updates.offset == 3
+    trained = [p for p in plain.parameters() if p.requires_grad]
+    for before, tensor in zip(trained, (t for t in session._tensors if t.is_parameter), strict=True):
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(optimizer.state[before][name], session._optimizer.state[tensor.value][name])

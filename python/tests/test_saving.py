@@ -96,7 +96,7 @@ def test_a_save_that_fails_is_told_and_no_replicas_end(tmp_path, leader, caplog)
     assert told == [1, 2, 2, 3, 3] and {record.levelname for record in caplog.records} == {"ERROR"}
     first = caplog.records[0].getMessage()
     assert f"the checkpoint of step 20 is not written to {path}, and training goes on (1 in a row that" in first
-    assert "this process has written: of step 10): OSError: [Errno 27] File too large: '" in first
+    assert "this process has written there: of step 10): OSError: [Errno 27] File too large: '" in first
     assert torch.load(path, weights_only=True)["rejoin"]["rank0"]["version"] == 10 and leader.said[-1] == "done"
     leader.at = 70
     assert leader.save(path) and torch.load(path, weights_only=True)["rejoin"]["rank0"]["version"] == 70

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import re
@@ -246,8 +247,9 @@ def _load_metrics(metrics: Metrics, values: torch.Tensor | None, names: list[str
 
 
 def _load_optimizer(session: Session, saved: Mapping[str, Any], position: _form.Position, changed: bool) -> None:
-    state: Mapping[int, Mapping[str, Any]] = saved.get("state", {})
     assert session._optimizer is not None and session._updates is not None
+    saved = _of_trained(saved, session._optimizer)
+    state: Mapping[int, Mapping[str, Any]] = saved.get("state", {})
     held = {id(tensor.value): tensor for tensor in session._tensors}
     order = [p for group in session._optimizer.param_groups for p in group["params"]]
     for number in state:
@@ -278,6 +280,24 @@ def _load_optimizer(session: Session, saved: Mapping[str, Any], position: _form.
     if not another and state and counted is not None:
         session._updates.offset = position.counted if position.counted is not None else counted - position.step
         session._updates.count_all(position.step)
+
+
+# A plain job's optimizer may have had frozen parameters, too, which it passed over: this one has the others alone, and
+# numbers them anew.
+def _of_trained(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> Mapping[str, Any]:
+    groups, own = saved.get("param_groups"), _sizes(optimizer.param_groups)
+    state = saved.get("state", {})
+    if groups is None or _sizes(groups) in (None, own) or isinstance(state, _Entries):
+        return saved
+    trained = [[number for number in group["params"] if state.get(number)] for group in groups]
+    trained = [numbers for numbers in trained if numbers]
+    if [len(numbers) for numbers in trained] != own:
+        return saved
+    anew = {number: place for place, number in enumerate(itertools.chain(*trained))}
+    return {
+        "state": {anew[number]: entry for number, entry in state.items() if number in anew},
+        "param_groups": [{"params": [anew[number] for number in numbers]} for numbers in trained],
+    }
 
 
 # Moments of one rule, or some of them, are nothing to another one. Where an optimizer has never updated a parameter, it

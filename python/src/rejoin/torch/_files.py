@@ -41,9 +41,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     since, raises `Unavailable` at the end, and leaves the other's file as it is. Where `path` is a link, it is the file
     that it leads to. Any thread.
     """
-    path = Path(path)
-    if path.is_symlink():
-        path = Path(os.path.realpath(path))
+    path = Path(os.path.realpath(path) if os.path.islink(path) else os.path.abspath(path))
     new = path.with_name(f"{path.name}.{secrets.token_hex(8)}.new")  # of its own: others may write at the same time
     with _of(path):
         for other in path.parent.glob(f"{glob.escape(path.name)}.{'[0-9a-f]' * 16}.new"):
@@ -59,7 +57,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
             raise _naming(path, raw.failed) from error
         with _of(path):
             file.flush()
-            os.fsync(file.fileno())
+            sync(file.fileno())
             _rename(new, path)
     finally:
         with suppress(OSError):
@@ -85,12 +83,18 @@ def _naming(path: Path, error: OSError) -> OSError:
 def _sync_directory(path: Path) -> None:
     directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        os.fsync(directory)
+        sync(directory)
+    finally:
+        os.close(directory)
+
+
+def sync(descriptor: int) -> None:
+    """Have it on disk."""
+    try:
+        os.fsync(descriptor)
     except OSError as error:  # some file systems have no such thing
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
-    finally:
-        os.close(directory)
 
 
 def _rename(new: Path, path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from rejoin.errors import InvalidArgument, RejoinError, Unavailable
-from rejoin.torch._files import replacing
+from rejoin.torch._files import replacing, sync
 
 if TYPE_CHECKING:
     from rejoin.torch._ranks import Ranks
@@ -41,8 +41,8 @@ class Saving:
     """What has become of the saves of one kind."""
 
     def __init__(self) -> None:
-        self._failed = 0  # in a row
-        self._last: int | None = None  # the step of the last one that is written
+        self._failed: dict[str, int] = {}  # in a row, by the directory
+        self._last: dict[str, int] = {}  # the step of the last one that is written there
         self._compared = False  # the ranks' paths
         self._alone = False  # other ranks do not call save(), or came too late
         self._number = 0  # of saves of several ranks
@@ -51,31 +51,35 @@ class Saving:
     def of(self, path: str | os.PathLike[str], step: int, *errors: type[Exception]) -> Iterator[None]:
         """Within this block this file is written. Errors of files, and these where they are made of such, end it with a
         line in the log: for the first one in a row, the second, the fourth, and so on."""
+        where = os.path.dirname(os.path.abspath(path))
+        failed, last = self._failed.get(where, 0), self._last.get(where)
         try:
             yield
         except Exception as error:
             of_session = isinstance(error, RejoinError) and not isinstance(error, Unavailable)
             of_library = isinstance(error, errors) and _is_of_writing(error)
-            if of_session or not (of_library or isinstance(error, (OSError, Unavailable))):
+            of_system = isinstance(error, OSError) and error.errno is not None  # no alarm's TimeoutError
+            if of_session or not (of_library or of_system or isinstance(error, Unavailable)):
                 raise
-            self._failed += 1
-            if self._failed & (self._failed - 1) == 0:
+            failed += 1
+            self._failed[where] = failed
+            if failed & (failed - 1) == 0:
                 log.error(
                     "the checkpoint of step %d is not written to %s, and training goes on (%d in a row that were not; "
-                    "the last one that this process has written: %s): %s: %s. If all replicas are lost, so are the "
+                    "the last one that this process has written there: %s): %s: %s. If all replicas are lost, so are the "
                     "steps since the last checkpoint: make room, or mend the path",
                     step,
                     os.fspath(path),
-                    self._failed,
-                    "none" if self._last is None else f"of step {self._last}",
+                    failed,
+                    "none" if last is None else f"of step {last}",
                     type(error).__name__,
                     error,
                 )
             return
-        if self._failed:
+        if failed:
             log.warning("the checkpoint of step %d is written to %s, after %d that were not",
-                        step, os.fspath(path), self._failed)  # fmt: skip
-        self._failed, self._last = 0, step
+                        step, os.fspath(path), failed)  # fmt: skip
+        self._failed[where], self._last[where] = 0, step
 
     def compare(self, ranks: Ranks, path: str | os.PathLike[str]) -> None:
         """Raise on all ranks of this replica where two of them give the same path, at the first call; wait for them."""
@@ -138,7 +142,7 @@ def save(session: Session, path: str | os.PathLike[str]) -> bool:
                 torch.save(state, file)
                 if is_written is not None:
                     file.flush()
-                    os.fsync(file.fileno())
+                    sync(file.fileno())
                     is_written()
             return True
     return False
