@@ -66,8 +66,8 @@ class Saving:
             if failed & (failed - 1) == 0:
                 log.error(
                     "the checkpoint of step %d is not written to %s, and training goes on (%d in a row that were not; "
-                    "the last one that this process has written there: %s): %s: %s. If all replicas are lost, so are the "
-                    "steps since the last checkpoint: make room, or mend the path",
+                    "the last one that this process has written there: %s): %s: %s. If all replicas are lost, so are "
+                    "the steps since the last checkpoint: make room, or mend the path",
                     step,
                     os.fspath(path),
                     failed,
