@@ -5,6 +5,7 @@
 #include "base/deadlines.h"
 #include "base/digest.h"
 #include "base/fail.h"
+#include "base/text.h"
 #include "membership/coordinator.h"
 
 namespace rejoin::membership {
