@@ -154,11 +154,11 @@ Result close(void* what) {
 Result devices(int* count) { return plugin.devices(count); }
 template <typename Properties>
 Result properties(int device, Properties* to) {
-  return plugin.in_child() ? plugin.refuse_child() : plugin.properties(device, to);
+  return plugin.properties(device, to);
 }
 template <typename Parts>
 Result make_virtual(int* device, Parts* parts) {
-  return plugin.in_child() ? plugin.refuse_child() : plugin.make_virtual(device, parts);
+  return plugin.make_virtual(device, parts);
 }
 
 // ---- what differs
@@ -217,12 +217,12 @@ constexpr Net common(Net net) {
 template <typename Properties, typename Parts>
 constexpr abi::NetWithContext<Properties, Parts> with_context() {
   return common(abi::NetWithContext<Properties, Parts>{.init = init_11,
-                                                       .properties = properties<Properties>,
+                                                       .properties = not_in_child<properties<Properties>>,
                                                        .listen = not_in_child<listen_11>,
                                                        .connect = not_in_child<connect_11>,
                                                        .send = not_in_child<send>,
                                                        .receive = not_in_child<receive>,
-                                                       .make_virtual = make_virtual<Parts>,
+                                                       .make_virtual = not_in_child<make_virtual<Parts>>,
                                                        .finalize = finalize,
                                                        .set_attributes = set_attributes});
 }
@@ -240,23 +240,23 @@ REJOIN_EXPORT nccl::abi::NetV11 ncclNetPlugin_v11 =
     nccl::with_context<nccl::abi::PropertiesV11, nccl::abi::VirtualV9>();
 REJOIN_EXPORT nccl::abi::NetV10 ncclNetPlugin_v10 =
     nccl::common(nccl::abi::NetV10{.init = nccl::init_10,
-                                   .properties = nccl::properties<nccl::abi::PropertiesV9>,
+                                   .properties = nccl::not_in_child<nccl::properties<nccl::abi::PropertiesV9>>,
                                    .listen = nccl::not_in_child<nccl::listen_8>,
                                    .connect = nccl::not_in_child<nccl::connect_10>,
                                    .send = nccl::not_in_child<nccl::send>,
                                    .receive = nccl::not_in_child<nccl::receive>,
-                                   .make_virtual = nccl::make_virtual<nccl::abi::VirtualV9>});
+                                   .make_virtual = nccl::not_in_child<nccl::make_virtual<nccl::abi::VirtualV9>>});
 REJOIN_EXPORT nccl::abi::NetV9 ncclNetPlugin_v9 =
     nccl::common(nccl::abi::NetV9{.init = nccl::init_8,
-                                  .properties = nccl::properties<nccl::abi::PropertiesV9>,
+                                  .properties = nccl::not_in_child<nccl::properties<nccl::abi::PropertiesV9>>,
                                   .listen = nccl::not_in_child<nccl::listen_8>,
                                   .connect = nccl::not_in_child<nccl::connect_8>,
                                   .send = nccl::not_in_child<nccl::send_9>,
                                   .receive = nccl::not_in_child<nccl::receive_without<std::size_t>>,
-                                  .make_virtual = nccl::make_virtual<nccl::abi::VirtualV9>});
+                                  .make_virtual = nccl::not_in_child<nccl::make_virtual<nccl::abi::VirtualV9>>});
 REJOIN_EXPORT nccl::abi::NetV8 ncclNetPlugin_v8 =
     nccl::common(nccl::abi::NetV8{.init = nccl::init_8,
-                                  .properties = nccl::properties<nccl::abi::PropertiesV8>,
+                                  .properties = nccl::not_in_child<nccl::properties<nccl::abi::PropertiesV8>>,
                                   .listen = nccl::not_in_child<nccl::listen_8>,
                                   .connect = nccl::not_in_child<nccl::connect_8>,
                                   .send = nccl::not_in_child<nccl::send_8>,

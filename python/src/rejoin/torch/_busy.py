@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rejoin._native import Session
 
 
-_MOST_SECONDS = 7 * 24 * 3600  # as the library has it
+MOST_SECONDS = 7 * 24 * 3600  # as the library has it
 
 
 # Before anything ends for it.
@@ -24,8 +24,8 @@ def _check(reason: object, seconds: object) -> None:
     if not isinstance(reason, str):
         raise InvalidArgument(f"busy({reason!r}): the reason is a text, such as 'evaluating', which the status shows")
     refuse_no_number("seconds", seconds)
-    if not 0.001 <= seconds <= _MOST_SECONDS:  # type: ignore[operator]
-        told = f"they are to be above 0, and {_MOST_SECONDS} at most"
+    if not 0.001 <= seconds <= MOST_SECONDS:  # type: ignore[operator]
+        told = f"they are to be above 0, and {MOST_SECONDS} at most"
         raise InvalidArgument(f"busy('{reason}', seconds={seconds}): {told}")
 
 

@@ -15,6 +15,7 @@ from rejoin._options import is_everywhere
 from rejoin._work import LONGEST
 from rejoin.distributed import Options, ProcessGroup
 from rejoin.errors import InvalidArgument, RejoinError, Unavailable
+from rejoin.torch._busy import MOST_SECONDS
 
 if TYPE_CHECKING:
     from rejoin.torch._busy import Busy
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
 _WATCHED = 100  # milliseconds, of one look at the members
 _ASKED_AGAIN = 0.01  # seconds; whether the thread that looks at the members has left the native group
-_BUSY_AT_MOST = 604800.0  # seconds, which Session.busy() takes
 _ENDS_WITHIN = 5.0  # seconds; it looks no more, or waits for what this thread holds, in a signal's handler
 
 
@@ -148,7 +148,7 @@ class SessionGroup(ProcessGroup):
         """Say that this replica waits, which is no computing; in a thread of the script's own the session does not."""
         if self._busy is None or threading.get_ident() != self._thread:
             return contextlib.nullcontext()
-        seconds = min(2 * self._limit(None) / 1000 + _ENDS_WITHIN, _BUSY_AT_MOST)  # what is decided, and the members
+        seconds = min(2 * self._limit(None) / 1000 + _ENDS_WITHIN, MOST_SECONDS)  # what is decided, and the members
         return self._busy.with_ours("the members of its process group, who come together", seconds)
 
     def _listening(self) -> str:
