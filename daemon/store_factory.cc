@@ -9,18 +9,23 @@
 
 namespace rejoin::daemon {
 
+namespace {
+
+// Of a file for TLS with etcd, which gRPC takes as it is.
+Result<> check_pem(const char* flag, const std::string& path, bool secret) {
+  if (path.empty()) return {};
+  const auto pem = secret ? read_secret(flag, path, MiB) : read_file(flag, path, MiB);
+  if (!pem) return tl::unexpected(pem.error());
+  if (pem->find("-----BEGIN ") == pem->npos)
+    return fail(ErrorCode::invalid_argument, "{} {} is not in PEM form; convert it with openssl", flag, path);
+  return {};
+}
+
+}  // namespace
+
 Result<> check_files(const StoreSettings& s) {
   if (!s.shared()) return {};
-  const std::pair<const char*, const std::string&> files[] = {
-      {"--etcd-ca", s.ca}, {"--etcd-cert", s.cert}, {"--etcd-key", s.key}};
-  for (const auto& [flag, path] : files) {
-    if (path.empty()) continue;
-    const auto pem = read_file(flag, path, MiB);
-    if (!pem) return tl::unexpected(pem.error());
-    if (pem->find("-----BEGIN ") == pem->npos)
-      return fail(ErrorCode::invalid_argument, "{} {} is not in PEM form; convert it with openssl", flag, path);
-  }
-  if (auto kept = etcd_options(s, {}); !kept) return tl::unexpected(kept.error());
+  if (auto options = etcd_options(s, {}); !options) return tl::unexpected(options.error());
   return {};
 }
 
@@ -34,8 +39,9 @@ Result<EtcdOptions> etcd_options(const StoreSettings& s, Duration silence) {
   options.cert_file = s.cert;
   options.key_file = s.key;
   options.user = s.user;
-  if (!s.key.empty())  // which gRPC takes as it is
-    if (auto kept = read_secret("--etcd-key", s.key, MiB); !kept) return tl::unexpected(kept.error());
+  if (auto right = check_pem("--etcd-ca", s.ca, false); !right) return tl::unexpected(right.error());
+  if (auto right = check_pem("--etcd-cert", s.cert, false); !right) return tl::unexpected(right.error());
+  if (auto right = check_pem("--etcd-key", s.key, true); !right) return tl::unexpected(right.error());
   if (!s.password_file.empty()) {
     auto password = read_secret("--etcd-password-file", s.password_file);
     if (!password) return tl::unexpected(password.error());
