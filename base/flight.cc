@@ -28,6 +28,7 @@
 #include "base/log.h"
 #include "base/no_signals.h"
 #include "base/populate.h"
+#include "base/unix_socket.h"
 
 namespace rejoin::flight {
 
@@ -76,8 +77,10 @@ Result<Fd> open_default_directory() {
   if (!folder) return fail_errno(path);
   struct stat status {};
   if (::fstat(folder.get(), &status) != 0) return fail_errno(path);
-  if (status.st_uid != ::geteuid() || (status.st_mode & 022) != 0)
-    return fail(ErrorCode::refused, "{} is not this user's alone", path);
+  // Only its owner may change a directory's mode, and in a user namespace another's may have our user's number.
+  const bool ours =
+      status.st_uid == ::geteuid() && (!shares_its_number() || ::fchmod(folder.get(), status.st_mode & 07777) == 0);
+  if (!ours || (status.st_mode & 022) != 0) return fail(ErrorCode::refused, "{} is not this user's alone", path);
   return folder;
 }
 

@@ -1,15 +1,19 @@
 #include "base/unix_socket.h"
 
 #include <fmt/format.h>
+#include <signal.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <sys/un.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
+#include <cstdint>
 #include <cstring>
 #include <filesystem>
+#include <fstream>
 
 #include "base/fail.h"
 #include "base/fd.h"
@@ -71,6 +75,20 @@ std::optional<std::pair<dev_t, ino_t>> file_at(const std::string& name) {
   return std::pair(status.st_dev, status.st_ino);
 }
 
+// The kernel decides by its own numbers of users. `pid` may be another's by now, where the kernel (before 6.5) has no
+// descriptor of the process itself.
+bool may_signal(const Fd& socket, pid_t pid) {
+  constexpr int kPeerPidfd = 77;  // SO_PEERPIDFD
+  int process = -1;
+  socklen_t length = sizeof process;
+  if (::getsockopt(socket.get(), SOL_SOCKET, kPeerPidfd, &process, &length) == 0) {
+    const Fd owned(process);
+    if (::syscall(SYS_pidfd_send_signal, process, 0, nullptr, 0) == 0) return true;
+    if (errno != ENOSYS) return false;
+  }
+  return ::kill(pid, 0) == 0;
+}
+
 }  // namespace
 
 SocketFile::SocketFile(std::string name) : name_(std::move(name)), bound_(file_at(name_)) {}
@@ -85,7 +103,33 @@ Result<PeerCredentials> peer_credentials(const Fd& socket) {
   ucred credentials{};
   socklen_t length = sizeof credentials;
   if (::getsockopt(socket.get(), SOL_SOCKET, SO_PEERCRED, &credentials, &length) != 0) return fail_errno("SO_PEERCRED");
-  return PeerCredentials{credentials.pid, credentials.uid};
+  const bool alike = credentials.uid == ::geteuid() && shares_its_number();
+  return PeerCredentials{credentials.pid, credentials.uid,
+                         alike && !(credentials.pid > 0 && may_signal(socket, credentials.pid))};
+}
+
+bool shares_its_number() {
+  static const uid_t unknown = [] {
+    uid_t number = 65534;
+    std::ifstream("/proc/sys/kernel/overflowuid") >> number;
+    return number;
+  }();
+  if (::geteuid() != unknown) return false;
+  std::ifstream map("/proc/self/uid_map");
+  std::uint64_t inside = 0, outside = 0, count = 0;
+  return !(map >> inside >> outside >> count) || inside != 0 || outside != 0 || count < ~std::uint32_t{0};
+}
+
+bool of_this_user(const PeerCredentials& peer, const std::string& name) {
+  return peer.uid == ::geteuid() && (!peer.unknown || (peer.pid == 0 && !name.starts_with('@')));
+}
+
+std::string PeerCredentials::user() const {
+  if (!unknown) return fmt::format("user {}", uid);
+  return fmt::format(
+      "user {} (so this user namespace calls all users that it does not know, too: run the job as another "
+      "user, or with a socket that is a file)",
+      uid);
 }
 
 Result<Fd> listen_unix(const std::string& name) {

@@ -13,10 +13,21 @@
 namespace rejoin {
 
 struct PeerCredentials {
-  pid_t pid = 0;
+  pid_t pid = 0;  // 0: of another PID namespace
   uid_t uid = 0;
+  bool unknown = false;  // it has our user's number, as all have that this user namespace does not know
+
+  std::string user() const;  // in words
 };
+// Who called connect(), or listen(). Numbers of users are those of this user namespace.
 Result<PeerCredentials> peer_credentials(const Fd& socket);
+
+// Whether that is a process of this user, reached at the socket `name`. Whose user is unknown is taken only from
+// another PID namespace, and where the socket is a file, which has an owner and a mode.
+bool of_this_user(const PeerCredentials& peer, const std::string& name);
+// Whether other users may have this process's number here: that of all whom a user namespace does not know, 65534
+// (user_namespaces(7)).
+bool shares_its_number();
 
 constexpr std::size_t kMaxFds = 128;  // in one datagram; Linux takes 253
 

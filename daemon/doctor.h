@@ -56,6 +56,7 @@ struct DoctorSettings {
 struct SocketFacts {
   int error = 0;  // errno of connecting; the rest is known where it is 0
   uid_t own_user = 0, user = 0;
+  bool user_known = true;             // no other user can have its number here
   pid_t process = 0;                  // 0: of a PID namespace that is not seen from here
   bool same_processes = true;         // it is of this PID namespace
   std::optional<std::string> answer;  // empty: it speaks this version; otherwise why it refuses. None: nothing in time

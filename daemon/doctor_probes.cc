@@ -122,9 +122,10 @@ SocketFacts probe_socket(const std::string& socket, std::chrono::milliseconds pa
     return facts;
   }
   facts.user = credentials->uid;
+  facts.user_known = facts.user != facts.own_user || of_this_user(*credentials, socket);
   facts.process = credentials->pid;
   facts.same_processes = facts.process != 0 && namespaces_of(facts.process) == namespaces_of(::getpid());
-  if (facts.user == facts.own_user) facts.answer = answer_of(*connected, patience);
+  if (facts.user == facts.own_user && facts.user_known) facts.answer = answer_of(*connected, patience);
   if (facts.process != 0)
     if (const auto process = make_pidfd(facts.process); !process) facts.no_pidfd = process.error().message;
   facts.no_reading = why_no_reading();

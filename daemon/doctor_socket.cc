@@ -47,6 +47,14 @@ void examine_socket(const DoctorSettings& s, const Probes& probes, Findings& fin
     return say(Verdict::fail,
                fmt::format("{} is of user {}'s daemon, and this is user {}", s.socket, facts.user, facts.own_user),
                "run rejoind and its trainers as one user, with --socket in a directory that only that user can write");
+  if (!facts.user_known)
+    return say(
+        Verdict::fail,
+        fmt::format("{} is of a daemon whose user this user namespace does not know: it calls all such users {}, "
+                    "and this one so, too",
+                    s.socket, facts.user),
+        "run rejoind and its trainers as one user that has a number of its own, or with --socket in a directory "
+        "that only that user can write");
   if (!facts.answer)
     return say(
         Verdict::fail,

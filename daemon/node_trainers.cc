@@ -53,9 +53,9 @@ void NodeServer::accept() {
       if (!socket || ::dup3(socket.get(), watched.get(), O_CLOEXEC) < 0) break;
       spare = {};
       auto credentials = peer_credentials(socket);
-      if (!credentials || (credentials->uid != ::geteuid() && credentials->uid != 0)) {
-        spdlog::warn("a local connection of user {} was refused; this daemon serves user {}",
-                     credentials ? credentials->uid : 0, ::geteuid());
+      if (!credentials || (credentials->uid != 0 && !of_this_user(*credentials, options_.socket))) {
+        spdlog::warn("a local connection of {} was refused; this daemon serves user {}",
+                     credentials ? credentials->user() : "nobody known", ::geteuid());
         ++rejected_;
         refusals::count(refusals::Why::user);
         continue;

@@ -67,11 +67,11 @@ Result<> ProgressThread::wait_a_little(const Fd& socket) {
 Result<> ProgressThread::check_user(const Fd& socket) const {
   auto credentials = peer_credentials(socket);
   if (!credentials) return tl::unexpected(credentials.error());
-  if (credentials->uid == ::geteuid()) return {};  // root's could be trusted, and takes no others
+  if (of_this_user(*credentials, config_.socket)) return {};  // root's could be trusted, and takes no others
   return rejoin::fail(ErrorCode::refused,
-                      "what listens at {} is process {} of user {}, and this trainer is user {}'s: run rejoind and its "
+                      "what listens at {} is process {} of {}, and this trainer is user {}'s: run rejoind and its "
                       "trainers as one user, with --socket in a directory that only that user can write",
-                      config_.socket, credentials->pid, credentials->uid, ::geteuid());
+                      config_.socket, credentials->pid, credentials->user(), ::geteuid());
 }
 
 // A supervisor may start a trainer before its daemon.

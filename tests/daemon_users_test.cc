@@ -1,12 +1,15 @@
 // Processes of another user on the same machine, at the names that anybody may take.
 #include <fcntl.h>
 #include <gtest/gtest.h>
+#include <sched.h>
 #include <signal.h>
 #include <sys/prctl.h>
+#include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <filesystem>
+#include <fstream>
 #include <functional>
 
 #include "base/tests/said_by_child.h"
@@ -81,6 +84,62 @@ TEST_F(OtherUsers, WhoHasTakenTheDaemonsNameGetsNoTrainersState) {
   EXPECT_EQ(joined.error().code, ErrorCode::refused);
   EXPECT_NE(joined.error().message.find("of user 65534, and this trainer is user 0's"), std::string::npos)
       << joined.error().message;
+}
+
+// As in a container without privileges that runs as nobody: root's number is 65534 there, and so is every other user's
+// but root's. Of this process, which has to have one thread.
+std::string enter_user_namespace() {
+  if (::unshare(CLONE_NEWUSER) != 0) return "no user namespaces";
+  std::ofstream map("/proc/self/uid_map");
+  map << kNobody << " 0 1" << std::flush;
+  if (!map || ::geteuid() != kNobody) return "no map of users";
+  ::prctl(PR_SET_DUMPABLE, 1);
+  return "";
+}
+
+TEST_F(OtherUsers, OfTheSameNumberAsOneWhomAUserNamespaceDoesNotKnowGetNoTrainersState) {
+  Fd listener;
+  const AnotherUser stranger([&] {
+    auto listening = listen_unix(name);
+    if (listening) listener = std::move(*listening);
+    return static_cast<bool>(listener);
+  });
+  ASSERT_TRUE(stranger.done());
+  const auto joins = test::said_by_child([&]() -> std::string {
+    if (const auto why = enter_user_namespace(); !why.empty()) return why;
+    const auto joined = open_session(name)->join();
+    return joined ? "it joined" : joined.error().message;
+  });
+  if (joins == "no user namespaces") GTEST_SKIP() << joins;
+  EXPECT_NE(joins.find("of user 65534 (so this user namespace calls all users that it does not know, too: "),
+            joins.npos)
+      << joins;
+}
+
+TEST_F(OtherUsers, OfTheSameNumberAreToldFromOnesOwnInAUserNamespace) {
+  const auto listening = listen_unix(name);
+  ASSERT_TRUE(listening);
+  Fd theirs;
+  const AnotherUser stranger([&] {
+    if (auto connected = connect_unix(name)) theirs = std::move(*connected);
+    return static_cast<bool>(theirs);
+  });
+  ASSERT_TRUE(stranger.done());
+  const auto own = connect_unix(name);
+  ASSERT_TRUE(own);
+  const auto taken = test::said_by_child([&]() -> std::string {
+    if (const auto why = enter_user_namespace(); !why.empty()) return why;
+    std::string said;
+    for (int caller = 0; caller < 2; ++caller) {
+      const Fd socket(::accept4(listening->get(), nullptr, nullptr, SOCK_CLOEXEC));
+      const auto who = peer_credentials(socket);
+      if (!who) return who.error().message;
+      said += fmt::format("{} {}; ", who->uid, of_this_user(*who, name));
+    }
+    return said;
+  });
+  if (taken == "no user namespaces") GTEST_SKIP() << taken;
+  EXPECT_EQ(taken, "65534 false; 65534 true; ");
 }
 
 TEST_F(OtherUsers, HearWhoseTheDaemonsSocketIsThatTheyMayNotOpen) {

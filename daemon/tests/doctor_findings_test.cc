@@ -86,6 +86,10 @@ TEST_F(DoctorFindings, TellsADaemonOfAnotherUserVersionOrNamespace) {
   socket.user = 65534;
   expect("socket", "FAIL", {"of user 65534's daemon, and this is user 7 -> ", "one user"});
   socket.user = 7;
+  socket.user_known = false;
+  expect("socket", "FAIL",
+         {"does not know: it calls all such users 7, and this one so, too -> ", "a number of its own"});
+  socket.user_known = true;
   socket.answer.reset();
   expect("socket", "FAIL", {"process 100", "says nothing in 2000 ms"});
   socket.answer = "the library speaks protocol 1, and this rejoind 15 to 16: upgrade the library first";

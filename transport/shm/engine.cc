@@ -98,9 +98,9 @@ Result<EndpointId> ShmEngine::connect(const Address& peer, BytesView hello) {
   if (!socket) return tl::unexpected(socket.error());
   auto credentials = peer_credentials(*socket);
   if (!credentials) return tl::unexpected(credentials.error());
-  if (credentials->uid != ::geteuid())
-    return fail(ErrorCode::refused, "{} is listened to by a process of user {}, not of this one's, {}", peer.text,
-                credentials->uid, ::geteuid());
+  if (!of_this_user(*credentials, peer.text.substr(4)))
+    return fail(ErrorCode::refused, "{} is listened to by a process of {}, not of this one's, {}", peer.text,
+                credentials->user(), ::geteuid());
   if (auto shown = shows_itself(); !shown) return tl::unexpected(shown.error());
   auto memory = make_sealed_memfd("rejoin-channel", sizeof(Channel));
   if (!memory) return tl::unexpected(memory.error());
@@ -129,8 +129,8 @@ void ShmEngine::accept_all() {
     Fd socket = acceptor_.next(epoll_, listener_, clock_.now());
     if (!socket) return;
     auto credentials = peer_credentials(socket);
-    if (!credentials || credentials->uid != ::geteuid()) {  // another user's process: not of this job
-      const auto user = credentials ? fmt::format("a process of user {}", credentials->uid) : std::string();
+    if (!credentials || !of_this_user(*credentials, name_)) {  // another user's process: not of this job
+      const auto user = credentials ? fmt::format("a process of {}", credentials->user()) : std::string();
       strangers_.turn_away(refusals::Why::user, user, "only processes of this user are taken");
       continue;
     }
