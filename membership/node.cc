@@ -53,8 +53,11 @@ Node::Actions Node::on_coordinator_message(const proto::ToNode& message, TimePoi
         rank.up.set_incarnation(registered.incarnation());
         rank.up.set_job(registered.job());
         rank.registered = true;
-        std::erase_if(silent_, [&](const auto& one) { return same_place(one.second, registered); });
-        std::erase_if(ended_, [&](const Ended& one) { return same_place(one.down, registered); });
+        const auto came_before = [&](const auto& one) {  // another job may wait for who had its place there
+          return same_place(one, registered) && !of_another_job(one.job(), registered.job());
+        };
+        std::erase_if(silent_, [&](const auto& one) { return came_before(one.second); });
+        std::erase_if(ended_, [&](const Ended& one) { return came_before(one.down); });
         // What was said in between may have gone to a coordinator, or a relay, that did not know it, or not any more.
         statuses_.erase({rank.up.replica(), rank.up.incarnation()});
         report_status(rank, actions);
@@ -243,6 +246,12 @@ void add_unreached(const proto::Unreached& one, proto::ReplicaStatus& status) {
   if (!known) *status.add_unreached() = one;
 }
 
+// Each job counts its incarnations from 1.
+bool Node::are_one_replica(const RankInfo& one, const RankInfo& other) {
+  return one.up.replica() == other.up.replica() && one.up.incarnation() == other.up.incarnation() &&
+         !of_another_job(one.up.job(), other.up.job());
+}
+
 // One report of how all ranks of the replica on this node stand, when all have reported it and where it changed.
 void Node::report_status(const RankInfo& one, Actions& actions) {
   if (!coordinator_up_ || !one.registered) return;
@@ -256,7 +265,7 @@ void Node::report_status(const RankInfo& one, Actions& actions) {
   RoundTrips round_trips;
   LinkRates rates;
   for (const auto& [connection, rank] : ranks_) {
-    if (rank.up.replica() != one.up.replica() || rank.up.incarnation() != one.up.incarnation()) continue;
+    if (!are_one_replica(rank, one)) continue;
     if (!rank.links) return;
     together.add(RankSet(rank.up.rank()));
     if (!rank.caught_up) status.set_caught_up(false);
@@ -286,7 +295,7 @@ void Node::gather(const RankInfo& last, Actions& actions) {
   ComputeTime computed;
   DigestTable digests;
   for (const auto& [connection, rank] : ranks_) {
-    if (rank.up.replica() != last.up.replica() || rank.up.incarnation() != last.up.incarnation()) continue;
+    if (!are_one_replica(rank, last)) continue;
     if (rank.up.reduced_epoch() != last.up.reduced_epoch() || rank.up.reduced_step() != last.up.reduced_step()) return;
     together.add(RankSet(rank.up.rank()));
     computed.add(rank.compute_us);

@@ -96,6 +96,7 @@ class Node {
   const PeerTable& peers() const { return peers_; }
 
  private:
+  static bool are_one_replica(const RankInfo& one, const RankInfo& other);
   void gather(const RankInfo& rank, Actions& actions);
   void report_status(const RankInfo& rank, Actions& actions);
   bool concerns_nobody(std::uint64_t job) const;
@@ -103,6 +104,7 @@ class Node {
   void send(RankConnection rank, const proto::ToNode& message, Actions& actions) const;
   void tell_gone(const proto::RankUp& up, const std::string& reason, Gone how, Actions& actions);
   bool is_named(const proto::RankDown& down) const;
+  void keep_end(const proto::RankDown& down);
   void forget_ended();
 
   const std::string name_, location_;

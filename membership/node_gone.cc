@@ -35,7 +35,7 @@ Node::Actions Node::on_rank_gone(RankConnection connection, const std::string& r
   if (!ended) silent_[connection] = up;
   // The others of its replica may have waited for it alone.
   for (const auto& [id, rank] : ranks_) {
-    if (rank.up.replica() != up.replica() || rank.up.incarnation() != up.incarnation()) continue;
+    if (!are_one_replica(rank, gone.mapped())) continue;
     if (rank.up.reduced_epoch() != 0) gather(rank, actions);
     report_status(rank, actions);
     break;
@@ -59,14 +59,23 @@ void Node::tell_gone(const proto::RankUp& up, const std::string& reason, Gone ho
   actions.notes.push_back(
       {fmt::format("replica {} rank {}{}: {}", down.replica(), down.rank(), down.left() ? " has left" : "", reason),
        how != Gone::left && !plan_.finished()});
-  if (down.ended() && down.incarnation() != 0) {
-    // Of those of before in its place somebody may have yet to hear of the one that is, or may be, a member.
-    std::erase_if(ended_, [&](const Ended& one) {
-      return same_place(one.down, down) && one.down.heard_epoch() <= plan_.epoch() && !is_named(one.down);
-    });
-    ended_.push_back({.down = down});
-  }
+  if (down.ended() && down.incarnation() != 0) keep_end(down);
   if (coordinator_up_) actions.to_coordinator.push_back(std::move(message));
+}
+
+// Of those of before in its place somebody may have yet to hear of the one that is, or may be, a member; of another
+// job's nobody here knows, and the last of them are kept.
+void Node::keep_end(const proto::RankDown& down) {
+  constexpr std::ptrdiff_t most_of_others = 8;
+  std::erase_if(ended_, [&](const Ended& one) {
+    return same_place(one.down, down) && !of_another_job(one.down.job(), plan_.job()) &&
+           one.down.heard_epoch() <= plan_.epoch() && !is_named(one.down);
+  });
+  const auto is_other = [&](const Ended& one) {
+    return same_place(one.down, down) && of_another_job(one.down.job(), down.job());
+  };
+  if (std::ranges::count_if(ended_, is_other) > most_of_others) ended_.erase(std::ranges::find_if(ended_, is_other));
+  ended_.push_back({.down = down});
 }
 
 bool Node::is_named(const proto::RankDown& down) const {

@@ -11,12 +11,12 @@ struct Daemon {
   Node node{"node", 1s, 1};
   TimePoint now{1s};
 
-  void up(std::uint64_t connection, std::uint64_t instance = 1, std::uint64_t incarnation = 5) {
+  void up(std::uint64_t connection, std::uint64_t instance = 1, std::uint64_t incarnation = 5, std::uint64_t job = 7) {
     proto::FromNode message;
     auto& its = *message.mutable_rank_up();
     its.set_instance(instance);
     its.set_incarnation(incarnation);
-    its.set_job(7);
+    its.set_job(job);
     its.set_heard_epoch(incarnation != 0 ? 2 : 0);
     (void)node.on_rank_message(RankConnection(connection), message, now);
   }
@@ -26,6 +26,13 @@ struct Daemon {
   void come_and_end() {
     up(1);
     (void)gone(1, Node::Gone::ended);
+  }
+  void registered(std::uint64_t instance, std::uint64_t incarnation, std::uint64_t job) {
+    proto::ToNode message;
+    message.mutable_registered()->set_instance(instance);
+    message.mutable_registered()->set_incarnation(incarnation);
+    message.mutable_registered()->set_job(job);
+    (void)node.on_coordinator_message(message, now);
   }
   std::uint64_t epoch = 3;
   void plan(std::uint64_t committed, bool member, std::uint64_t job = 7, bool finished = false) {
@@ -103,11 +110,60 @@ TEST(NodeGone, WhoHasRegisteredInAPlaceHasItAndNobodyAsksForThoseOfBefore) {
   of.come_and_end();
   of.up(2, 2, 0);
   EXPECT_EQ(of.said().size(), 1u);
-  proto::ToNode message;
-  message.mutable_registered()->set_instance(2);
-  message.mutable_registered()->set_incarnation(6);
-  (void)of.node.on_coordinator_message(message, of.now);
+  of.registered(2, 6, 7);
   EXPECT_TRUE(of.said().empty());
+}
+
+// Found by the simulator: the other job's coordinator answered where its own, which was away, is called. That one
+// waited for the process for ever.
+TEST(NodeGone, WhomAnotherJobHasRegisteredInAPlaceSaysNothingOfAnEndBeforeIt) {
+  Daemon of;
+  of.plan(3, true);
+  of.come_and_end();
+  of.up(2, 2, 0);
+  of.registered(2, 1, 8);
+  of.epoch = 9;
+  of.plan(40, false, 8);
+  EXPECT_EQ(of.said().size(), 1u);
+  (void)of.gone(2, Node::Gone::ended);
+  const auto ends = of.said();
+  ASSERT_EQ(ends.size(), 2u);
+  EXPECT_EQ(ends[0].job(), 7u);
+  EXPECT_EQ(ends[0].incarnation(), 5u);
+  EXPECT_EQ(ends[1].job(), 8u);
+  // Each job's own.
+  of.plan(41, false, 8), of.plan(42, false, 8);
+  ASSERT_EQ(of.said().size(), 1u);
+  EXPECT_EQ(of.said()[0].job(), 7u);
+  of.epoch = 3;
+  of.plan(4, false), of.plan(5, false);
+  EXPECT_TRUE(of.said().empty());
+}
+
+TEST(NodeGone, WhoIsSilentIsSaidToHaveEndedThoughAnotherJobHasRegisteredItsPlaceSince) {
+  for (const std::uint64_t job : {7, 8}) {
+    Daemon of;
+    (void)of.said();
+    of.up(1);
+    (void)of.gone(1, Node::Gone::silent);
+    of.up(2, 2, 0);
+    of.registered(2, 6, job);
+    EXPECT_EQ(of.gone(1, Node::Gone::ended).size(), job == 8 ? 1u : 0u) << "of one job the later one has the place";
+  }
+}
+
+// A daemon may see many jobs, one after the other.
+TEST(NodeGone, OfOtherJobsTheLastEndsAreKept) {
+  Daemon of;
+  for (std::uint64_t job = 100; job < 200; ++job) {
+    of.up(job, job, 5, job);
+    (void)of.gone(job, Node::Gone::ended);
+  }
+  const auto ends = of.said();
+  EXPECT_LT(ends.size(), 20u);
+  ASSERT_GT(ends.size(), 4u);
+  EXPECT_EQ(ends.back().job(), 199u);
+  EXPECT_EQ(ends.front().job(), 200 - ends.size());
 }
 
 // Others may have the numbers of who had them then.

@@ -158,6 +158,14 @@ TEST(Node, ReportsAReductionThatOnlyWaitedForARankThatIsGone) {
   EXPECT_EQ(machine.reported(), "0");
 }
 
+// Its number there may be the same.
+TEST(Node, ReportsAReductionThatARankOfAnotherJobHasNoPartIn) {
+  Machine machine;
+  machine.up(1, 0), machine.up(2, 1, 0, 8);
+  machine.reduced(1, 3);
+  EXPECT_EQ(machine.reported(), "0");
+}
+
 TEST(Node, WhatACoordinatorWithAnotherJobsLogDecidesIsNothingToItsRanks) {
   Machine machine;
   machine.up(1, 0);
