@@ -190,6 +190,7 @@ void World::lose_log() {
   gone_on_since_ = false;
   steps_ever_ = 0;
   owners_.clear();
+  survivors_.begin_with(0);
   checker().on_log_lost();
 }
 

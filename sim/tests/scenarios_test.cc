@@ -169,6 +169,33 @@ TEST_F(Scenario, AJobWhoseLogIsLostGoesOnFromItsCheckpoints) {
   EXPECT_GT(from_checkpoints, kOften / 8);
 }
 
+// It begins as at its start, with a state that nobody holds alone: where one replica stays away and the other is
+// started again, nothing is lost but the log.
+TEST_F(Scenario, AJobWhoseLogIsLostLosesNoStepOfItWithItsLastContributor) {
+  std::uint64_t gave_up = 0;
+  for (std::uint64_t seed = 0; seed < kOften / 2; ++seed) {
+    const auto at_epoch = [&](FaultKind kind, std::uint32_t replica, std::chrono::milliseconds lasting) {
+      return Fault{.at = std::chrono::milliseconds(1031),
+                   .moment = Moment::epoch,
+                   .kind = kind,
+                   .replica = replica,
+                   .lasting = lasting,
+                   .detail = seed};
+    };
+    const Fault lost{.at = std::chrono::milliseconds(1030), .kind = FaultKind::lose_log};
+    Outcome outcome = play({.seed = seed,
+                            .replicas = 2,
+                            .ranks = 1,
+                            .faults = {{lost, at_epoch(FaultKind::stay_away, 0, std::chrono::seconds(1)),
+                                        at_epoch(FaultKind::second_process, 1, std::chrono::milliseconds(300)),
+                                        at_epoch(FaultKind::partition, 1, std::chrono::milliseconds(300))}}});
+    if (outcome.counts["rolled back"] > 0) continue;  // to a checkpoint
+    ASSERT_TRUE(holds(outcome)) << "seed " << seed;
+    gave_up += outcome.counts["trainer gave up"];
+  }
+  EXPECT_GT(gave_up, 0u);
+}
+
 TEST_F(Scenario, WhoEvaluatesBetweenStepsForManySilencesCostsNobodyAPlace) {
   std::uint64_t long_ones = 0;
   for (std::uint64_t seed = 0; long_ones < 5 && seed < 200; ++seed) {
