@@ -1,11 +1,27 @@
 #include "catchup/gradient_log.h"
 
 #include <algorithm>
+#include <new>
+
+#include "base/bytes.h"
+#include "base/fail.h"
 
 namespace rejoin::catchup {
 
 using local::SliceState;
 using local::SliceStatus;
+
+namespace {
+
+Result<device::Memory> of_heap(std::size_t size) {
+  try {
+    return device::on_heap(size);
+  } catch (const std::bad_alloc&) {
+    return fail(ErrorCode::exhausted, "{} of the host's memory for a gradient are not there", human_bytes(size));
+  }
+}
+
+}  // namespace
 
 void GradientLog::forget(std::uint32_t slice) {
   auto kept = entries_.extract(slice);
@@ -23,9 +39,8 @@ Result<std::unique_ptr<GradientLog>> GradientLog::make(local::Owner& owner, std:
 
 Result<> GradientLog::append(std::uint32_t slice, Step step, std::uint32_t contributors, BytesView gradient) {
   auto& device = *owner_.device();
-  auto memory = device.kind() == device::MemoryKind::host || gradient.empty()
-                    ? Result<device::Memory>(device::on_heap(gradient.size()))
-                    : device.allocate(gradient.size());
+  auto memory = device.kind() == device::MemoryKind::host || gradient.empty() ? of_heap(gradient.size())
+                                                                              : device.allocate(gradient.size());
   if (!memory) return tl::unexpected(memory.error());
   if (!gradient.empty())
     if (auto copied = copies_->copy(memory->bytes.data(), gradient.data(), gradient.size()); !copied) return copied;
@@ -71,6 +86,7 @@ Result<std::vector<Update>> GradientLog::begin(Step step, bool contributes, std:
   used_.clear();
   used_bytes_ = 0;
   if (contributes) {
+    used_.reserve(entries_.size());  // which end() fills
     const auto& tensors = owner_.manifest().tensors();
     for (std::uint32_t t = 0; t < tensors.size(); ++t)
       updates.push_back({t, 0, tensors[t].count, step, contributors, gradient_of(t, 0, tensors[t].count)});

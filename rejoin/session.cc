@@ -286,14 +286,10 @@ class SessionImpl final : public Session {
     stage_ = Stage::updating;
     complete_version_.reset();
     stands_.reset();
-    const auto begun = state_.begin_update(rejoin::Step(step_), decision_.contributed, decision_.contributors);
-    if (!begun) return tl::unexpected(tear(begun.error()).error());
-    std::vector<Update> updates;
-    updates.reserve(begun->size());
-    for (const auto& update : *begun)
-      updates.push_back({TensorId{update.tensor}, update.first, update.count, update.step.value, update.gradient,
-                         update.contributors});
-    return updates;
+    auto updates = with_memory(config_, step_, [this] {
+      return state_.begin_update(rejoin::Step(step_), decision_.contributed, decision_.contributors).map(updates_of);
+    });
+    return updates ? std::move(updates) : tl::unexpected(tear(updates.error()).error());
   }
 
   template <typename End>
@@ -302,7 +298,8 @@ class SessionImpl final : public Session {
     if (stage_ != Stage::updating || applying_)
       return fail(ErrorCode::invalid_argument, "end_update() without an update: begin_update() begins one");
     if (const auto why = progress_->elsewhere()) return tl::unexpected(*why);
-    if (auto ended = end(decision_.contributed); !ended) return tear(ended.error());
+    const auto ended = with_memory(config_, step_, [&] { return end(decision_.contributed); });
+    if (!ended) return tear(ended.error());
     stage_ = Stage::between;
     last_ = step_;
     events::record(events::Kind::updated, {.step = step_, .a = decision_.contributed});

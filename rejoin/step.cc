@@ -50,6 +50,14 @@ Result<> check_restored(const Position& position, std::uint64_t digest) {
               position.step(), digest, *position.digest());
 }
 
+std::vector<Update> updates_of(const std::vector<catchup::Update>& updates) {
+  std::vector<Update> calls;
+  calls.reserve(updates.size());
+  for (const auto& one : updates)
+    calls.push_back({TensorId{one.tensor}, one.first, one.count, one.step.value, one.gradient, one.contributors});
+  return calls;
+}
+
 Error broken_update(const SessionConfig& config, std::uint64_t step, const char* who_did, const std::string& what) {
   return {ErrorCode::cancelled,
           fmt::format("{} in the update of step {}: {}. The state of replica {} rank {} is updated in part, or not at "

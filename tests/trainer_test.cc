@@ -5,13 +5,25 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstdlib>
 #include <future>
+#include <new>
 #include <stdexcept>
 #include <utility>
 
 #include "base/bytes.h"
 #include "base/text.h"
 #include "tests/trainer_support.h"
+
+// A thread that asks for more at once gets none, as where there is a limit to memory.
+static thread_local std::size_t most_at_once = ~std::size_t{0};
+void* operator new(std::size_t size) {
+  void* const made = size <= most_at_once ? std::malloc(size) : nullptr;
+  if (made == nullptr) throw std::bad_alloc();
+  return made;
+}
+void operator delete(void* gone) noexcept { std::free(gone); }
+void operator delete(void* gone, std::size_t) noexcept { std::free(gone); }
 
 namespace rejoin::test {
 namespace {
@@ -57,6 +69,25 @@ TEST_F(Trained, AnOptimizerThatThrowsSomethingElseIsNoAbortEither) {
   ASSERT_TRUE(session->all_reduce(0) && session->all_reduce(1));
   EXPECT_REFUSED(session->commit([](const Update&) { throw 7; }), ErrorCode::cancelled,
                  "something that is no std::exception");
+}
+
+// A trainer that goes on after that would keep all others in this step.
+TEST_F(Trained, AnUpdateThatThereIsNoMemoryForEndsTheSession) {
+  start(1);
+  auto session = Session::open(config(0)).value();
+  std::vector<TensorId> tensors;
+  for (int i = 0; i < 1000; ++i) tensors.push_back(session->add({.name = fmt::format("t{}", i), .count = 1}).value());
+  ASSERT_TRUE(session->bucket(tensors) && session->allocate() && session->join());
+  ASSERT_TRUE(*session->begin_step());
+  ASSERT_TRUE(session->all_reduce(0));
+  most_at_once = 1000;
+  const auto begun = session->begin_update();
+  most_at_once = ~std::size_t{0};
+  EXPECT_REFUSED(begun, ErrorCode::cancelled, "memory ran out in the update of step 1", "replica 0 rank 0",
+                 "Start the process again");
+  EXPECT_REFUSED(session->begin_step(), ErrorCode::cancelled, "memory ran out");
+  EXPECT_REFUSED(session->position(), ErrorCode::cancelled, "memory ran out");
+  EXPECT_FALSE(session->version());
 }
 
 // Page and locks are the parent's, whose update goes on.

@@ -218,5 +218,29 @@ TEST(GradientLog, NoUpdateIsMadeThatLacksTheOneBefore) {
   }
 }
 
+// As where there is a limit to what the process may have (ulimit -v): the slice is fetched again.
+TEST(GradientLog, AGradientThatTheHostHasNoMemoryForIsNotKept) {
+  if (kSanitized) GTEST_SKIP() << "a sanitizer ends the process that asks for as much";
+  Cluster cluster(1);
+  cluster.model = model_of(2);
+  Replica& joiner = cluster.add(false);
+  const auto gradient_log = *GradientLog::make(*joiner.owner, ~std::uint64_t{0});
+  auto* statuses = joiner.owner->page().slice_statuses();
+  for (int slice : {0, 1}) statuses[slice].store(local::SliceStatus{local::SliceState::requested, 0}.packed());
+  const Bytes small(16);
+  std::size_t huge = 0;
+  const auto gradient_of = [&](std::uint32_t tensor, std::uint64_t, std::uint64_t) {
+    return BytesView(small.data(), tensor == 0 && huge != 0 ? huge : small.size());
+  };
+  for (std::uint64_t step = 1; step <= 2; ++step) {
+    const auto updates = gradient_log->begin(Step(step), false, 1, gradient_of);
+    ASSERT_TRUE(updates) << updates.error().message;
+    EXPECT_TRUE(updates->empty());
+    gradient_log->end(Step(step), false);
+    EXPECT_EQ(gradient_log->bytes(), 32u) << "of each one; then of the other two, and of this one none";
+    huge = std::size_t{1} << 62;
+  }
+}
+
 }  // namespace
 }  // namespace rejoin::catchup
