@@ -102,9 +102,9 @@ void Driver::take_details() {
 
 // Digests of a GPU's memory take as long as its other work lets them, and only this process can tell the others so.
 // When they have taken all patience there is, its driver may never return: then the coordinator is to judge, who knows
-// whether anybody else has the state.
+// whether anybody else has the state. Those of an epoch that has ended may have ended long before audited() looks.
 void Driver::excuse_digests(TimePoint now) {
-  const bool under_way = inspection_ || audit_under_way_;
+  const bool under_way = inspection_ || (audit_under_way_ && !audit_under_way_->ended.load(std::memory_order_acquire));
   digests_since_ = !under_way ? TimePoint{} : digests_since_ == TimePoint{} ? now : digests_since_;
   const Duration taken = now - digests_since_;
   if (!under_way || taken < silence_ / 4 || now - excused_at_ < silence_ / 8) return;

@@ -4,6 +4,7 @@
 
 #include <gtest/gtest.h>
 
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -30,7 +31,8 @@ struct Alone {
   TimePoint now{1h};
 
   explicit Alone(const ftar::Options& ring = {}, Duration between_rooms = {}, std::uint64_t elements = 64,
-                 Duration first_steps = kSilence, const Position& from = {})
+                 Duration first_steps = kSilence, const Position& from = {},
+                 const std::function<void(std::function<void()>)>& aside = {})
       : fabric({.between_rooms = between_rooms}, clock) {
     spdlog::set_level(spdlog::level::off);
     const auto tensor = state.add({.name = "weights", .count = elements});
@@ -42,7 +44,8 @@ struct Alone {
                                 .ring = ring,
                                 .patience = kSilence,
                                 .first_steps = first_steps,
-                                .calls_at_once = 4},
+                                .calls_at_once = 4,
+                                .aside = aside},
                    *engine, state.owner(), state.buckets());
   }
   void register_it() {
@@ -69,11 +72,12 @@ struct Alone {
     return peers;
   }
   // In a ring with so many peers, this rank between the first and the last of them.
-  void plan_with_peers(std::uint32_t count, std::uint64_t epoch = 1, bool catching_up = false) {
+  void plan_with_peers(std::uint32_t count, std::uint64_t epoch = 1, bool catching_up = false, bool audit = false) {
     proto::ToNode message;
     auto& plan = *message.mutable_plan();
     plan.set_epoch(epoch);
     plan.set_step(1);
+    if (audit) plan.mutable_audit()->set_period(1);
     for (std::uint32_t replica = 0; replica < count; ++replica) {
       auto& member = *plan.add_members();
       member.set_replica(replica);
