@@ -166,7 +166,8 @@ class Session {
   virtual Result<BucketId> bucket(const std::vector<TensorId>& tensors) = 0;
   // Makes a bucket of gradients in the trainer's own memory, one tensor's after the other's in this order: a flat
   // gradient buffer that its framework has allocated on the session's device, anywhere in an allocation or over
-  // several. The buffer outlives the session, and lies on no other bucket's.
+  // several; a GPU's from a multiple of an element's size on. The buffer outlives the session, and lies on no other
+  // bucket's.
   virtual Result<BucketId> bucket(const std::vector<TensorId>& tensors, std::span<std::byte> gradients) = 0;
   // Says that what a bucket reduces is no gradient, but for example statistics that become their mean: it travels as it
   // is where others are coded (SessionConfig::coding). Nothing may be lost of it, since no later step makes up for

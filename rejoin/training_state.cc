@@ -50,6 +50,13 @@ Result<BucketId> TrainingState::bucket(const std::vector<TensorId>& tensors, std
   if (!own.empty() && own.size() != *bytes)
     return fail(ErrorCode::invalid_argument, "bucket {}: its gradients are {} bytes, and the memory for them {}", id,
                 *bytes, own.size());
+  const auto element = size_of(tensors_[tensors[0].index].type_of_gradient());
+  if (device_->kind() != device::MemoryKind::host && reinterpret_cast<std::uintptr_t>(own.data()) % element != 0)
+    return fail(ErrorCode::invalid_argument,
+                "bucket {}: the memory for its gradients at {} is not where elements of {} can be added on a GPU: give "
+                "it some at a multiple of {}",
+                id, static_cast<const void*>(own.data()), to_string(tensors_[tensors[0].index].type_of_gradient()),
+                element);
   for (BucketId other = 0; other < id; ++other)
     if (own.data() < own_[other].data() + own_[other].size() && own_[other].data() < own.data() + own.size())
       return fail(ErrorCode::invalid_argument,

@@ -23,6 +23,23 @@ TEST(DeviceState, OwnMemoryOfAnotherSizeThanItsGradientsIsRefused) {
   EXPECT_NE(wrong.error().message.find("4096 bytes"), std::string::npos) << wrong.error().message;
 }
 
+// A kernel that adds there would end this process's work on the GPU, and that of the others in the same step.
+TEST(DeviceState, OwnMemoryOfAGpuWhereNoElementCanLieIsRefused) {
+  for (const auto& device : {device::test_gpu(), device::make_host()}) {
+    TrainingState state(1 << 20, device);
+    const auto a = *state.add({.name = "a", .count = 1000}),
+               b = *state.add({.name = "b", .count = 24, .gradient_type = DataType::bfloat16});
+    auto flat = *device->allocate(8192);
+    const auto odd = state.bucket({a}, flat.bytes.subspan(66, 4000));
+    EXPECT_TRUE(state.bucket({b}, flat.bytes.subspan(4098, 48)));
+    ASSERT_EQ(odd.has_value(), device->kind() == device::MemoryKind::host);
+    if (!odd) {
+      EXPECT_EQ(odd.error().message.find("bucket 0: the memory for its gradients at 0x"), 0u) << odd.error().message;
+      EXPECT_NE(odd.error().message.find("a multiple of 4"), std::string::npos) << odd.error().message;
+    }
+  }
+}
+
 TEST(DeviceState, GradientsMayLieInTheTrainersOwnMemory) {
   const auto device = device::test_gpu();
   TrainingState state(1 << 20, device);
