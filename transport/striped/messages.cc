@@ -167,18 +167,20 @@ void StripedEngine::on_landed(Endpoint& endpoint, const wire::Header& header, By
   for (std::uint64_t tag; endpoint.stage == Stage::open && take(tags, tag);) count_in(endpoint, tag);
 }
 
-// The peer has fenced that instance of the rail: so do we, and what we had under way on it may go over another.
+// The peer has fenced that instance of the rail: so do we, and what we had under way on it may go over another. Those
+// before it the peer has fenced, too, and it need not say so of one that has been open only here: it would not where
+// the next one of that rail has ended before it is asked.
 void StripedEngine::on_rail_down(Endpoint& endpoint, const wire::Header& header, BytesView landed) {
   if (header.a >= endpoint.rails.size()) return malformed(endpoint, "news of a rail that we have not");
   const auto rail = static_cast<std::uint32_t>(header.a);
   for (auto& link : endpoint.links) {
-    if (link->rail != rail || link->generation != header.b) continue;
+    if (link->rail != rail || link->generation > header.b) continue;
     link->peer_fenced = true;
-    for (std::uint64_t tag; take(landed, tag);) link->landed_there.insert(tag);
+    if (link->generation == header.b)
+      for (std::uint64_t tag; take(landed, tag);) link->landed_there.insert(tag);
     for (const auto& piece : std::exchange(link->orphans, {})) post_again(endpoint, *link, piece);
     if (!link->ended) end_link(endpoint, *link, "the peer says it is down");
     to_sweep_ = true;
-    break;
   }
   if (endpoint.stage != Stage::open && endpoint.stage != Stage::accepting) return;
   report_fenced(endpoint, rail, static_cast<std::uint32_t>(header.b), {});  // of a link that has not been open here

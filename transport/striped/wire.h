@@ -36,13 +36,15 @@ inline std::string other_number(std::size_t theirs, std::size_t ours) {
 }
 
 enum class Kind : std::uint32_t {
-  hello,      // the first message: the caller's hello
-  message,    // the caller's, or a part of it; a: all writes with notification below this were complete by then
-  announce,   // a: number of a write with notification, b: its pieces, c: the notification
-  withdraw,   // a: number of a write that will not be complete
-  ask,        // a: key of a region
-  answer,     // a: the key, then one RailKey for each rail; none: no such region
-  rail_down,  // a: rail, b: its generation: fenced at the sender of this; then the tags of the last pieces landed there
+  hello,     // the first message: the caller's hello
+  message,   // the caller's, or a part of it; a: all writes with notification below this were complete by then
+  announce,  // a: number of a write with notification, b: its pieces, c: the notification
+  withdraw,  // a: number of a write that will not be complete
+  ask,       // a: key of a region
+  answer,    // a: the key, then one RailKey for each rail; none: no such region
+  // a: rail, b: its generation: fenced at the sender of this, as are those before it, whose own come first where pieces
+  // have landed over them; then the tags of the last pieces landed there.
+  rail_down,
   // a: rail, b: its generation: ended at the sender of this, who has seen the completions of the pieces whose tags
   // follow. They have landed; where the receiver closed its end with their notifications unread, it counts them now.
   landed,

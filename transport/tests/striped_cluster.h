@@ -7,6 +7,7 @@
 #include <map>
 #include <optional>
 #include <random>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -65,6 +66,7 @@ class Unread final : public Engine {
   std::uint64_t late_length = 0;
   std::optional<Event> late;
   std::uint64_t writes = 0;
+  std::uint64_t unseen = 0;  // so many of the next links come up for the peer alone: here only their end is seen
 
   void let_late_complete() { due_.push_back(*std::exchange(late, {})); }
 
@@ -80,7 +82,7 @@ class Unread final : public Engine {
   Result<> write(EndpointId endpoint, std::span<const Write> posted) override {
     writes += posted.size();
     for (const auto& one : posted)
-      if (one.length == late_length) of_late_ = one.context;
+      if (late_length > 0 && one.length == late_length) of_late_ = one.context;
     return rail_->write(endpoint, posted);
   }
   Result<> read(EndpointId endpoint, std::span<const Read> reads) override { return rail_->read(endpoint, reads); }
@@ -88,6 +90,8 @@ class Unread final : public Engine {
     if (!is_read) return {};
     events_ = std::exchange(due_, {});
     for (const auto& event : rail_->poll()) {
+      if (is_up(event.kind) && unseen > 0) --unseen, unseen_.insert(event.endpoint.value);
+      if (event.kind != EventKind::closed && unseen_.contains(event.endpoint.value)) continue;
       if (event.kind == EventKind::completed && event.value == of_late_ && !event.error) {
         late = event;
         continue;
@@ -105,6 +109,7 @@ class Unread final : public Engine {
   }
 
  private:
+  static bool is_up(EventKind kind) { return kind == EventKind::connected || kind == EventKind::accepted; }
   // Its owner never learns that it has landed.
   void end_late(EndpointId endpoint, std::vector<Event>& events) {
     if (!late || late->endpoint != endpoint) return;
@@ -115,6 +120,7 @@ class Unread final : public Engine {
   std::unique_ptr<Engine> rail_;
   std::vector<Event> events_, due_;
   std::optional<std::uint64_t> of_late_;
+  std::set<std::uint64_t> unseen_;
 };
 
 struct Cluster {
@@ -125,7 +131,7 @@ struct Cluster {
   // lies there unread while rails end.
   std::uint64_t laziness = 1;
   std::mt19937_64 random{1};
-  Unread *second_of_a = nullptr, *second_of_b = nullptr;  // their second rails
+  Unread *first_of_a = nullptr, *first_of_b = nullptr, *second_of_a = nullptr, *second_of_b = nullptr;  // their rails
 
   // The first rail is slow to come up by `slow`.
   explicit Cluster(std::uint64_t seed, int rails = 2, Duration slow = {}, const Options& options = kOptions)
@@ -135,9 +141,9 @@ struct Cluster {
       for (int i = 0; i < rails; ++i) {
         engines.push_back(fabric.make_engine());
         side->rails.push_back(engines.back().get());
-        if (i != 1) continue;
+        if (i > 1) continue;
         auto unread = std::make_unique<Unread>(std::move(engines.back()));
-        (side == &a ? second_of_a : second_of_b) = unread.get();
+        (side == &a ? (i == 0 ? first_of_a : second_of_a) : (i == 0 ? first_of_b : second_of_b)) = unread.get();
         engines.back() = std::move(unread);
       }
       side->engine = *make_engine(std::move(engines), options, clock);

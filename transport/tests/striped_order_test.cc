@@ -113,6 +113,51 @@ TEST_F(StripedOrder, ALinkWhoseEndIsHeardBeforeItsBeginningIsNotTaken) {
   EXPECT_EQ(c->b.engine->rails()[1].up, 0u);
 }
 
+// One end has it open and writes over it, and says that it is down; the other has not, and hears that when the next
+// link of that rail has come and gone.
+TEST(Striped, WhatWasUnderWayOnALinkThatOnlyOneEndHasSeenGoesOverAnother) {
+  for (const bool by_caller : {true, false}) {
+    SCOPED_TRACE(by_caller);
+    Options options = kSlowToRetry;
+    options.first_retry = options.longest_retry = std::chrono::milliseconds(3);
+    Cluster c(7, 2, Duration{}, options);
+    Side &sees = by_caller ? c.a : c.b, &other = by_caller ? c.b : c.a;
+    Unread &first = by_caller ? *c.first_of_b : *c.first_of_a, &second = by_caller ? *c.second_of_b : *c.second_of_a;
+    second.unseen = 1;
+    ASSERT_TRUE(c.until([&] { return c.a.up && c.b.up && sees.engine->rails()[1].up == 1; }));
+    std::vector<std::byte> from(16 * KiB, std::byte{5}), to(16 * KiB);
+    const RegionId source = *sees.engine->register_region(from, MemoryKind::host, kAnyAccess);
+    const RegionId target = *other.engine->register_region(to, MemoryKind::host, kAnyAccess);
+    const auto write = [&](std::uint64_t context) {
+      const Write one{.context = context,
+                      .local = {source, 0},
+                      .remote = {other.engine->remote(target), 0},
+                      .length = from.size(),
+                      .notify = context};
+      ASSERT_TRUE(sees.engine->write(sees.endpoint, {&one, 1}));
+    };
+    const auto turns = [&](int count) {
+      while (count-- > 0) c.turn();
+    };
+    const Write asks{.local = {source, 0}, .remote = {other.engine->remote(target), 0}, .length = 1};
+    ASSERT_TRUE(sees.engine->write(sees.endpoint, {&asks, 1}));
+    ASSERT_TRUE(c.until([&] { return sees.completed.contains(0); }));
+    first.is_read = false;
+    write(1);
+    for (int i = 0; i < 2; ++i) {
+      c.fabric.cut(*other.rails[1]);
+      turns(200);
+    }
+    first.is_read = true;
+    turns(2000);
+    ASSERT_TRUE(sees.completed.contains(1)) << "it waits for ever";
+    EXPECT_FALSE(sees.completed[1]);
+    EXPECT_EQ(other.written, std::vector<std::uint64_t>{1});
+    EXPECT_EQ(to, from);
+    EXPECT_FALSE(c.a.closed || c.b.closed);
+  }
+}
+
 TEST_F(StripedOrder, AWriteThatIsWithdrawnAfterItHasLandedCostsNothing) {
   set_up();
   write_two();
