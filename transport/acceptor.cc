@@ -30,6 +30,10 @@ Fd Acceptor::next(const Fd& epoll, const Fd& listener, TimePoint now) {
   return {};
 }
 
+void Acceptor::dropped(const Error& why, TimePoint now) {
+  if (dropped_.may_say(now)) logger().warn("a data connection that came is dropped: {}", why.message);
+}
+
 void Acceptor::look(const Fd& epoll, const Fd& listener, TimePoint now) {
   if (!again_ || now < *again_) return;
   again_.reset();

@@ -7,6 +7,7 @@
 
 #include "base/clock.h"
 #include "base/fd.h"
+#include "base/result.h"
 #include "base/seldom.h"
 
 namespace rejoin::transport {
@@ -21,6 +22,8 @@ class Acceptor {
   explicit Acceptor(std::uint64_t tag) : tag_(tag) {}
   // A socket that does not block; none: nobody connects, or there is no descriptor for it.
   Fd next(const Fd& epoll, const Fd& listener, TimePoint now);
+  // Of one that came and can't be taken up: says why.
+  void dropped(const Error& why, TimePoint now);
   bool waits() const { return again_.has_value(); }  // for a descriptor
   // To be called while it waits.
   void look(const Fd& epoll, const Fd& listener, TimePoint now);
@@ -30,7 +33,7 @@ class Acceptor {
 
   const std::uint64_t tag_;
   std::optional<TimePoint> again_;
-  Seldom without_descriptors_{kSameLineAgain};  // a line in the log
+  Seldom without_descriptors_{kSameLineAgain}, dropped_{kSameLineAgain};  // lines in the log
 };
 
 }  // namespace rejoin::transport

@@ -1,12 +1,11 @@
 #include "transport/names.h"
 
-#include <sys/epoll.h>
-
 #include <mutex>
 
 #include "base/fail.h"
 #include "base/fd.h"
 #include "base/start_thread.h"
+#include "transport/epoll.h"
 
 namespace rejoin::transport {
 
@@ -16,14 +15,14 @@ struct Names::Arrivals {
   Fd wakes;
 };
 
-Result<> Names::ask(const std::string& name, std::uint64_t asker, int epoll, std::uint64_t tag, TimePoint now) {
+Result<> Names::ask(const std::string& name, std::uint64_t asker, const Fd& epoll, std::uint64_t tag, TimePoint now) {
   if (!arrivals_) {
     auto arrivals = std::make_shared<Arrivals>();
     auto wakes = make_eventfd();
     if (!wakes) return tl::unexpected(wakes.error());
     arrivals->wakes = std::move(*wakes);
-    epoll_event event{.events = EPOLLIN, .data = {.u64 = tag}};
-    if (::epoll_ctl(epoll, EPOLL_CTL_ADD, arrivals->wakes.get(), &event) != 0) return fail_errno("epoll_ctl");
+    if (auto added = add_to(epoll, arrivals->wakes.get(), {.events = EPOLLIN, .data = {.u64 = tag}}); !added)
+      return added;
     arrivals_ = std::move(arrivals);
   }
   const auto [question, fresh] = open_.try_emplace(name);

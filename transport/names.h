@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "base/clock.h"
+#include "base/fd.h"
 #include "base/result.h"
 #include "transport/socket_address.h"
 
@@ -28,7 +29,7 @@ class Names {
 
   // The answer is for `asker`. An epoll is told by `tag` that there are answers, from the first question on. Who asks
   // for what others have asked for gets their answer. Errors: of the system.
-  Result<> ask(const std::string& name, std::uint64_t asker, int epoll, std::uint64_t tag, TimePoint now);
+  Result<> ask(const std::string& name, std::uint64_t asker, const Fd& epoll, std::uint64_t tag, TimePoint now);
   // What has come, and of names that have been known before what has not come within `patience`.
   std::vector<Answer> take(TimePoint now, Duration patience);
   void forget(std::uint64_t asker);              // it waits no more

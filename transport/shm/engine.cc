@@ -51,8 +51,7 @@ Result<> ShmEngine::start() {
   room_ = Fd(::timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK));
   if (!room_) return fail_errno("timerfd_create");
   for (const auto& [tag, fd] : {std::pair(kDoorbell, &doorbell_), std::pair(kRoom, &room_)}) {
-    epoll_event event{.events = EPOLLIN, .data = {.u64 = tag}};
-    if (::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd->get(), &event) != 0) return fail_errno("epoll_ctl");
+    if (auto added = add_to(epoll_, fd->get(), {.events = EPOLLIN, .data = {.u64 = tag}}); !added) return added;
   }
   return {};
 }
@@ -70,23 +69,22 @@ Result<Address> ShmEngine::listen(const Address&) {
   hang_up(epoll_, listener_, process_);
   listener_ = std::move(*socket);
   children::keep_from(listener_);
-  epoll_event event{.events = EPOLLIN, .data = {.u64 = kListener}};
-  if (::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, listener_.get(), &event) != 0) return fail_errno("epoll_ctl");
+  if (auto added = add_to(epoll_, listener_.get(), {.events = EPOLLIN, .data = {.u64 = kListener}}); !added)
+    return tl::unexpected(added.error());
   return Address{"shm:" + name_};
 }
 
-ShmEngine::Endpoint& ShmEngine::adopt(Fd socket, Stage stage) {
+Result<ShmEngine::Endpoint*> ShmEngine::adopt(Fd socket, Stage stage) {
   auto endpoint = std::make_unique<Endpoint>();
   do endpoint->id = EndpointId(unguessable_.next());
   while (endpoint->id.value <= kRoom);
   endpoint->stage = stage;
   endpoint->socket = std::move(socket);
   children::keep_from(endpoint->socket);
-  epoll_event event{.events = EPOLLIN | EPOLLRDHUP, .data = {.u64 = endpoint->id.value}};
-  REJOIN_CHECK(::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, endpoint->socket.get(), &event) == 0, "epoll_ctl: {}",
-               std::strerror(errno));
-  Endpoint& adopted = *endpoint;
-  endpoints_[adopted.id.value] = std::move(endpoint);
+  const epoll_event event{.events = EPOLLIN | EPOLLRDHUP, .data = {.u64 = endpoint->id.value}};
+  if (auto added = add_to(epoll_, endpoint->socket.get(), event); !added) return tl::unexpected(added.error());
+  Endpoint* adopted = endpoint.get();
+  endpoints_[adopted->id.value] = std::move(endpoint);
   return adopted;
 }
 
@@ -115,7 +113,9 @@ Result<EndpointId> ShmEngine::connect(const Address& peer, BytesView hello) {
   const Bytes bytes = joined(greeting, hello);
   if (auto sent = send_with_fds(*socket, bytes, {memory->get(), doorbell_.get()}); !sent)
     return tl::unexpected(sent.error());
-  Endpoint& endpoint = adopt(std::move(*socket), Stage::greeting);
+  auto adopted = adopt(std::move(*socket), Stage::greeting);
+  if (!adopted) return tl::unexpected(adopted.error());
+  Endpoint& endpoint = **adopted;
   calls_.add(endpoint.id, clock_.now());
   endpoint.process = PeerProcess(credentials->pid);
   endpoint.channel = std::move(*channel);
@@ -134,7 +134,12 @@ void ShmEngine::accept_all() {
       strangers_.turn_away(refusals::Why::user, user, "only processes of this user are taken");
       continue;
     }
-    Endpoint& endpoint = adopt(std::move(socket), Stage::accepting);
+    const auto adopted = adopt(std::move(socket), Stage::accepting);
+    if (!adopted) {
+      acceptor_.dropped(adopted.error(), clock_.now());
+      continue;
+    }
+    Endpoint& endpoint = **adopted;
     endpoint.process = PeerProcess(credentials->pid);
     strangers_.add(endpoint.id, clock_.now(), endpoint.socket.get());
     if (strangers_.scarce()) return;

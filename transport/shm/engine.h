@@ -98,7 +98,7 @@ class ShmEngine final : public Engine {
 
   Endpoint* find(EndpointId id) { return find_endpoint(endpoints_, id); }
   Result<Endpoint*> open_endpoint(EndpointId id) { return find_open_endpoint(endpoints_, id); }
-  Endpoint& adopt(Fd socket, Stage stage);
+  Result<Endpoint*> adopt(Fd socket, Stage stage);
   void watch_sockets();
   void accept_all();
   void look_after_greetings();

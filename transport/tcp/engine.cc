@@ -93,8 +93,8 @@ Result<Address> TcpEngine::listen(const Address& where) {
   sockaddr_storage bound{};
   socklen_t length = sizeof bound;
   if (::getsockname(socket.get(), reinterpret_cast<sockaddr*>(&bound), &length) != 0) return fail_errno("getsockname");
-  epoll_event event{.events = EPOLLIN, .data = {.u64 = kListener}};
-  if (::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, socket.get(), &event) != 0) return fail_errno("epoll_ctl");
+  if (auto added = add_to(epoll_, socket.get(), {.events = EPOLLIN, .data = {.u64 = kListener}}); !added)
+    return tl::unexpected(added.error());
   hang_up(epoll_, listener_, process_);
   listener_ = std::move(socket);
   children::keep_from(listener_);
@@ -124,23 +124,24 @@ TcpEngine::Endpoint& TcpEngine::make_endpoint(Stage stage) {
   return made;
 }
 
-TcpEngine::Endpoint& TcpEngine::adopt(Fd socket, Stage stage) {
+Result<TcpEngine::Endpoint*> TcpEngine::adopt(Fd socket, Stage stage) {
   Endpoint& adopted = make_endpoint(stage);
-  take_up(adopted, std::move(socket));
-  return adopted;
+  const auto taken = take_up(adopted, std::move(socket));
+  if (taken) return &adopted;
+  endpoints_.erase(adopted.id.value);
+  return tl::unexpected(taken.error());
 }
 
-void TcpEngine::take_up(Endpoint& endpoint, Fd socket) {
+Result<> TcpEngine::take_up(Endpoint& endpoint, Fd socket) {
   endpoint.socket = std::move(socket);
   children::keep_from(endpoint.socket);
   set_option(endpoint.socket, IPPROTO_TCP, TCP_NODELAY, 1);
   limit_unacknowledged(endpoint);
   probe_when_idle(endpoint.socket);
   endpoint.wants_write = endpoint.stage == Stage::connecting;
-  epoll_event event{.events = EPOLLIN | EPOLLRDHUP | (endpoint.wants_write ? EPOLLOUT : 0u),
-                    .data = {.u64 = endpoint.id.value}};
-  REJOIN_CHECK(::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, endpoint.socket.get(), &event) == 0, "epoll_ctl: {}",
-               std::strerror(errno));
+  return add_to(
+      epoll_, endpoint.socket.get(),
+      {.events = EPOLLIN | EPOLLRDHUP | (endpoint.wants_write ? EPOLLOUT : 0u), .data = {.u64 = endpoint.id.value}});
 }
 
 // Until it is open, and from its end on. Addresses that have to be tried one after the other share the time that there
@@ -176,7 +177,7 @@ Result<EndpointId> TcpEngine::connect(const Address& peer, BytesView hello) {
   Endpoint& endpoint = make_endpoint(Stage::connecting);
   const auto address = SocketAddress::numeric(peer.text);
   const auto begun = address ? begin_connection(endpoint, {*address})
-                             : names_.ask(peer.text, endpoint.id.value, epoll_.get(), kNames, clock_.now());
+                             : names_.ask(peer.text, endpoint.id.value, epoll_, kNames, clock_.now());
   if (!begun) {
     endpoints_.erase(endpoint.id.value);
     return fail(begun.error().code, "connecting to {}: {}", peer.text, begun.error().message);
@@ -195,8 +196,7 @@ Result<> TcpEngine::begin_connection(Endpoint& endpoint, std::deque<SocketAddres
   endpoint.addresses = 1 + static_cast<std::uint32_t>(endpoint.further.size());
   endpoint.called_at = clock_.now();
   if (!endpoint.further.empty()) trying_.push_back(endpoint.id);
-  take_up(endpoint, std::move(*socket));
-  return {};
+  return take_up(endpoint, std::move(*socket));
 }
 
 // Of a peer whose name takes its time no other one hears less.
@@ -257,11 +257,13 @@ bool TcpEngine::try_further(Endpoint& endpoint) {
   if (!next) return false;
   hang_up(epoll_, endpoint.socket, process_);
   endpoint.called_at = clock_.now();
-  take_up(endpoint, std::move(*next));
+  const auto taken = take_up(endpoint, std::move(*next));
+  if (!taken) fail_endpoint(endpoint, ErrorCode::unavailable, taken.error().message);
   return true;
 }
 
 // One that answers nothing, as where a machine's IPv6 leads nowhere, would take all the time that the caller has.
+// False: no address is left.
 void TcpEngine::look_after_calls(TimePoint now) {
   std::erase_if(trying_, [&](EndpointId id) {
     Endpoint* call = find(id);

@@ -151,8 +151,8 @@ class TcpEngine final : public Engine {
   Endpoint* find(EndpointId id) { return find_endpoint(endpoints_, id); }
   Result<Endpoint*> open_endpoint(EndpointId id) { return find_open_endpoint(endpoints_, id); }
   Endpoint& make_endpoint(Stage stage);
-  Endpoint& adopt(Fd socket, Stage stage);
-  void take_up(Endpoint& endpoint, Fd socket);
+  Result<Endpoint*> adopt(Fd socket, Stage stage);
+  Result<> take_up(Endpoint& endpoint, Fd socket);
   void limit_unacknowledged(const Endpoint& endpoint) const;
   void part(Endpoint& endpoint);
   Result<> begin_connection(Endpoint& endpoint, std::deque<SocketAddress> addresses);

@@ -14,8 +14,12 @@ void TcpEngine::accept_all() {
     Fd socket = acceptor_.next(epoll_, listener_, clock_.now());
     if (!socket) return;
     use_no_pacing_inside_a_machine(socket);
-    const Endpoint& stranger = adopt(std::move(socket), Stage::accepting);
-    strangers_.add(stranger.id, clock_.now(), stranger.socket.get());
+    const auto stranger = adopt(std::move(socket), Stage::accepting);
+    if (!stranger) {
+      acceptor_.dropped(stranger.error(), clock_.now());
+      continue;
+    }
+    strangers_.add((*stranger)->id, clock_.now(), (*stranger)->socket.get());
     if (strangers_.scarce()) return;
   }
 }
