@@ -15,6 +15,8 @@ namespace {
 
 constexpr std::size_t kBytesPerTurn = 4 * MiB;  // one endpoint's share of a poll(), so that none starves the others
 constexpr std::size_t kFramesPerCall = 32;
+// Buffers of sent messages, for the next ones: of small ones alone, which come often.
+constexpr std::size_t kSpares = 64, kSpareBytes = 1 * KiB;
 constexpr std::uint64_t kTogether = 1 * MiB, kWorthWaiting = 64 * KiB;  // bytes to come in one call
 
 }  // namespace
@@ -72,6 +74,11 @@ void TcpEngine::add(Endpoint& endpoint, Frame frame) {
 
 void TcpEngine::check_unsent(Endpoint& endpoint) {
   if (endpoint.unsent.over()) fail_endpoint(endpoint, ErrorCode::exhausted, Unsent::why());
+}
+
+void TcpEngine::keep_spare(Endpoint& endpoint, Bytes sent) {
+  if (sent.capacity() > 0 && sent.capacity() <= kSpareBytes && endpoint.spare.size() < kSpares)
+    endpoint.spare.push_back(std::move(sent));
 }
 
 void TcpEngine::queue(Endpoint& endpoint, const wire::Header& header, BytesView copied) {
@@ -135,7 +142,7 @@ void TcpEngine::flush(Endpoint& endpoint) {
       left -= step;
       if (frame.sent < total) break;
       endpoint.unsent.remove(frame.counted);
-      if (!frame.owned.empty() && endpoint.spare.size() < 64) endpoint.spare.push_back(std::move(frame.owned));
+      keep_spare(endpoint, std::move(frame.owned));
       endpoint.out.pop_front();
     }
   }
@@ -178,6 +185,7 @@ Result<> TcpEngine::read(EndpointId id, std::span<const Read> reads) {
   for (const auto& read : reads) {
     const std::uint64_t operation = endpoint.next_operation++;
     endpoint.operations[operation] = {.context = read.context,
+                                      .is_read = true,
                                       .target = *regions_.local(read.local, read.length),
                                       .length = read.length,
                                       .region = read.local.region};

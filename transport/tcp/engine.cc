@@ -309,8 +309,7 @@ void TcpEngine::deregister(RegionId id) {
     if (endpoint->stage == Stage::failed) continue;
     bool touches = endpoint->in_body && endpoint->landing == id;
     for (const auto& frame : endpoint->out) touches |= frame.region == id;
-    for (const auto& [number, operation] : endpoint->operations)
-      touches |= operation.target != nullptr && operation.region == id;
+    for (const auto& [number, operation] : endpoint->operations) touches |= operation.is_read && operation.region == id;
     if (touches) busy.push_back(endpoint.get());
   }
   for (Endpoint* endpoint : busy)

@@ -91,7 +91,8 @@ class TcpEngine final : public Engine {
 
   struct Operation {
     std::uint64_t context = 0;
-    std::byte* target = nullptr;  // of a read
+    bool is_read = false;
+    std::byte* target = nullptr;  // of a read; null, too, where its region is empty
     std::uint64_t length = 0;
     RegionId region;  // the local one
   };
@@ -105,7 +106,7 @@ class TcpEngine final : public Engine {
     bool dirty = false;        // in unflushed_
     std::deque<Frame> out;
     Unsent unsent;
-    std::vector<Bytes> spare;  // buffers of sent frames, for the next ones
+    std::vector<Bytes> spare;  // for the next frames: see keep_spare()
     std::unordered_map<std::uint64_t, Operation> operations;
     std::uint64_t next_operation = 1;
 
@@ -189,6 +190,7 @@ class TcpEngine final : public Engine {
   void add(Endpoint& endpoint, Frame frame);
   void check_unsent(Endpoint& endpoint);
   void queue(Endpoint& endpoint, const wire::Header& header, BytesView copied);
+  static void keep_spare(Endpoint& endpoint, Bytes sent);
   void queue_region(Endpoint& endpoint, const wire::Header& header, BytesView body, RegionId region);
   void flush(Endpoint& endpoint);
   void flush_posted();  // of all endpoints

@@ -86,8 +86,7 @@ bool TcpEngine::begin_body(Endpoint& endpoint) {
       return true;
     case wire::Kind::read_data: {
       auto found = endpoint.operations.find(header.operation);
-      if (found == endpoint.operations.end() || found->second.target == nullptr ||
-          found->second.length != header.length)
+      if (found == endpoint.operations.end() || !found->second.is_read || found->second.length != header.length)
         return malformed(endpoint, "an answer to a read that was not asked");
       endpoint.target = found->second.target;
       return true;
@@ -132,7 +131,7 @@ void TcpEngine::on_acknowledge(Endpoint& endpoint) {
   const auto operation = endpoint.operations.find(endpoint.header.operation);
   const auto refusal = static_cast<Regions::Refusal>(endpoint.header.key);
   const bool known = operation != endpoint.operations.end();
-  if (!known || (operation->second.target != nullptr && refusal == Regions::Refusal::none))
+  if (!known || (operation->second.is_read && refusal == Regions::Refusal::none))
     return (void)malformed(endpoint, "an acknowledgement of nothing, or in the place of what is read");
   events_.emit({.kind = EventKind::completed,
                 .endpoint = endpoint.id,

@@ -2,6 +2,7 @@
 #include <arpa/inet.h>
 #include <fmt/format.h>
 #include <gtest/gtest.h>
+#include <malloc.h>
 #include <netinet/in.h>
 #include <poll.h>
 #include <sys/socket.h>
@@ -187,6 +188,54 @@ TEST_P(TcpEngine, AnswersWaitForTheNextPollOnlyWhereOneIsSureToCome) {
     }
     EXPECT_TRUE(poll_until(*client, nullptr, EventKind::completed));
   }
+}
+
+// Of a caller, which is connected when it returns.
+EndpointId connect_to(Engine& server, Engine& client) {
+  const auto there = client.connect(server.listen({"127.0.0.1:0"}).value(), {}).value();
+  bool connected = false, accepted = false;
+  EXPECT_TRUE(within(std::chrono::seconds(20), [&] {
+    for (const auto& event : client.poll()) connected |= event.kind == EventKind::connected;
+    for (const auto& event : server.poll()) accepted |= event.kind == EventKind::accepted;
+    return connected && accepted;
+  }));
+  return there;
+}
+
+// Its memory has no address.
+TEST_P(TcpEngine, AReadOfNothingIntoAnEmptyRegionEndsAsAnyOther) {
+  auto server = make_engine(options).value(), client = make_engine(options).value();
+  const auto there = connect_to(*server, *client);
+  Bytes memory(16);
+  const auto source = server->register_region(memory, MemoryKind::host, Access::remote_read).value();
+  const auto target = client->register_region({}, MemoryKind::host, Access::local).value();
+  const Read read{.context = 7, .local = {target, 0}, .remote = {server->remote(source), 0}, .length = 0};
+  ASSERT_TRUE(client->read(there, {&read, 1}));
+  std::vector<EventKind> heard;
+  EXPECT_TRUE(within(std::chrono::seconds(20), [&] {
+    (void)server->poll();
+    for (const auto& event : client->poll()) heard.push_back(event.kind);
+    return !heard.empty();
+  }));
+  EXPECT_EQ(heard, std::vector{EventKind::completed});
+}
+
+TEST(TcpEngines, ABurstOfLargeMessagesLeavesNoMemoryTakenUp) {
+  constexpr int kPeers = 4, kMessages = 64;
+  auto server = make_engine({}).value(), client = make_engine({}).value();
+  std::vector<EndpointId> peers;
+  for (int i = 0; i < kPeers; ++i) peers.push_back(connect_to(*server, *client));
+  const Bytes large(Engine::kMaxMessage);
+  const auto before = ::mallinfo2().uordblks;
+  for (const auto peer : peers)
+    for (int i = 0; i < kMessages; ++i) ASSERT_TRUE(client->send(peer, large));
+  int heard = 0;
+  ASSERT_TRUE(within(std::chrono::seconds(20), [&] {
+    (void)client->poll();
+    for (const auto& event : server->poll()) heard += event.kind == EventKind::message;
+    return heard == kPeers * kMessages;
+  }));
+  EXPECT_LT(::mallinfo2().uordblks, before + kPeers * kMessages * large.size() / 4);
 }
 
 // Its kernel takes the call; its process never says anything.
