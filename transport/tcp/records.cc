@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <utility>
 
 #include "base/fail.h"
 
@@ -116,14 +117,10 @@ void RecordCipher::begin() {
   REJOIN_CHECK(::EVP_CipherInit_ex(state_->context, nullptr, nullptr, nullptr, in_of(nonce), -1) == 1);
 }
 
-void RecordCipher::seal(std::span<const iovec> plain, Bytes& out) {
-  std::size_t size = 0;
-  for (const auto& part : plain) size += part.iov_len;
-  const std::size_t begin_of_record = out.size();
-  out.resize(begin_of_record + size + kOverhead);
-  std::byte* to = out.data() + begin_of_record;
+void RecordCipher::seal(std::span<const iovec> plain, std::span<std::byte> record) {
+  std::byte* to = record.data();
   begin();
-  const auto header = header_of(size + 1 + kTag);
+  const auto header = header_of(record.size() - kHeader);
   int length = 0;
   bool done = ::EVP_CipherUpdate(state_->context, nullptr, &length, in_of(header), kHeader) == 1;
   std::copy(header.begin(), header.end(), to);
@@ -144,17 +141,22 @@ std::optional<std::size_t> RecordCipher::open(BytesView record, std::span<std::b
   if (record.size() < kOverhead) return std::nullopt;
   const std::size_t size = record.size() - kOverhead;
   const auto header = header_of(size + 1 + kTag);
-  if (plain.size() < size + 1 || !std::equal(header.begin(), header.end(), record.begin())) return std::nullopt;
+  if (size > std::min(plain.size(), kMostPlain) || !std::equal(header.begin(), header.end(), record.begin()))
+    return std::nullopt;
   begin();
   int length = 0;
+  std::byte kind{};
+  const auto decrypt = [&](std::byte* to, BytesView from) {
+    return ::EVP_CipherUpdate(state_->context, to == nullptr ? nullptr : out_of(to), &length, in_of(from),
+                              static_cast<int>(from.size())) == 1;
+  };
   std::array<std::byte, kTag> tag;
   std::copy(record.end() - kTag, record.end(), tag.begin());
-  const bool sound = ::EVP_CipherUpdate(state_->context, nullptr, &length, in_of(header), kHeader) == 1 &&
-                     ::EVP_CipherUpdate(state_->context, out_of(plain.data()), &length, in_of(record.subspan(kHeader)),
-                                        static_cast<int>(size + 1)) == 1 &&
+  const bool sound = decrypt(nullptr, header) && (size == 0 || decrypt(plain.data(), record.subspan(kHeader, size))) &&
+                     decrypt(&kind, record.subspan(kHeader + size, 1)) &&
                      ::EVP_CIPHER_CTX_ctrl(state_->context, EVP_CTRL_AEAD_SET_TAG, kTag, tag.data()) == 1 &&
-                     ::EVP_CipherFinal_ex(state_->context, out_of(plain.data() + size), &length) == 1;
-  if (!sound || plain[size] != kernel_tls::kApplicationData) return std::nullopt;
+                     ::EVP_CipherFinal_ex(state_->context, out_of(&kind), &length) == 1;
+  if (!sound || kind != kernel_tls::kApplicationData) return std::nullopt;
   return size;
 }
 
@@ -180,7 +182,7 @@ Records::Records(const Mac& out, const Mac& in, bool by_kernel, std::uint64_t re
 
 void Records::make_room() {
   in_.resize(kReadAhead);
-  plain_.resize(RecordCipher::kMostPlain + 1);
+  plain_.resize(RecordCipher::kMostPlain);
 }
 
 Result<> Records::begin(const Fd& socket, kernel_tls::Direction direction) {
@@ -201,14 +203,12 @@ bool Records::available() {
 
 bool Records::flush(const Fd& socket) {
   while (holds_unsent()) {
-    const ssize_t sent =
-        ::send(socket.get(), sealed_.data() + sent_, sealed_.size() - sent_, MSG_NOSIGNAL | MSG_DONTWAIT);
+    const ssize_t sent = ::send(socket.get(), sealed_.data() + sent_, sealed_end_ - sent_, MSG_NOSIGNAL | MSG_DONTWAIT);
     if (sent < 0 && errno == EINTR) continue;
     if (sent < 0) return false;
     sent_ += static_cast<std::size_t>(sent);
   }
-  sealed_.clear();
-  sent_ = 0;
+  sent_ = sealed_end_ = 0;
   return true;
 }
 
@@ -233,7 +233,9 @@ ssize_t Records::send(const Fd& socket, const msghdr& message) {
       skip += step;
       if (skip == from.iov_len) ++part, skip = 0;
     }
-    out_.seal(std::span(parts).first(used), sealed_);
+    const std::size_t begin = std::exchange(sealed_end_, sealed_end_ + size + RecordCipher::kOverhead);
+    if (sealed_.size() < sealed_end_) sealed_.resize(sealed_end_);  // and never less: that would write zeros each time
+    out_.seal(std::span(parts).first(used), std::span(sealed_).subspan(begin, sealed_end_ - begin));
     taken += size;
   }
   if (!flush(socket) && errno != EAGAIN && errno != EWOULDBLOCK) return -1;
@@ -249,15 +251,11 @@ std::size_t Records::whole_record() const {
   return size <= there || size > RecordCipher::kMostPlain + RecordCipher::kOverhead ? size : 0;
 }
 
-bool Records::open_next() {
-  const std::size_t size = whole_record();
-  if (size > in_end_ - in_begin_) return false;  // longer than a record may be
-  const auto opened = in_cipher_.open(BytesView(in_).subspan(in_begin_, size), plain_);
-  if (!opened) return false;
-  in_begin_ += size;
-  plain_begin_ = 0;
-  plain_end_ = *opened;
-  return true;
+std::optional<std::size_t> Records::open_next(std::size_t record, std::span<std::byte> plain) {
+  if (record > in_end_ - in_begin_) return std::nullopt;  // longer than a record may be
+  const auto opened = in_cipher_.open(BytesView(in_).subspan(in_begin_, record), plain);
+  in_begin_ += record;
+  return opened;
 }
 
 ssize_t Records::receive(const Fd& socket, const msghdr& message) {
@@ -280,10 +278,25 @@ ssize_t Records::receive(const Fd& socket, const msghdr& message) {
       if (skip == to.iov_len) ++part, skip = 0;
     }
     if (part == message.msg_iovlen) return static_cast<ssize_t>(placed);
-    if (whole_record() > 0) {
-      if (open_next()) continue;
-      errno = EBADMSG;
-      return -1;
+    if (const std::size_t record = whole_record(); record > 0) {
+      // Straight to its place, where that has room for all of it.
+      const std::span<std::byte> place(static_cast<std::byte*>(message.msg_iov[part].iov_base) + skip,
+                                       message.msg_iov[part].iov_len - skip);
+      const bool fits = record <= place.size() + RecordCipher::kOverhead;
+      const auto opened = open_next(record, fits ? place : std::span<std::byte>(plain_));
+      if (!opened) {
+        errno = EBADMSG;
+        return -1;
+      }
+      if (fits) {
+        placed += *opened;
+        skip += *opened;
+        if (skip == message.msg_iov[part].iov_len) ++part, skip = 0;
+      } else {
+        plain_begin_ = 0;
+        plain_end_ = *opened;
+      }
+      continue;
     }
     std::memmove(in_.data(), in_.data() + in_begin_, in_end_ - in_begin_);
     in_end_ -= in_begin_;

@@ -51,10 +51,10 @@ class RecordCipher {
   RecordCipher(const Mac& key, bool seals, std::uint64_t records_of_a_key = kRecordsOfAKey);
   ~RecordCipher();
   RecordCipher(RecordCipher&&) noexcept;
-  // Appends a record with these bytes, at most kMostPlain in all, to `out`.
-  void seal(std::span<const iovec> plain, Bytes& out);
+  // Makes a record of these bytes, at most kMostPlain in all, in `record`, which is larger by kOverhead.
+  void seal(std::span<const iovec> plain, std::span<std::byte> record);
   // Decrypts the record into `plain`, which has room for it. Returns the number of plain bytes; nothing where the
-  // record is damaged.
+  // record is damaged: then `plain` has bytes that nobody has proven.
   std::optional<std::size_t> open(BytesView record, std::span<std::byte> plain);
 
  private:
@@ -82,7 +82,7 @@ class Records {
   ssize_t send(const Fd& socket, const msghdr& message);
   ssize_t receive(const Fd& socket, const msghdr& message);
   bool flush(const Fd& socket);  // false: an error, in errno; EAGAIN where there is no room
-  bool holds_unsent() const { return sent_ < sealed_.size(); }
+  bool holds_unsent() const { return sent_ < sealed_end_; }
   // Says whether the kernel alone encrypts what goes in that direction. For tests.
   bool by_kernel(kernel_tls::Direction direction) const {
     return (direction == kernel_tls::Direction::out ? kernel_out_ : kernel_in_).has_value();
@@ -91,18 +91,18 @@ class Records {
 
  private:
   std::size_t whole_record() const;  // its bytes, if there is one at the front of `in_`
-  bool open_next();
+  std::optional<std::size_t> open_next(std::size_t record, std::span<std::byte> plain);
   Records(const Mac& out, const Mac& in, bool by_kernel, std::uint64_t records_of_a_key);
   void make_room();
   const std::uint64_t records_of_a_key_;
   std::optional<kernel_tls::Key> kernel_out_, kernel_in_;
   std::uint64_t kernel_records_ = 0;  // how many the kernel has made, at most
   RecordCipher out_, in_cipher_;
-  Bytes sealed_;          // records on their way out
-  std::size_t sent_ = 0;  // how many of these bytes have been sent
-  Bytes in_;              // as received: [in_begin_, in_end_)
+  Bytes sealed_;  // records on their way out: [sent_, sealed_end_)
+  std::size_t sent_ = 0, sealed_end_ = 0;
+  Bytes in_;  // as received: [in_begin_, in_end_)
   std::size_t in_begin_ = 0, in_end_ = 0;
-  Bytes plain_;  // one opened record: [plain_begin_, plain_end_)
+  Bytes plain_;  // one opened record whose place is no single one: [plain_begin_, plain_end_)
   std::size_t plain_begin_ = 0, plain_end_ = 0;
 };
 

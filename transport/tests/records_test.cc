@@ -17,14 +17,14 @@ namespace {
 const Mac kCipherKey = mac_of(as_bytes("a key"), {});
 
 Bytes sealed(RecordCipher& cipher, BytesView plain) {
-  Bytes record;
+  Bytes record(plain.size() + RecordCipher::kOverhead);
   const iovec part{const_cast<std::byte*>(plain.data()), plain.size()};
   cipher.seal({&part, 1}, record);
   return record;
 }
 
 std::optional<std::string> opened(RecordCipher& cipher, BytesView record) {
-  Bytes plain(RecordCipher::kMostPlain + 1);
+  Bytes plain(RecordCipher::kMostPlain);
   const auto size = cipher.open(record, plain);
   return size ? std::optional(std::string(as_text(BytesView(plain).first(*size)))) : std::nullopt;
 }
@@ -45,6 +45,19 @@ TEST(RecordCipher, OpensWhatWasSealedInThatOrderAndNothingElse) {
   EXPECT_FALSE(opened(twice, first)) << "repeated";
   RecordCipher other_key(mac_of(as_bytes("another key"), {}), false);
   EXPECT_FALSE(opened(other_key, first));
+}
+
+// Its place has no room for more, and is in the middle of others' memory.
+TEST(RecordCipher, ARecordIsOpenedInItsPlaceAndTouchesNothingBehindIt) {
+  for (const std::size_t size : {std::size_t{0}, std::size_t{1}, std::size_t{1000}, RecordCipher::kMostPlain}) {
+    RecordCipher seals(kCipherKey, true), opens(kCipherKey, false);
+    const Bytes plain(size, std::byte{5});
+    const Bytes record = sealed(seals, plain);
+    Bytes memory(size + 16, std::byte{7});
+    EXPECT_EQ(opens.open(record, std::span(memory).first(size)), size);
+    EXPECT_TRUE(std::equal(plain.begin(), plain.end(), memory.begin()));
+    EXPECT_EQ(std::count(memory.begin() + static_cast<long>(size), memory.end(), std::byte{7}), 16);
+  }
 }
 
 TEST(RecordCipher, AFlippedBitIsFoundWhereverItIs) {
