@@ -367,6 +367,8 @@ void ShmEngine::hang_up_on(Endpoint& endpoint) {
 void ShmEngine::close(EndpointId id) {
   Endpoint* endpoint = find(id);
   if (endpoint == nullptr) return;
+  // As far as there is room for it: a farewell just sent should arrive. In a child of fork() the ring is the parent's.
+  if (endpoint->stage == Stage::open && ::getpid() == process_) flush(*endpoint);
   std::erase(open_, endpoint);
   strangers_.remove(id);
   calls_.remove(id);

@@ -152,6 +152,16 @@ void TcpEngine::limit_unacknowledged(const Endpoint& endpoint) const {
              static_cast<int>(milliseconds(deadlines::kUnacknowledged.of(silence_)) / parts));
 }
 
+// Where bytes of the peer's lie unread at the end, the kernel resets the connection and drops what it still has to
+// send. So much of them at most: their sender may be faster. What the kernel decrypts can't be passed over.
+void TcpEngine::discard_unread(const Endpoint& endpoint) {
+  if (endpoint.by_kernel) return;
+  constexpr std::size_t most = 16 * MiB, step = 1 * MiB;
+  std::size_t discarded = 0;
+  for (ssize_t got = 1; got > 0 && discarded < most; discarded += static_cast<std::size_t>(got))
+    got = std::max<ssize_t>(0, ::recv(endpoint.socket.get(), nullptr, step, MSG_TRUNC | MSG_DONTWAIT));
+}
+
 // Nobody looks any more at what the kernel still has of it, for a peer that may never read.
 void TcpEngine::part(Endpoint& endpoint) {
   if (::getpid() == process_) limit_unacknowledged(endpoint);
@@ -368,6 +378,7 @@ void TcpEngine::close(EndpointId id) {
   // In a child of fork() the queue is a copy of its parent's.
   if (endpoint->stage == Stage::open && ::getpid() == process_) flush(*endpoint);
   if (endpoint = find(id); endpoint == nullptr) return;
+  if (endpoint->stage == Stage::open && ::getpid() == process_) discard_unread(*endpoint);
   calls_.remove(id);
   names_.forget(id.value);
   part(*endpoint);
