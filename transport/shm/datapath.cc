@@ -19,6 +19,8 @@ constexpr std::uint32_t kSocketEvery = 256;  // polls between two looks at the s
 constexpr std::size_t kRecordsPerTurn = 32;  // of one endpoint in a poll()
 // A poll() ends when it has moved this much: whoever is told of the bytes then finds them in the cache.
 constexpr std::uint64_t kBytesPerPoll = 256 * KiB;
+// Of one record no more is moved at a time, so that none holds up the others.
+constexpr std::uint64_t kBytesPerTurn = 4 * MiB;
 constexpr std::size_t kPeerFiles = 512;  // of one peer, mapped at a time
 
 // Older receivers take it for a part of has_notify.
@@ -178,7 +180,7 @@ void ShmEngine::ask(Endpoint& endpoint, std::uint64_t operation, const Read& rea
 
 // ---- in
 
-// Handles one record; false where there is none or the endpoint is gone.
+// Handles one record, or a turn's part of it; false where there is none or the endpoint is gone.
 bool ShmEngine::receive(Endpoint& endpoint) {
   if (endpoint.stage != Stage::open) return false;
   auto record = endpoint.in.front();
@@ -192,8 +194,12 @@ bool ShmEngine::receive(Endpoint& endpoint) {
     fail_endpoint(endpoint, ErrorCode::corrupt, "it sent a record without a header");
     return false;
   }
+  // One that has begun may not change any more.
+  if (endpoint.front) header = *std::exchange(endpoint.front, std::nullopt);
   handle(endpoint, header, body);
   if (endpoint.stage != Stage::open) return false;
+  if (endpoint.front) return true;
+  endpoint.moved = 0;
   endpoint.in.pop();
   return true;
 }
@@ -236,24 +242,29 @@ BytesView ShmEngine::peer_file(Endpoint& endpoint, const RemoteAddress& remote) 
   return files.front().bytes.span();
 }
 
-// Moves the bytes that a record of the peer's names, and returns their digest where that was wanted and is cheap.
-Result<std::optional<Digested>> ShmEngine::fetch(Endpoint& endpoint, const wire::Header& header, BytesView body,
-                                                 std::byte* target) {
+// Moves the bytes that a record of the peer's names, or the next of them, and returns their digest where that was
+// wanted and is cheap: where they are moved in one turn.
+Result<ShmEngine::Fetched> ShmEngine::fetch(Endpoint& endpoint, const wire::Header& header, BytesView body,
+                                            std::byte* target) {
   if (header.address == 0) {
     if (body.size() != header.length) return fail(ErrorCode::corrupt, "it sent other bytes than it announced");
     if (!body.empty()) std::memcpy(target, body.data(), body.size());
-    return std::nullopt;
+    return Fetched{};
   }
-  moved_ += header.length;
-  const RemoteAddress remote{header.address, header.file, header.inode, header.file_offset};
-  const BytesView mapped = in_place(endpoint, remote, header.length);
-  if (mapped.empty())
-    return endpoint.process.read(remote.address, {target, header.length}).map([] { return std::optional<Digested>(); });
-  if ((header.copy_flags & wire::kDigested) != 0)
-    return Digested{{target, mapped.size()}, digest_and_copy(target, mapped)};
-  if ((header.copy_flags & wire::kStreamed) != 0) streamed_copy(target, mapped);
+  const std::uint64_t from = endpoint.moved, length = std::min(header.length - from, kBytesPerTurn);
+  target += from;
+  moved_ += length;
+  endpoint.moved += length;
+  Fetched fetched{.whole = endpoint.moved == header.length, .digested = std::nullopt};
+  if (!fetched.whole) endpoint.front = header;
+  const RemoteAddress remote{header.address + from, header.file, header.inode, header.file_offset + from};
+  const BytesView mapped = in_place(endpoint, remote, length);
+  if (mapped.empty()) return endpoint.process.read(remote.address, {target, length}).map([&] { return fetched; });
+  if ((header.copy_flags & wire::kDigested) != 0 && length == header.length)
+    fetched.digested = Digested{{target, mapped.size()}, digest_and_copy(target, mapped)};
+  else if ((header.copy_flags & wire::kStreamed) != 0) streamed_copy(target, mapped);
   else std::memcpy(target, mapped.data(), mapped.size());
-  return std::nullopt;
+  return fetched;
 }
 
 // The peer's bytes where they are mapped here; empty where they are not.
@@ -267,10 +278,12 @@ void ShmEngine::on_write(Endpoint& endpoint, const wire::Header& header, BytesVi
   if (refusal == Regions::Refusal::none) {
     const auto fetched = fetch(endpoint, header, body, regions_.by_key(header.key)->memory.data() + header.offset);
     // The poster has closed and may use the memory for something else: what came is not what it posted.
-    if (header.address != 0 && endpoint.in.recalls() == kGone) return;
+    if (header.address != 0 && endpoint.in.recalls() == kGone) return endpoint.front.reset();
     if (!fetched) return fail_endpoint(endpoint, fetched.error().code, fetched.error().message);
+    if (!fetched->whole) return;
     if (header.has_notify != 0)
-      events_.emit({.kind = EventKind::written, .endpoint = endpoint.id, .value = header.notify, .digested = *fetched});
+      events_.emit(
+          {.kind = EventKind::written, .endpoint = endpoint.id, .value = header.notify, .digested = fetched->digested});
   }
   answer(endpoint, header.operation, refusal);
 }
@@ -306,10 +319,12 @@ void ShmEngine::on_found(Endpoint& endpoint, const wire::Header& header, BytesVi
     const auto fetched = fetch(endpoint, header, body, *regions_.local(read.local, read.length));
     if (header.address != 0) {
       const std::uint64_t recalls = endpoint.in.recalls();
+      if (recalls != header.recalls) endpoint.front.reset();
       if (recalls == kGone) return;  // the end of the connection ends the read
       if (recalls != header.recalls) return ask(endpoint, header.operation, read);
     }
     if (!fetched) return fail_endpoint(endpoint, fetched.error().code, fetched.error().message);
+    if (!fetched->whole) return;
     events_.emit({.kind = EventKind::completed, .endpoint = endpoint.id, .value = read.context});
   }
   endpoint.operations.erase(operation);

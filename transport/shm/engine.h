@@ -91,6 +91,9 @@ class ShmEngine final : public Engine {
     std::unordered_map<std::uint64_t, Operation> operations;
     std::uint64_t next_operation = 1;
     std::unordered_set<std::uint64_t> read_from;  // regions of ours whose address the peer has been given
+    // Of the record at the front of `in`, where its bytes take more than one turn: it, and how many are in their place.
+    std::optional<wire::Header> front;
+    std::uint64_t moved = 0;
   };
 
   ShmEngine() = default;
@@ -130,8 +133,12 @@ class ShmEngine final : public Engine {
   void answer(Endpoint& endpoint, std::uint64_t operation, Regions::Refusal refusal);
   void point_at(wire::Header& header, BytesView& body, const LocalRange& range);
   void on_acknowledge(Endpoint& endpoint, const wire::Header& header);
-  Result<std::optional<Digested>> fetch(Endpoint& endpoint, const wire::Header& header, BytesView body,
-                                        std::byte* target);
+  // What a turn has done for a record.
+  struct Fetched {
+    bool whole = true;  // or more is to be moved
+    std::optional<Digested> digested;
+  };
+  Result<Fetched> fetch(Endpoint& endpoint, const wire::Header& header, BytesView body, std::byte* target);
   struct RemoteAddress {  // of bytes of the peer's: in its memory, and in its file if there is one
     std::uint64_t address = 0;
     std::int64_t file = -1;

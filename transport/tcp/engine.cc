@@ -262,6 +262,7 @@ void TcpEngine::finish_connecting(Endpoint& endpoint) {
   flush(endpoint);
 }
 
+// False: no address is left.
 bool TcpEngine::try_further(Endpoint& endpoint) {
   auto next = begin_connection(endpoint.further);
   if (!next) return false;
@@ -273,7 +274,6 @@ bool TcpEngine::try_further(Endpoint& endpoint) {
 }
 
 // One that answers nothing, as where a machine's IPv6 leads nowhere, would take all the time that the caller has.
-// False: no address is left.
 void TcpEngine::look_after_calls(TimePoint now) {
   std::erase_if(trying_, [&](EndpointId id) {
     Endpoint* call = find(id);

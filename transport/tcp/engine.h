@@ -190,8 +190,8 @@ class TcpEngine final : public Engine {
   // datapath.cc
   void add(Endpoint& endpoint, Frame frame);
   void check_unsent(Endpoint& endpoint);
-  void queue(Endpoint& endpoint, const wire::Header& header, BytesView copied);
   static void keep_spare(Endpoint& endpoint, Bytes sent);
+  void queue(Endpoint& endpoint, const wire::Header& header, BytesView copied);
   void queue_region(Endpoint& endpoint, const wire::Header& header, BytesView body, RegionId region);
   void flush(Endpoint& endpoint);
   void flush_posted();  // of all endpoints
