@@ -1,4 +1,5 @@
 // Records out and in.
+#include <poll.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -164,7 +165,7 @@ Result<BytesView> ShmEngine::view(EndpointId id, const ViewableRegion& where, st
                 where.length);
   const RemoteAddress remote{where.address + offset, where.file, where.inode, where.file_offset + offset};
   if (const BytesView mapped = in_place(**endpoint, remote, room.size()); !mapped.empty()) return mapped;
-  if (auto copied = (*endpoint)->process.read(remote.address, room); !copied) return tl::unexpected(copied.error());
+  if (auto copied = read_memory(**endpoint, remote.address, room); !copied) return tl::unexpected(copied.error());
   return room;
 }
 
@@ -259,12 +260,21 @@ Result<ShmEngine::Fetched> ShmEngine::fetch(Endpoint& endpoint, const wire::Head
   if (!fetched.whole) endpoint.front = header;
   const RemoteAddress remote{header.address + from, header.file, header.inode, header.file_offset + from};
   const BytesView mapped = in_place(endpoint, remote, length);
-  if (mapped.empty()) return endpoint.process.read(remote.address, {target, length}).map([&] { return fetched; });
+  if (mapped.empty()) return read_memory(endpoint, remote.address, {target, length}).map([&] { return fetched; });
   if ((header.copy_flags & wire::kDigested) != 0 && length == header.length)
     fetched.digested = Digested{{target, mapped.size()}, digest_and_copy(target, mapped)};
   else if ((header.copy_flags & wire::kStreamed) != 0) streamed_copy(target, mapped);
   else std::memcpy(target, mapped.data(), mapped.size());
   return fetched;
+}
+
+// The number of a process that has ended may be another's. Before that its socket is closed: what was read behind that
+// does not count.
+Result<> ShmEngine::read_memory(Endpoint& endpoint, std::uint64_t address, std::span<std::byte> target) {
+  if (auto read = endpoint.process.read(address, target); !read) return read;
+  pollfd closed{endpoint.socket.get(), POLLRDHUP, 0};
+  if (::poll(&closed, 1, 0) > 0) return fail(ErrorCode::unavailable, "the peer closed the connection");
+  return {};
 }
 
 // The peer's bytes where they are mapped here; empty where they are not.

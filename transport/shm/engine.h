@@ -144,6 +144,7 @@ class ShmEngine final : public Engine {
     std::int64_t file = -1;
     std::uint64_t inode = 0, offset = 0;
   };
+  static Result<> read_memory(Endpoint& endpoint, std::uint64_t address, std::span<std::byte> target);
   BytesView in_place(Endpoint& endpoint, const RemoteAddress& remote, std::uint64_t length);
   BytesView peer_file(Endpoint& endpoint, const RemoteAddress& remote);
 

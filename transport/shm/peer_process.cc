@@ -35,6 +35,7 @@ std::string named(pid_t process) {
 }
 
 tl::unexpected<Error> unreadable(pid_t process) {
+  if (errno == ESRCH && process != 0) return fail(ErrorCode::unavailable, "{} has ended", named(process));
   if (errno == EFAULT || errno == EIO)  // the latter of its file
     return fail_errno(
         fmt::format("reading the memory of {} (it is not mapped there, or what it is read into is not mapped here, or "

@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -117,6 +118,56 @@ TEST(ShmRefusals, AProcessWithoutANumberHereIsOfAnotherPidNamespace) {
   const auto read = PeerProcess(0).read(4096, word);
   ASSERT_FALSE(read);
   EXPECT_THAT(read.error().message, HasSubstr("the memory of a process of another PID namespace (both must run"));
+}
+
+TEST(ShmRefusals, AProcessThatHasEndedIsSaidToHaveEnded) {
+  const pid_t child = ::fork();
+  if (child == 0) ::_exit(0);
+  ASSERT_EQ(::waitpid(child, nullptr, 0), child);
+  Bytes word(8);
+  const auto read = PeerProcess(child).read(4096, word);
+  ASSERT_FALSE(read);
+  EXPECT_EQ(read.error().message, fmt::format("process {} has ended", child));
+}
+
+// Of all connections over unix sockets in this process, as those of a process that ends.
+void hang_up_everywhere() {
+  for (int fd = 0; fd < 1024; ++fd) {
+    sockaddr_storage peer{};
+    socklen_t length = sizeof peer;
+    if (::getpeername(fd, reinterpret_cast<sockaddr*>(&peer), &length) == 0 && peer.ss_family == AF_UNIX)
+      (void)::shutdown(fd, SHUT_RDWR);
+  }
+}
+
+// Its number may be another's by then; a file is known by more than a number.
+TEST(ShmRefusals, WhatIsReadOutOfAProcessBehindItsHangUpIsNotToldOf) {
+  for (const bool file : {false, true}) {
+    auto caller = make_engine().value(), listener = make_engine().value();
+    const auto from = (file ? Mapping::shareable(1 * MiB) : Mapping::anonymous(1 * MiB)).value();
+    const auto into = Mapping::anonymous(1 * MiB).value();
+    const auto source = caller->register_region(from.span(), MemoryKind::host, kAnyAccess).value();
+    const auto target = listener->register_region(into.span(), MemoryKind::host, kAnyAccess).value();
+    const auto there = caller->connect(listener->listen({}).value(), {}).value();
+    bool connected = false, accepted = false, written = false, closed = false;
+    const auto poll_listener = [&] {
+      for (const auto& event : listener->poll()) {
+        accepted |= event.kind == EventKind::accepted;
+        written |= event.kind == EventKind::written;
+        closed |= event.kind == EventKind::closed;
+      }
+    };
+    ASSERT_TRUE(within(std::chrono::seconds(20), [&] {
+      poll_listener();
+      for (const auto& event : caller->poll()) connected |= event.kind == EventKind::connected;
+      return connected && accepted;
+    }));
+    const Write write{.local = {source, 0}, .remote = {listener->remote(target), 0}, .length = 1 * MiB, .notify = 1};
+    ASSERT_TRUE(caller->write(there, {&write, 1}));
+    hang_up_everywhere();
+    EXPECT_TRUE(within(std::chrono::seconds(20), [&] { return poll_listener(), closed; }));
+    EXPECT_EQ(written, file);
+  }
 }
 
 // To open it would wait for a writer.
