@@ -306,8 +306,8 @@ void StripedEngine::check_rails(Endpoint& endpoint) {
 // acknowledgement of a message.
 TimePoint StripedEngine::waiting_since(const Endpoint& endpoint, const Link& link) const {
   TimePoint since = TimePoint::max();
-  for (const auto& [number, piece] : link.in_flight)
-    since = std::min(since, std::max(piece.posted, link.last_finished));
+  if (!link.in_flight.empty())  // the oldest is the first
+    since = std::max(link.in_flight.begin()->second.posted, link.last_finished);
   if (endpoint.primary == link.rail && !endpoint.unreceived.empty())
     since = std::min(since, std::max(endpoint.unreceived.front().posted, link.last_heard));
   return since;
