@@ -22,7 +22,8 @@ constexpr std::size_t kRecordsPerTurn = 32;  // of one endpoint in a poll()
 constexpr std::uint64_t kBytesPerPoll = 256 * KiB;
 // Of one record no more is moved at a time, so that none holds up the others.
 constexpr std::uint64_t kBytesPerTurn = 4 * MiB;
-constexpr std::size_t kPeerFiles = 512;  // of one peer, mapped at a time
+constexpr auto kNumberStays = std::chrono::milliseconds(1);  // a process's, behind its end
+constexpr std::size_t kPeerFiles = 512;                      // of one peer, mapped at a time
 
 // Older receivers take it for a part of has_notify.
 std::uint16_t copy_flags(const Write& write) {
@@ -269,11 +270,14 @@ Result<ShmEngine::Fetched> ShmEngine::fetch(Endpoint& endpoint, const wire::Head
 }
 
 // The number of a process that has ended may be another's. Before that its socket is closed: what was read behind that
-// does not count.
+// does not count. It is looked at once in a while: numbers come round after hundreds of other processes.
 Result<> ShmEngine::read_memory(Endpoint& endpoint, std::uint64_t address, std::span<std::byte> target) {
   if (auto read = endpoint.process.read(address, target); !read) return read;
+  const TimePoint now = clock_.now();
+  if (now - endpoint.seen_up < kNumberStays) return {};
   pollfd closed{endpoint.socket.get(), POLLRDHUP, 0};
   if (::poll(&closed, 1, 0) > 0) return fail(ErrorCode::unavailable, "the peer closed the connection");
+  endpoint.seen_up = now;
   return {};
 }
 

@@ -82,6 +82,7 @@ class ShmEngine final : public Engine {
     Fd socket;    // tells when the peer's process ends
     Fd doorbell;  // the peer's
     PeerProcess process;
+    TimePoint seen_up{};  // its process, which had its number then
     Mapping channel;
     std::deque<PeerFile> files;  // of the peer, that are mapped; the last one used is the first
     RingWriter out;
@@ -144,7 +145,7 @@ class ShmEngine final : public Engine {
     std::int64_t file = -1;
     std::uint64_t inode = 0, offset = 0;
   };
-  static Result<> read_memory(Endpoint& endpoint, std::uint64_t address, std::span<std::byte> target);
+  Result<> read_memory(Endpoint& endpoint, std::uint64_t address, std::span<std::byte> target);
   BytesView in_place(Endpoint& endpoint, const RemoteAddress& remote, std::uint64_t length);
   BytesView peer_file(Endpoint& endpoint, const RemoteAddress& remote);
 
