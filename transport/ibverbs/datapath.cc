@@ -36,9 +36,13 @@ Result<> IbverbsEngine::fill_receives() {
           .wr_id = buffer, .next = i + 1 < count ? &requests[i + 1] : nullptr, .sg_list = &sges[i], .num_sge = 1};
     }
     ibv_recv_wr* refused = nullptr;
-    if (const int error = ibv_post_srq_recv(receives_.get(), requests.data(), &refused); error != 0)
-      return fail(ErrorCode::io, "rail {}: posting receive buffers: {}", name_, std::strerror(error));
-    unposted_.resize(unposted_.size() - count);
+    const int error = ibv_post_srq_recv(receives_.get(), requests.data(), &refused);
+    // Those before it are the device's: given twice, one would take two messages.
+    const auto taken = error == 0           ? count
+                       : refused != nullptr ? static_cast<std::size_t>(refused - requests.data())
+                                            : 0;
+    unposted_.resize(unposted_.size() - taken);
+    if (error != 0) return fail(ErrorCode::io, "rail {}: posting receive buffers: {}", name_, std::strerror(error));
   }
   return {};
 }
@@ -279,7 +283,7 @@ void IbverbsEngine::flush() {
       if (queue_pair->starved()) touch(*endpoint);
   }
   if (!device_ || unposted_.size() < options_.receive_buffers / 8) return;
-  if (auto filled = fill_receives(); !filled) logger().error("{}", filled.error());
+  if (auto filled = fill_receives(); !filled && unfilled_.may_say(clock_.now())) logger().error("{}", filled.error());
 }
 
 // ---- completions

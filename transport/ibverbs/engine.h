@@ -206,7 +206,8 @@ class IbverbsEngine final : public Engine {
   Fifo<DeviceEvent> device_events_;  // taken and not handled
   std::uint32_t polls_ = 0, unopened_ = 0, unacknowledged_ = 0;
   const SteadyClock clock_;
-  Seldom refused_{kSameLineAgain};  // connections
+  Seldom refused_{kSameLineAgain};   // connections
+  Seldom unfilled_{kSameLineAgain};  // receive buffers
   bool slept_ = false;
 };
 

@@ -1,6 +1,7 @@
 // The queue pairs of the software RDMA device at work.
 #include <algorithm>
 #include <cerrno>
+#include <utility>
 
 #include "transport/tests/fake_verbs_state.h"
 
@@ -151,9 +152,15 @@ int req_notify_cq(ibv_cq* queue, int) {
   return 0;
 }
 
-int post_srq_recv(ibv_srq* queue, ibv_recv_wr* request, ibv_recv_wr**) {
-  for (; request != nullptr; request = request->next)
+int post_srq_recv(ibv_srq* queue, ibv_recv_wr* request, ibv_recv_wr** refused) {
+  const auto takes = std::exchange(takes_receives, std::nullopt);
+  for (std::size_t taken = 0; request != nullptr; request = request->next, ++taken) {
+    if (taken == takes) {
+      *refused = request;
+      return ENOMEM;
+    }
     fake<FakeSrq>(queue)->buffers.emplace_back(request->wr_id, *request->sg_list);
+  }
   return 0;
 }
 

@@ -9,6 +9,7 @@
 #include <cstring>
 #include <deque>
 #include <map>
+#include <optional>
 #include <random>
 #include <set>
 #include <utility>
@@ -84,6 +85,7 @@ inline std::map<const ibv_device*, std::pair<std::uint64_t, std::uint64_t>> blin
 inline std::set<FakeContext*> contexts;
 inline std::set<FakeCq*> queues;
 inline FakeVerbsTransfer watcher;
+inline std::optional<std::size_t> takes_receives;  // so many of the next chain, and refuses the others
 inline std::map<const ibv_device*, std::vector<FakeVerbsGid>> given_gids;
 inline std::map<std::uint32_t, FakeQp*> pairs;
 inline std::map<std::uint32_t, FakeMr*> regions;
@@ -102,7 +104,7 @@ inline void ring(int fd) { (void)!::write(fd, "x", 1); }
 void to_error(FakeQp& qp);
 int poll_cq(ibv_cq* queue, int entries, ibv_wc* out);
 int req_notify_cq(ibv_cq* queue, int);
-int post_srq_recv(ibv_srq* queue, ibv_recv_wr* request, ibv_recv_wr**);
+int post_srq_recv(ibv_srq* queue, ibv_recv_wr* request, ibv_recv_wr** refused);
 int post_send(ibv_qp* pair, ibv_send_wr* request, ibv_send_wr** refused);
 
 }  // namespace rejoin::transport::fake

@@ -88,6 +88,21 @@ TEST_F(VerbsQueuePairs, ReceiveBuffersOfMessagesThatNobodyReadAreUsedAgain) {
   EXPECT_EQ(b.messages.back().second, "the last");
 }
 
+TEST_F(VerbsQueuePairs, OfAChainOfReceiveBuffersTheDeviceHasThoseThatItTookOnce) {
+  connect();
+  fake::takes_receives = 5;
+  for (int i = 0; i < 300; ++i) {
+    a.say(a.up.back(), std::to_string(i));
+    ASSERT_TRUE(until([&] { return b.messages.size() > static_cast<std::size_t>(i); }));
+  }
+  EXPECT_FALSE(fake::takes_receives) << "no buffer was given back";
+  for (const auto& [number, pair] : fake::pairs) {
+    std::set<std::uint64_t> once;
+    for (const auto& buffer : fake::fake<fake::FakeSrq>(pair->pair.srq)->buffers)
+      EXPECT_TRUE(once.insert(buffer.first).second) << buffer.first;
+  }
+}
+
 TEST_F(VerbsQueuePairs, WhatWasReceivedBeforeAQueuePairIsRebuiltIsNotLost) {
   connect();
   std::vector<std::byte> from(4 * KiB), to(4 * KiB);
