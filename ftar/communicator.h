@@ -125,6 +125,7 @@ struct Wait {
   std::string what;          // "chunk 17 of 64 of the reduce-scatter"
   bool on_trainers = false;  // on an operation: some member's trainer may just be computing
   bool to_land = false;      // on writes of this rank from before the epoch
+  bool unconnected = false;  // on a connection with that member, which does not come about
   Duration since{};          // how long there has been no progress
 };
 

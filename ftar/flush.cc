@@ -149,6 +149,7 @@ std::vector<Wait> Communicator::flush_waits(Duration since) const {
     waits.push_back(
         {.on = ring_[i].member,
          .what = up ? fmt::format("its flush of epoch {}", epoch_.value) : std::string("a connection with it"),
+         .unconnected = !up,
          .since = since});
   }
   return waits;

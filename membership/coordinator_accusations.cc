@@ -7,6 +7,7 @@
 
 #include "base/text.h"
 #include "membership/coordinator.h"
+#include "membership/disconnected.h"
 
 namespace rejoin::membership {
 
@@ -32,17 +33,24 @@ void Coordinator::on_accusation(NodeId node, const proto::Accusation& accusation
                        members_.find(ReplicaId(accusation.suspect())) != nullptr;
   if (!current) return;
   auto [edge, fresh] = accusations_.try_emplace({ReplicaId(accusation.replica()), ReplicaId(accusation.suspect())});
-  if (fresh || (!edge->second.counts && !accusation.only_waiting())) edge->second.since = now_;
+  Accusation& about = edge->second;
+  if (fresh || (!about.counts && !accusation.only_waiting())) about.since = now_;
   const TimePoint waits_since =
       now_ - std::chrono::milliseconds(std::min<std::uint64_t>(accusation.waited_ms(), 1 << 30));
-  edge->second.waits_since = fresh ? waits_since : std::min(edge->second.waits_since, waits_since);
-  if (accusation.rank() < config_.ranks) edge->second.ranks.add(RankSet(accusation.rank()));
-  edge->second.heard = now_;
-  // That it is waited for, once it is lost, tells no more.
-  if (!edge->second.lost || accusation.lost()) edge->second.what = shortened(accusation.what(), kLongestReason);
-  edge->second.lost |= accusation.lost();
-  edge->second.counts |= !accusation.only_waiting();
-  if (accusation.excused() && accusation.suspect() == accusation.replica()) edge->second.excused = now_;
+  about.waits_since = fresh ? waits_since : std::min(about.waits_since, waits_since);
+  const RankSet rank = accusation.rank() < config_.ranks ? RankSet(accusation.rank()) : RankSet();
+  about.ranks.add(rank);
+  about.heard = now_;
+  if (accusation.unconnected()) about.unconnected.add(rank);
+  else if (!accusation.lost()) about.unconnected.remove(rank);
+  // That it is waited for, once it is lost, tells no more; nor that the other end has closed what one has given up.
+  if (explains(accusation.lost(), accusation.found(), accusation.unconnected()) >=
+      explains(about.lost, about.found, !about.unconnected.empty()))
+    about.what = shortened(accusation.what(), kLongestReason);
+  about.lost |= accusation.lost();
+  about.found |= accusation.lost() && accusation.found();
+  about.counts |= !accusation.only_waiting();
+  if (accusation.excused() && accusation.suspect() == accusation.replica()) about.excused = now_;
   if (judges_now() && mended_.empty() && broke_at_both_ends(accusations_, edge->first)) mend();
 }
 
@@ -64,7 +72,7 @@ bool Coordinator::mend() {
     if (const auto times = mended_.find(pair); times != mended_.end() && times->second >= kMends) continue;
     broken.insert(pair);
     at_once |= !due;
-    what = about.what;
+    if (what.empty() || about.found) what = about.what;
   }
   if (broken.empty()) return false;
   std::string pairs;
@@ -87,9 +95,10 @@ bool Coordinator::could_say(const MemberState& m) const {
 }
 
 // The wait-for graph: who is waited for, but waits for nobody, is the one that hangs. Who has been in the job for few
-// steps has more patience than others: it says whom it waits for all the same, and then that one hangs, if anybody. A
-// broken connection that could not be mended accuses both its ends. Of one that is not heard it isn't known whether it
-// waits: within a silence it is heard again or lost, and as long nobody is judged who does wait.
+// steps has more patience than others: it says whom it waits for all the same, and then that one hangs, if anybody. But
+// where members have no connection with each other, all waits follow from that: it is the one that most others have
+// none with, and of two that both have others (Disconnected). Of one that is not heard it isn't known whether it waits:
+// within a silence it is heard again or lost, and as long nobody is judged who does wait.
 void Coordinator::judge() {
   const Duration patience = config_.silence / 4;
   std::map<ReplicaId, int> accused;
@@ -110,28 +119,38 @@ void Coordinator::judge() {
     for (const auto& edge : patient)
       if (accused.contains(edge.from)) accused.try_emplace(edge.to, 0);
   }
+  const Disconnected disconnected(accusations_, members_, now_, patience);
+  if (!disconnected.empty() && !disconnected.stands()) return;
   enum class Known : std::uint8_t { waits, nothing, hangs };
-  std::tuple<Known, int, bool, ReplicaId> worst{};  // less guilty first
-  for (const auto& [id, times] : accused) {
-    const MemberState* m = members_.find(id);
-    if (m == nullptr) continue;
-    const Known known = waiting.contains(id) ? Known::waits : could_say(*m) ? Known::hangs : Known::nothing;
-    worst = std::max(worst, {known, times, m->catching_up, id});
+  const auto known_of = [&](const MemberState& m) {
+    return waiting.contains(m.replica) ? Known::waits : could_say(m) ? Known::hangs : Known::nothing;
+  };
+  std::tuple<Known, std::tuple<int, int, int>, Known, bool, ReplicaId> worst{};  // less guilty first
+  for (const auto& [id, others] : disconnected.all()) {
+    const MemberState& m = *members_.find(id);
+    const Known known = known_of(m);
+    worst = std::max(worst, {known == Known::nothing ? known : Known::waits, disconnected.weight(id, mended_), known,
+                             m.catching_up, id});
   }
-  const auto [known, times, joins, guilty] = worst;
+  if (disconnected.empty())
+    for (const auto& [id, times] : accused)
+      if (const MemberState* m = members_.find(id))
+        worst = std::max(worst, {known_of(*m), {times, 0, 0}, Known::waits, m->catching_up, id});
+  const ReplicaId guilty = std::get<ReplicaId>(worst);
   const MemberState* m = members_.find(guilty);
   if (m == nullptr) return;
+  const Known known = known_of(*m);
   bool for_long = false;
   for (const auto& [edge, about] : accusations_)
     for_long |= edge.to == guilty && about.counts && now_ - about.since > patience + config_.silence;
   if (known == Known::nothing && !for_long) return;
   std::string what;
-  bool explained = false;  // by its own library, or by a connection that broke
-  for (const auto& [edge, about] : accusations_)
-    if (edge.to == guilty && edge.from != guilty && (about.lost || !explained)) {
-      what = fmt::format("replica {} {} {}", edge.from, about.lost ? "lost it:" : "waits for", about.what);
-      explained |= about.lost;
-    }
+  bool explained = !disconnected.empty();  // … or by its own library
+  if (explained) what = disconnected.why(guilty);
+  else
+    for (const auto& [edge, about] : accusations_)
+      if (edge.to == guilty && edge.from != guilty)
+        what = fmt::format("replica {} waits for {}", edge.from, about.what);
   if (const auto its_own = accusations_.find({guilty, guilty}); its_own != accusations_.end()) {
     what += fmt::format("{}the step waits for {}", what.empty() ? "" : "; ", its_own->second.what);
     explained = true;

@@ -177,12 +177,16 @@ struct Edge {
 struct Accusation {
   std::string what;
   bool lost = false;
+  bool found = false;   // … as the member has found itself; otherwise it was told by the other end
   bool counts = false;  // it has lasted too long
   TimePoint since{};    // since when it counts
   TimePoint waits_since{};
   TimePoint heard{};                   // when the member last said so
   std::optional<TimePoint> excused{};  // when the member last excused itself
   RankSet ranks;                       // the ranks that report it
+  RankSet unconnected;                 // … and wait for a connection, and not for what the other member does
+
+  bool of_connection() const { return lost || !unconnected.empty(); }
 };
 
 }  // namespace rejoin::membership

@@ -241,7 +241,10 @@ Relay::Actions Relay::on_node_message(NodeId node, const proto::FromNode& messag
 bool Relay::passes_on(const proto::Accusation& accusation, TimePoint now) {
   if (accusation.epoch() != plan_.first) return false;
   if (accusation.suspect() != accusation.replica())
-    return accused_.insert({accusation.replica(), accusation.suspect(), accusation.only_waiting()}).second ||
+    return accused_
+               .insert(
+                   {accusation.replica(), accusation.suspect(), accusation.only_waiting(), accusation.unconnected()})
+               .second ||
            accusation.lost();
   const auto [before, first] = of_themselves_.try_emplace({accusation.replica(), accusation.excused()}, now);
   if (!first && now - before->second < silence_ / 16) return false;

@@ -95,9 +95,9 @@ class Relay {
     std::map<NodeId, proto::ReplicaStatus> statuses;
     std::string last_status;  // that went up
   };
-  using GroupKey = std::pair<std::uint32_t, std::uint64_t>;         // replica, incarnation
-  using RankKey = std::pair<std::uint32_t, std::uint32_t>;          // replica, rank
-  using Accusing = std::tuple<std::uint32_t, std::uint32_t, bool>;  // replica, suspect, only waiting
+  using GroupKey = std::pair<std::uint32_t, std::uint64_t>;               // replica, incarnation
+  using RankKey = std::pair<std::uint32_t, std::uint32_t>;                // replica, rank
+  using Accusing = std::tuple<std::uint32_t, std::uint32_t, bool, bool>;  // replica, suspect, only waiting, unconnected
 
   static void note_places(NodeState& of, const proto::FromNode& message);
   void ask_to_introduce(std::vector<NodeId> nodes);

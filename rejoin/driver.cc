@@ -208,10 +208,10 @@ void Driver::poll_ring(TimePoint now) {
         const bool again = not_reached(outcome.member, outcome.error->message);
         // What goes on with others is not to be ended for it: it connects again, and the coordinator's status has it.
         if (ring_->needs(outcome.member)) {
-          auto& accusation = accuse(outcome.member, outcome.error->message);
-          accusation.set_lost(true);
-          record(accusation);
-          broken_[outcome.member.replica] = outcome.error->message;
+          Broken broken{outcome.error->message, outcome.error->code != ErrorCode::unavailable};
+          record(accuse_of_loss(outcome.member.replica, broken));
+          auto& known = broken_[outcome.member.replica];
+          if (broken.found || !known.found) known = std::move(broken);
         }
         reach_at_ = std::min(reach_at_, now + silence_ / (again ? 2 : 64));
         break;

@@ -191,7 +191,13 @@ class Driver {
   void excuse_flush(const std::vector<ftar::Wait>& waits, TimePoint now);
   void forgive_trainer(Duration pause, TimePoint now);
   proto::Accusation& excuse(std::string why, bool excused, TimePoint since, TimePoint now);
+  struct Broken {
+    std::string why;
+    bool found = false;  // by this end
+  };
   proto::Accusation& accuse(const ftar::Member& suspect, const std::string& what);
+  proto::Accusation& accuse_of_loss(ReplicaId suspect, const Broken& broken);
+  void accuse_of_wait(const ftar::Wait& wait);
   void record(const proto::Accusation& accusation);
   Duration patience_with_compute() const;
   void time_trainer(TimePoint now);
@@ -212,7 +218,7 @@ class Driver {
   std::unique_ptr<ftar::Communicator> prepared_;  // until this rank is registered
   std::unique_ptr<ftar::Communicator> ring_;
   // Why connections broke in this epoch. They are of no use before the next one.
-  std::map<ReplicaId, std::string> broken_;
+  std::map<ReplicaId, Broken> broken_;
   std::unique_ptr<StateAudit> audit_;
   membership::RankDigests digests_;  // of the last reduction
   std::shared_ptr<Offloaded<membership::RankDigests>> audit_under_way_;
@@ -262,10 +268,11 @@ class Driver {
   bool came_late_ = false;   // to a job whose other members know how long steps take
   std::uint64_t offered_ = 0, begun_ = 0;
   std::uint64_t stall_reported_for_ = 0;
-  std::tuple<std::uint64_t, std::uint32_t, bool> accused_;  // epoch, suspect, whether lost: recorded last
-  std::uint64_t job_ = 0;                                   // as registered
-  std::vector<Duration> step_times_;                        // of the last steps that went through in one epoch
-  bool disturbed_ = false;                                  // the step under way did not
+  // Recorded last, by suspect: in which epoch, and whether it was lost.
+  std::map<std::uint32_t, std::pair<std::uint64_t, bool>> accused_;
+  std::uint64_t job_ = 0;             // as registered
+  std::vector<Duration> step_times_;  // of the last steps that went through in one epoch
+  bool disturbed_ = false;            // the step under way did not
 };
 
 }  // namespace rejoin

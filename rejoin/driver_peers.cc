@@ -1,4 +1,4 @@
-// The other members: who is reached, who is waited for, and what the coordinator is told of both.
+// The other members, and who of them is reached; what the trainer may take its time with.
 #include <algorithm>
 #include <set>
 
@@ -13,8 +13,6 @@ namespace rejoin {
 
 namespace {
 
-// Of a wait.
-constexpr Duration kStallWorthTelling = std::chrono::seconds(1);
 constexpr std::size_t kStepsToLearnFrom = 4;
 constexpr int kFirstComputed = 8;
 
@@ -152,29 +150,6 @@ void Driver::choose_links() {
   });
 }
 
-proto::Accusation& Driver::accuse(const ftar::Member& suspect, const std::string& what) {
-  auto& accusation = *reports_.emplace_back().mutable_accusation();
-  accusation.set_replica(config_.replica.value);
-  accusation.set_rank(config_.rank);
-  accusation.set_epoch(machine_.epoch().value);
-  accusation.set_suspect(suspect.replica.value);
-  accusation.set_what(what);
-  return accusation;
-}
-
-// Repeated as it is, an accusation is recorded once.
-void Driver::record(const proto::Accusation& accusation) {
-  const std::tuple which(accusation.epoch(), accusation.suspect(), accusation.lost());
-  if (accusation.only_waiting() || std::exchange(accused_, which) == which) return;
-  events::record(events::Kind::accused,
-                 {.epoch = accusation.epoch(),
-                  .step = machine_.step().value,
-                  .replica = accusation.suspect(),
-                  .a = accusation.waited_ms(),
-                  .b = accusation.lost()},
-                 accusation.what());
-}
-
 // A trainer that computes is silent, too. What is normal is learned from the steps so far; a process that is stopped
 // is found by its missing heartbeats long before.
 Duration Driver::patience_with_compute() const {
@@ -249,75 +224,12 @@ void Driver::excuse_between_steps(TimePoint now) {
          true, now, now);
 }
 
-// Over a slow link what is on its way when an epoch begins lands for long. The others, who wait for this rank alone,
-// see nothing of that.
-void Driver::excuse_flush(const std::vector<ftar::Wait>& waits, TimePoint now) {
-  if (waits.empty() || !waits.front().to_land) {
-    landing_since_ = {};
-    return;
-  }
-  if (landing_since_ == TimePoint{}) landing_since_ = now;
-  const Duration taken = now - landing_since_;
-  const bool lands = waits.front().since <= silence_ / 4;
-  if (!lands || taken < silence_ / 4 || taken > config_.patience || now - excused_at_ < silence_ / 8) return;
-  excuse(fmt::format("{}, which land one by one", waits.front().what), true, landing_since_, now);
-}
-
-// To be changed, if at all, before the next report.
-proto::Accusation& Driver::excuse(std::string why, bool excused, TimePoint since, TimePoint now) {
-  excused_at_ = now;
-  auto& excuse = accuse({.replica = config_.replica, .incarnation = {}}, std::move(why));
-  excuse.set_only_waiting(true);
-  excuse.set_excused(excused);
-  excuse.set_waited_ms(static_cast<std::uint64_t>(milliseconds(now - since)));
-  return excuse;
-}
-
 // The daemon hears it again when another trainer of its node, or of its relay's, has come.
 void Driver::on_waits(const proto::Waits& waits) {
   auto what = without_times(waits.why());
   if (!waits.stands() && (current_ || what == waits_for_)) return;
   logger().warn("the job waits for {}", waits.why());
   waits_for_ = std::move(what);
-}
-
-// Nothing waits in silence: after a second the log says for whom, and the coordinator's status then or after a quarter
-// of the silence, whichever is sooner; what lasts too long is for the coordinator to judge.
-void Driver::look_for_stalls(TimePoint now) {
-  if (now - stall_checked_ < silence_ / 16) return;
-  stall_checked_ = now;
-  if (!machine_.member() || !machine_.has_contributors()) return;
-  // Said once, it may have been lost with a coordinator or a daemon that was away.
-  if (now - broken_reported_ >= silence_ / 4) {
-    broken_reported_ = now;
-    for (const auto& [replica, why] : broken_) accuse({.replica = replica, .incarnation = {}}, why).set_lost(true);
-  }
-  excuse_digests(now);
-  // Also by whom nobody is waited for any more: what it has sent, others may wait for.
-  ring_->drop_unanswered(deadlines::kUnanswered.of(silence_), now);
-  if (machine_.reduced()) return;
-  excuse_trainer(now);
-  const auto waits = ring_->waits(now);
-  excuse_flush(waits, now);
-  for (const auto& wait : waits) {
-    if (wait.since > kStallWorthTelling && stall_reported_for_ != machine_.step().value) {
-      stall_reported_for_ = machine_.step().value;
-      events::record(events::Kind::waits,
-                     {.step = machine_.step().value,
-                      .replica = wait.on ? wait.on->replica.value : config_.replica.value,
-                      .a = static_cast<std::uint64_t>(milliseconds(wait.since))},
-                     wait.what);
-      logger().warn("step {} waits for replica {} rank {}: {} ({:.0f} ms)", machine_.step(),
-                    wait.on ? wait.on->replica : config_.replica, config_.rank, wait.what, milliseconds(wait.since));
-    }
-    const Duration patience = wait.on_trainers ? patience_with_compute() : silence_;
-    if (!wait.on || wait.since <= std::min(kStallWorthTelling, silence_ / 4)) continue;
-    auto& accusation = accuse(*wait.on, wait.what);
-    accusation.set_only_waiting(wait.since <= patience);
-    accusation.set_waited_ms(static_cast<std::uint64_t>(milliseconds(wait.since)));
-    record(accusation);
-    break;
-  }
 }
 
 void Driver::on_peers(const proto::Peers& fragment) {

@@ -65,7 +65,8 @@ constexpr std::array<std::string_view, kFaultKinds> kFaultNames{"kill_trainer",
                                                                 "store_set_back",
                                                                 "stay_away",
                                                                 "cut_off_all",
-                                                                "stop_stream"};
+                                                                "stop_stream",
+                                                                "cut_replica"};
 
 constexpr std::array<std::string_view, kMoments> kMomentNames{"at once",        "commit",    "epoch",    "update",
                                                               "catch_up_begun", "caught_up", "promoted", "rank_up"};
@@ -150,6 +151,7 @@ Duration draw_lasting(FaultKind kind, Random& random) {
     case FaultKind::stop_stream:
     case FaultKind::slow_disk: return random.of_any_size(10us, 3s);
     case FaultKind::stay_away: return random.of_any_size(1s, 6s);
+    case FaultKind::cut_replica: return random.of_any_size(300ms, 4s);
     case FaultKind::cut_off_all: return random.between(80ms, 1600ms);  // less than half a silence to eight
     case FaultKind::power_loss:  // sometimes a machine is away for so long that the others start without it
       return random.one_in(3) ? random.of_any_size(1s, 6s) : random.of_any_size(1ms, 300ms);

@@ -73,8 +73,9 @@ enum class FaultKind : std::uint8_t {
   stay_away,    // a replica's processes end, and are started again only after this time
   cut_off_all,  // no node hears the coordinators for so long, nor they one; sometimes they are started again meanwhile
   stop_stream,  // a daemon's catch-up thread alone stands still, as in a driver that does not return
+  cut_replica,  // data of one replica, or two, and of all others does not arrive, one way or both; control does
 };
-constexpr std::size_t kFaultKinds = 56;
+constexpr std::size_t kFaultKinds = 57;
 std::string_view to_string(FaultKind kind);
 Result<FaultKind> parse_fault(std::string_view name);
 

@@ -185,6 +185,7 @@ std::unique_ptr<transport::Engine> World::make_engine(std::uint32_t node, Rails&
     made.push_back(fabric_.make_engine());
     rails.push_back(made.back().get());
     fabric_.stand(*rails.back(), room_of(node));
+    fabric_.belong(*rails.back(), node / shape.nodes);
     const SlowLink& link = slow_links_[node];
     fabric_.slow(*rails.back(), link.out, link.in, link.until);
   }

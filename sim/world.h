@@ -18,6 +18,7 @@
 #include "sim/daemon.h"
 #include "sim/ends.h"
 #include "sim/fault.h"
+#include "sim/isolation.h"
 #include "sim/play.h"
 #include "sim/relay.h"
 #include "sim/replicated.h"
@@ -68,11 +69,8 @@ class World {
   void on_moment(Moment moment, std::uint32_t replica);
   void went_wrong(const Trainer& trainer, std::uint64_t version);
   void on_long_work(Duration lasting) { disturb(lasting); }  // of a trainer, between a commit and its next step
-  void felt_for(Duration lasting) {                          // what an earlier fault was for begins now
-    disturb(lasting);
-    faults_end_ = std::max(faults_end_, now() + lasting);
-  }
-  bool plant_due();  // the planted fault happens here, once in a while
+  void felt_for(Duration lasting);                           // what an earlier fault was for begins now
+  bool plant_due();                                          // the planted fault happens here, once in a while
 
   const Options options_;
   const Shape shape;
@@ -236,6 +234,9 @@ class World {
   void part(const Fault& fault, TimePoint until);
   void cut_off_all(const Fault& fault, TimePoint until);
   void see_whom_to_spare(const Fault& fault);
+  void see_who_is_cut(const Fault& fault);
+  void cut_replica(const Fault& fault, TimePoint until);
+  void check_isolation(const std::optional<std::string>& wrong);
   void set_back_store(Random& random, TimePoint until);
   void kill_trainer(std::uint32_t replica, std::uint32_t rank, const std::string& why);
   void end_trainer(Trainer& trainer, const std::string& why, bool gave_up = false);
@@ -294,10 +295,7 @@ class World {
   void check_ends();
   std::optional<ReplicaId> who_alone_has_ended(const Ends::Tells& tells) const;
   void disturb(Duration lasting) { disturb(lasting, lasting); }
-  void disturb(Duration lasting, Duration felt) {
-    felt_until_ = std::max(felt_until_, now() + felt);
-    disturbed_until_ = std::max(disturbed_until_, now() + lasting + 4 * job.silence);
-  }
+  void disturb(Duration lasting, Duration felt);
 
   VirtualClock clock_;
   Random failures_random_, plant_random_;
@@ -309,6 +307,7 @@ class World {
   std::size_t history_ = 0;       // the one that goes on
   Checker of_others_;             // who are of another job; nobody asks it
   Survivors survivors_;
+  Isolation isolation_;
   Outcome outcome_;
   std::uint64_t numbers_ = 0, sequence_ = 0;
   std::map<std::pair<TimePoint, std::uint64_t>, std::function<void()>> agenda_;

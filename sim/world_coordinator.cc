@@ -25,6 +25,7 @@ void World::let_operator_act() {
   if (deciding() != nullptr && deciding()->stopped()) drop_who_is_wrong();
   end_strangers();
   check_ends();
+  check_isolation(isolation_.check(now(), job.silence));
   after(job.silence / 4, [this] { let_operator_act(); });
 }
 
@@ -152,6 +153,7 @@ void World::on_record(const proto::LogRecord& record) {
     if (!bits_damaged_ && options_.plant == Plant::none &&
         record.epoch().reason().find(" differ ") != std::string::npos)
       checker().violate("no-drift", fmt::format("a false alarm: {}", record.epoch().reason()));
+    check_isolation(isolation_.on_epoch(record.epoch(), now()));
     on_moment(Moment::epoch, 0);
     check_protocol(record.epoch());
     count_crossings(record.epoch());
@@ -161,6 +163,7 @@ void World::on_record(const proto::LogRecord& record) {
     if (record.committed().has_balance()) count("shares changed");
     note("step {} is committed in epoch {}", record.committed().step(), record.committed().epoch());
     on_committed(record.committed());
+    isolation_.on_commit(now());
     // What was said before it is over.
     std::ranges::fill(allowed_to_roll_back_, std::nullopt);
     on_moment(Moment::commit, 0);

@@ -15,6 +15,16 @@ Duration World::slowness(std::uint32_t replica, std::uint32_t rank) const {
   return found != slow_until_.end() && found->second > now() ? Duration(250ms) : Duration{};
 }
 
+void World::disturb(Duration lasting, Duration felt) {
+  felt_until_ = std::max(felt_until_, now() + felt);
+  disturbed_until_ = std::max(disturbed_until_, now() + lasting + 4 * job.silence);
+}
+
+void World::felt_for(Duration lasting) {
+  disturb(lasting);
+  faults_end_ = std::max(faults_end_, now() + lasting);
+}
+
 void World::happen(const Fault& fault) {
   // Where one replica is wrong, those who are right are needed.
   if (!is_of_bits(fault.kind) && somebody_is_wrong()) return;
@@ -22,6 +32,7 @@ void World::happen(const Fault& fault) {
   note("FAULT {} (replica {} rank {}, {:.1f} ms)", to_string(fault.kind), fault.replica, fault.rank,
        milliseconds(fault.lasting));
   see_whom_to_spare(fault);
+  see_who_is_cut(fault);
   if (is_of_bits(fault.kind)) return damage_bits(fault);
   disturb(fault.lasting, fault.kind == FaultKind::stay_away ? Duration{} : fault.lasting);
   Trainer* trainer = trainers_[fault.replica][fault.rank].get();
@@ -157,6 +168,7 @@ void World::happen(const Fault& fault) {
     case FaultKind::stop_relay:
       if (const auto relay = draw_relay(node, random); relay && relays_[*relay]) stop(*relays_[*relay], fault.lasting);
       return;
+    case FaultKind::cut_replica: return cut_replica(fault, until);
     case FaultKind::stop_introduction: return stop_introduction(fault);
     case FaultKind::black_hole: return black_hole(fault, until);
     case FaultKind::forget: return forget(fault);

@@ -81,8 +81,8 @@ TEST(Readmissions, TheCoordinatorSaysWhyAReplicaThatIsThereIsNotAdmitted) {
   ASSERT_TRUE(bench.in()) << "once may be chance";
   bench.put_out();
   const std::string line =
-      "replica 1 was put out soon after its admission, 2 times (replica 2 lost it: connection reset): the next is in 4 "
-      "s at the earliest";
+      "replica 1 was put out soon after its admission, 2 times (replicas 0, 2 have no connection with it: replica 0 "
+      "lost it: connection reset): the next is in 4 s at the earliest";
   EXPECT_NE(bench.warnings.find(line), std::string::npos) << bench.warnings;
   bench.come_back();
   ASSERT_FALSE(bench.in());

@@ -27,7 +27,8 @@ struct Ranks {
     relay.on_coordinator_message(plan, now);
   }
   // How many messages go up for this one.
-  std::size_t send(std::uint32_t rank, std::uint32_t suspect, bool excused, std::uint64_t epoch = 3) {
+  std::size_t send(std::uint32_t rank, std::uint32_t suspect, bool excused, std::uint64_t epoch = 3,
+                   bool unconnected = false) {
     proto::FromNode message;
     auto& accusation = *message.mutable_accusation();
     accusation.set_replica(1);
@@ -36,6 +37,7 @@ struct Ranks {
     accusation.set_suspect(suspect);
     accusation.set_only_waiting(true);
     accusation.set_excused(excused);
+    accusation.set_unconnected(unconnected);
     return relay.on_node_message(NodeId(rank), message, now).to_coordinator.size();
   }
 };
@@ -47,6 +49,8 @@ TEST(Relay, OfRanksThatWaitForAnotherReplicaTheFirstSpeaksForAll) {
   ranks.now += 1s;
   EXPECT_EQ(ranks.send(0, 2, false), 0u);
   EXPECT_EQ(ranks.send(0, 2, false, 2), 0u) << "of an epoch that is over";
+  EXPECT_EQ(ranks.send(2, 2, false, 3, /*unconnected=*/true), 1u) << "another kind of wait";
+  EXPECT_EQ(ranks.send(3, 2, false, 3, /*unconnected=*/true), 0u);
 }
 
 // Whoever hears of it no more judges: so it is passed on for as long as it is said, but not of each rank.

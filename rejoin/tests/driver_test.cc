@@ -289,7 +289,7 @@ TEST(Driver, AConnectionThatTheEpochDoesNotNeedIsToldOfAndAccusesNobody) {
   }
   waited_for.erase(100);  // for its trainer, which has not begun
   EXPECT_EQ(lost, (std::set<std::uint32_t>{0, 5}));
-  EXPECT_EQ(waited_for, (std::set<std::uint32_t>{0}));
+  EXPECT_EQ(waited_for, (std::set<std::uint32_t>{0, 5})) << "each that it has no connection with";
   EXPECT_EQ(unreached, (std::set<std::uint32_t>{0, 1, 2, 3, 4, 5}));
 }
 

@@ -324,7 +324,8 @@ void SimEngine::close(EndpointId id) {
   const bool forgotten = found->second.forgotten;
   endpoints_.erase(found);
   if (forgotten) return;  // nor does its end come there
-  const Duration seen = fabric_.options_.late_writes ? fabric_.options_.detection : fabric_.delay();
+  const Duration seen = (fabric_.options_.late_writes ? fabric_.options_.detection : fabric_.delay()) +
+                        fabric_.parted(number_, peer_engine);
   fabric_.after(seen, [&fabric = fabric_, peer_engine, peer] {
     if (auto* other = fabric.engine(peer_engine)) other->fail_endpoint(peer, "closed by the peer");
   });

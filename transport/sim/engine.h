@@ -97,7 +97,7 @@ class SimEngine final : public Engine {
   Duration registering_{};           // what those since the last look have taken
   Duration slow_out_{}, slow_in_{};
   TimePoint slow_until_{};
-  std::uint32_t room_ = 0;
+  std::uint32_t room_ = 0, place_ = 0;
   std::vector<std::function<void()>> held_;  // what arrived while stopped
   std::map<std::uint64_t, Endpoint> endpoints_;
   std::map<std::uint64_t, Region> regions_;

@@ -93,9 +93,16 @@ Duration Fabric::slowness(std::uint32_t from, std::uint32_t to) {
   const TimePoint now = clock_.now();
   const auto hole = blocked_.find({from, to});
   const Duration blocked = hole != blocked_.end() && hole->second > now ? hole->second - now : Duration{};
-  return blocked + (far(from, to) ? options_.between_rooms : Duration{}) +
+  return std::max(blocked, parted(from, to)) + (far(from, to) ? options_.between_rooms : Duration{}) +
          (sender != nullptr && sender->slow_until_ > now ? sender->slow_out_ : Duration{}) +
          (receiver != nullptr && receiver->slow_until_ > now ? receiver->slow_in_ : Duration{});
+}
+
+Duration Fabric::parted(std::uint32_t from, std::uint32_t to) const {
+  const SimEngine *sender = engine(from), *receiver = engine(to);
+  if (parted_.empty() || sender == nullptr || receiver == nullptr) return {};
+  const auto cut = parted_.find({sender->place_, receiver->place_});
+  return cut == parted_.end() ? Duration{} : std::max(Duration{}, cut->second - clock_.now());
 }
 
 bool Fabric::far(std::uint32_t one, std::uint32_t other) const {
@@ -112,6 +119,13 @@ void Fabric::stand(const Engine& engine, std::uint32_t room) { made_here(engine)
 void Fabric::block(const Engine& from, const Engine& to, TimePoint until) {
   TimePoint& hole = blocked_[{made_here(from).number_, made_here(to).number_}];
   hole = std::max(hole, until);
+}
+
+void Fabric::belong(const Engine& engine, std::uint32_t place) { made_here(engine).place_ = place; }
+
+void Fabric::part(std::uint32_t from, std::uint32_t to, TimePoint until) {
+  TimePoint& cut = parted_[{from, to}];
+  cut = std::max(cut, until);
 }
 
 void Fabric::reset(const Engine& engine, std::uint64_t which) {

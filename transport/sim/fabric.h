@@ -60,6 +60,10 @@ class Fabric {
   void slow(const Engine& engine, Duration out, Duration in, TimePoint until);
   // Until then nothing of what is sent from one to the other arrives, and neither learns of it: a black hole, one way.
   void block(const Engine& from, const Engine& to, TimePoint until);
+  // To which place this engine belongs; at first all are in one. And until then nothing arrives in one place of what is
+  // sent from another, also from or to engines that come to them later.
+  void belong(const Engine& engine, std::uint32_t place);
+  void part(std::uint32_t from, std::uint32_t to, TimePoint until);
   // One of its connections (number `which` of them, as it were on a circle) is reset: the two see it, nobody else does.
   void reset(const Engine& engine, std::uint64_t which);
   // What lies between has forgotten the connections that this engine has now, as a firewall does of idle ones: nothing
@@ -99,7 +103,8 @@ class Fabric {
   SimEngine* engine(std::uint32_t number) const;
   std::uint32_t engine_at(std::uint32_t address) const;  // its number; nobody's, where nobody answers
   Duration slowness(std::uint32_t from, std::uint32_t to);
-  bool far(std::uint32_t one, std::uint32_t other) const;  // in another room
+  Duration parted(std::uint32_t from, std::uint32_t to) const;  // for how long from now, by place
+  bool far(std::uint32_t one, std::uint32_t other) const;       // in another room
   Duration least_latency(std::uint32_t from, std::uint32_t to) const;
 
   Options options_;
@@ -112,6 +117,7 @@ class Fabric {
   static constexpr std::uint32_t kNobody = ~0u;
   std::unordered_map<std::uint32_t, std::uint32_t> moved_;  // by address: whose it is now, where that has changed
   std::map<std::pair<std::uint32_t, std::uint32_t>, TimePoint> blocked_;  // from, to: until then
+  std::map<std::pair<std::uint32_t, std::uint32_t>, TimePoint> parted_;   // likewise, places
   std::map<std::pair<TimePoint, std::uint64_t>, std::function<void()>> agenda_;
   struct Moving {
     std::uint32_t from = 0, to = 0;

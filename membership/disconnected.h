@@ -1,0 +1,41 @@
+// Which members have no connection with each other, as their accusations say in this epoch. That a connection is
+// missing is true of both its ends, whoever says it and whoever is heard first. Pure.
+#pragma once
+
+#include <map>
+#include <set>
+#include <string>
+#include <tuple>
+
+#include "membership/coordinator_state.h"
+#include "membership/members.h"
+
+namespace rejoin::membership {
+
+class Disconnected {
+ public:
+  // `patience`: for how long what was said of a wait that is not too long yet is taken for so, and how long one that is
+  // has to stand.
+  Disconnected(const std::map<Edge, Accusation>& accusations, const Members& members, TimePoint now, Duration patience);
+
+  bool empty() const { return all_.empty(); }
+  bool stands() const { return stands_; }  // one of them does
+  const std::map<ReplicaId, std::set<ReplicaId>>& all() const { return all_; }
+
+  // How many others it has no connection with; how many of these none with it alone; and how many it had none with in
+  // this step who are out since. `mended`: pairs that have tried to connect again.
+  std::tuple<int, int, int> weight(ReplicaId member, const std::map<Edge, int>& mended) const;
+  // In the words of who has found it out, whichever end that is.
+  std::string why(ReplicaId member) const;
+
+ private:
+  const std::map<Edge, Accusation>& accusations_;
+  const Members& members_;
+  std::map<ReplicaId, std::set<ReplicaId>> all_;
+  bool stands_ = false;
+};
+
+// How much an accusation tells of what is wrong.
+inline int explains(bool lost, bool found, bool unconnected) { return lost ? 2 + int{found} : int{unconnected}; }
+
+}  // namespace rejoin::membership

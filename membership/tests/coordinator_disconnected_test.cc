@@ -1,0 +1,137 @@
+// Members that have no connection with each other: which one is put out, whoever is heard first, and in whose words.
+#include <algorithm>
+
+#include "membership/tests/coordinator_bench.h"
+
+namespace rejoin::membership {
+namespace {
+
+struct Said {
+  std::uint32_t who = 0, suspect = 0;
+  bool unconnected = true, lost = false, found = false, only_waiting = false;
+  const char* what = "a connection with it";
+};
+Said flush(std::uint32_t who, std::uint32_t suspect) {
+  return {.who = who, .suspect = suspect, .unconnected = false, .what = "its flush of epoch 1"};
+}
+Said lost(std::uint32_t who, std::uint32_t suspect, const char* found = nullptr) {
+  return {.who = who,
+          .suspect = suspect,
+          .unconnected = false,
+          .lost = true,
+          .found = found != nullptr,
+          .what = found != nullptr ? found : "the peer is gone: Connection reset by peer"};
+}
+
+struct Job : Bench {
+  explicit Job(std::uint32_t members) : Bench({}, {.replicas = members}) {
+    for (std::uint64_t node = 0; node < members; ++node) nodes.push_back(node);
+    all_come(1, 0);
+  }
+  void say(const Said& said) {
+    proto::FromNode message;
+    auto& a = *message.mutable_accusation();
+    a.set_replica(said.who);
+    a.set_epoch(coordinator.epoch().value);
+    a.set_suspect(said.suspect);
+    a.set_what(said.what);
+    a.set_unconnected(said.unconnected);
+    a.set_lost(said.lost);
+    a.set_found(said.found);
+    a.set_only_waiting(said.only_waiting);
+    send(said.who, message);
+  }
+  // All of it, with or without a tick between each two, until somebody is out; who that is, and why.
+  std::pair<std::uint32_t, std::string> out(const std::vector<Said>& all, Duration between = 1ms) {
+    for (int i = 0; i < 40 && coordinator.suspended().empty(); ++i) {
+      for (const auto& said : all) {
+        if (!coordinator.suspended().empty()) break;
+        say(said);
+        pass(between, nodes);
+      }
+      pass(1ms, nodes);
+    }
+    if (coordinator.suspended().size() != 1) return {99, warnings};
+    return {coordinator.suspended()[0].replica.value, coordinator.suspended()[0].reason};
+  }
+  std::vector<std::uint64_t> nodes;
+};
+
+// Of a ring in which who is named first, whoever that is, waits for the one that cannot say its flush.
+TEST(CoordinatorDisconnected, WhomNobodyHasAConnectionWithIsOutWhoeverIsHeardFirst) {
+  for (std::uint32_t cut = 0; cut < 3; ++cut) {
+    const std::uint32_t a = cut == 0 ? 1 : 0, b = cut == 2 ? 1 : 2;
+    std::vector<Said> all{{cut, a}, {cut, b}, {a, cut}, {b, cut}, flush(a, b), flush(b, a)};
+    for (std::size_t first = 0; first < all.size(); ++first) {
+      std::ranges::rotate(all, all.begin() + 1);
+      Job job(3);
+      const auto [out, why] = job.out(all);
+      EXPECT_EQ(out, cut) << why;
+      const char* others = cut == 0 ? "1-2" : cut == 1 ? "0, 2" : "0-1";
+      EXPECT_EQ(why.find(fmt::format("replicas {} have no connection with it: replica ", others)), 0u) << why;
+    }
+  }
+}
+
+// Before one of them has waited for too long, all have said that they wait.
+TEST(CoordinatorDisconnected, WhatIsNotTooLongYetIsCountedWithWhatIs) {
+  Job job(3);
+  const auto early = [](std::uint32_t who, std::uint32_t suspect) {
+    return Said{.who = who, .suspect = suspect, .only_waiting = true};
+  };
+  const auto [out, why] = job.out({{0, 2}, early(2, 0), early(2, 1), early(1, 2), flush(1, 0)});
+  EXPECT_EQ(out, 2u) << why;
+}
+
+// Which of the two it is has to be drawn from something; not from a third one that waits for either.
+TEST(CoordinatorDisconnected, OfTwoWithoutAConnectionItIsTheSameOneInAnyOrderAndNoThirdOneIsNamed) {
+  std::vector<Said> all{{0, 1}, {1, 0}, flush(2, 0), flush(3, 0)};
+  for (std::size_t first = 0; first < all.size(); ++first) {
+    std::ranges::rotate(all, all.begin() + 1);
+    Job job(4);
+    const auto [out, why] = job.out(all);
+    EXPECT_EQ(out, 1u) << why;
+    EXPECT_EQ(why, "replica 0 waits for a connection with it");
+  }
+}
+
+// 1 and 3 are cut from 0, 2 and 4; in the ring 3-0-1-2-4 each of 0 and 1 lacks both its neighbours, and 3 one.
+TEST(CoordinatorDisconnected, OfTwoThatLackAsManyItIsTheOneThatOthersLackAlone) {
+  Job job(5);
+  const auto [out, why] = job.out({{3, 0}, {0, 3}, {0, 1}, {1, 0}, {1, 2}, {2, 1}, {4, 3}, {3, 4}}, 0ms);
+  EXPECT_EQ(out, 3u) << why;
+}
+
+TEST(CoordinatorDisconnected, TheReasonIsInTheWordsOfWhoHasFoundItOut) {
+  const char* found = "nothing of what is sent to it has been acknowledged for 1.0 s";
+  for (const std::uint32_t finder : {0, 1}) {
+    Job job(3);
+    const auto [out, why] =
+        job.out({lost(0, 1), lost(1, 0), lost(finder, 1 - finder, found), lost(finder, 1 - finder), flush(2, 1)}, 0ms);
+    EXPECT_EQ(out, 1u);
+    EXPECT_EQ(why, fmt::format("{}: {}", finder == 0 ? "replica 0 lost it" : "it lost replica 0", found));
+  }
+}
+
+// Its machine may be gone, which its silence tells.
+TEST(CoordinatorDisconnected, WhoLacksTwoThatAreNotHeardIsNotJudged) {
+  Job job(3);
+  job.pass(400ms, {0});
+  job.say({0, 1}), job.say({0, 2});
+  job.pass(400ms, {0});
+  EXPECT_EQ(job.coordinator.members().size(), 3u) << job.warnings;
+}
+
+// Those of before say the first that they wait for, and not whether it is for a connection.
+TEST(CoordinatorDisconnected, OfThoseWhoDoNotSayItTheMostAccusedIsOutAsBefore) {
+  Job job(3);
+  const auto older = [](std::uint32_t who, std::uint32_t suspect) {
+    return Said{.who = who, .suspect = suspect, .unconnected = false};
+  };
+  const auto [out, why] = job.out({older(0, 2), older(1, 2), older(2, 0)});
+  EXPECT_EQ(out, 2u);
+  EXPECT_EQ(why, "replica 1 waits for a connection with it");
+}
+
+}  // namespace
+}  // namespace rejoin::membership
