@@ -324,6 +324,8 @@ def update(session: Session, step: int) -> None:
             raise
         if session._in_step:
             session._updated = True
+    assert session._updates is not None
+    session._updates.refuse_late_state()  # not before: the step is decided, and the state can be saved
 
 
 def _update(session: Session, step: int) -> None:

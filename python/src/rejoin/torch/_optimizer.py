@@ -298,9 +298,22 @@ def _bits(value: torch.Tensor) -> torch.Tensor:
 Part = tuple[Mapping[str, Any], Kept, Mapping[str, Any], Sequence[torch.Tensor], torch.Tensor, "torch.Tensor | None"]
 
 
-def apply(optimizer: torch.optim.Optimizer, parts: Sequence[Part], step: int) -> None:
+def unlike(kept: Kept, state: Mapping[str, Any], moments: Sequence[torch.Tensor] | None = None) -> str | None:
+    """Tell what an optimizer does with a parameter's state that it did not in its first step, if anything: it keeps
+    more by now, or, where `moments` are what it was given, others in their place."""
+    known = (*kept.moments, kept.step)
+    if more := [key for key, value in state.items() if value is not None and key not in known]:
+        return f"begins to keep '{more[0]}'"
+    for name, given in zip(kept.moments, moments or (), strict=False):
+        now = state.get(name)
+        if now is not given and (not isinstance(now, torch.Tensor) or now.data_ptr() != given.data_ptr()):
+            return f"puts another tensor in the place of '{name}'"
+    return None
+
+
+def apply(optimizer: torch.optim.Optimizer, parts: Sequence[Part], step: int) -> str | None:
     """Update parts of parameters by step `step`: each with its group, what is kept, its columns, its gradient, and the
-    parameter that it stands for."""
+    parameter that it stands for. Gives what `unlike()` tells of the first of whose state it does."""
     groups: dict[int, dict[str, Any]] = {}
     states: list[tuple[torch.nn.Parameter, dict[str, Any]]] = []
     for group, kept, scratch, columns, gradient, of in parts:
@@ -312,3 +325,7 @@ def apply(optimizer: torch.optim.Optimizer, parts: Sequence[Part], step: int) ->
     for parameter, state in states:
         copy.state[parameter] = state
     copy.step()
+    for (parameter, _), (_, kept, _, columns, _, _) in zip(states, parts, strict=True):
+        if told := unlike(kept, copy.state[parameter], columns[1:]):
+            return told
+    return None

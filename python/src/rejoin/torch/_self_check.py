@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -15,6 +16,10 @@ from rejoin.torch._optimizer import USE, apply, kept_by, same_bits, small, with_
 log = logging.getLogger("rejoin")
 
 Columns = Sequence[torch.Tensor]
+
+# Multiples of all numbers up to 16, as a count behind the step and before it: what a rule does in each k-th step, and
+# what begins late.
+_LATE = (720_720, 720_721)
 
 
 # In each row nearly: where rules project, as AdamP's, they do so there alone, and it shows where a little is left.
@@ -52,14 +57,27 @@ def self_check(
         flat = torch.randn(count, generator=random, device="cpu") * scale * 10**exponents
         return flat.view(shape).to(like.dtype).to(like.device)
 
+    late: list[str] = []  # what it does with its state that it did not in its first step
+
+    def refuse_late() -> None:
+        if late:
+            raise InvalidArgument(
+                f"{name} {late[0]}: a replica that catches up could not be given it. Let all of a parameter's state "
+                f"be there from the first step on, and be written in place. {USE}"
+            )
+
     def update(step: int, *parts: tuple[Columns, torch.Tensor]) -> None:
         try:
-            apply(optimizer, [(group, kept, scratch, columns, gradient, of) for columns, gradient in parts], step)
+            told = apply(
+                optimizer, [(group, kept, scratch, columns, gradient, of) for columns, gradient in parts], step
+            )
+            late.extend([f"{told} for a parameter in step {step}"] if told else [])
         except Exception as error:
-            raise InvalidArgument(
-                f"{name} can't update a part of a tensor, which has one dimension: {type(error).__name__}: {error}. "
-                f"{USE}"
-            ) from error
+            refuse_late()
+            told = f"{name} can't update a part of a tensor, which has one dimension: {type(error).__name__}: {error}"
+            if isinstance(error, KeyError):
+                told += ", perhaps of state that is not there from the first step on"
+            raise InvalidArgument(f"{told}. {USE}") from error
 
     def made() -> list[torch.Tensor]:
         value = drawn(1.0)
@@ -107,6 +125,10 @@ def self_check(
                 f"{name} changes the gradients that it is given, which belong to the session: let its step() change a "
                 "copy, or, of torch's own, set foreach=False"
             )
+    for step in _LATE:
+        with suppress(InvalidArgument):  # a schedule of the optimizer's own may have ended long before
+            update(step, ([column.clone() for column in columns[0]], drawn(0.1)))
+    refuse_late()
     if same_bits(columns[0], first):
         raise InvalidArgument(
             f"{name} does not update the parameters that it is given: where it wraps another optimizer, attach that one"
@@ -119,5 +141,6 @@ def self_check(
         except InvalidArgument as error:  # step() raises, as it would in the script
             log.debug("not tried with %s: %s", value, error)
             continue
+        refuse_late()
         same &= parts_are_as_the_whole(tried, "To pass over what is not finite, attach(…, skip_nonfinite=True)")
     return same
