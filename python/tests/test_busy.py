@@ -10,7 +10,7 @@ from test_session import session  # noqa: E402
 from torch.utils.data import DataLoader  # noqa: E402
 
 from rejoin import errors  # noqa: E402
-from rejoin.torch import Batches  # noqa: E402
+from rejoin.torch import Batches, _busy  # noqa: E402
 from rejoin.torch._busy import Busy  # noqa: E402
 from rejoin.torch._data import Fetcher  # noqa: E402
 
@@ -159,6 +159,22 @@ def test_a_session_at_its_end_has_no_error_of_its_own_for_the_end_of_a_step():
 
     native.done = done
     busy.end_step()
+
+
+def test_a_script_that_ends_within_a_first_step_is_not_waited_for_while_its_exit_takes_long(monkeypatch):
+    native, hooks = Native(), []
+    monkeypatch.setattr(_busy.atexit, "register", lambda *given, **named: hooks.append((given, named)))
+    monkeypatch.setattr(_busy.atexit, "unregister", lambda of: hooks.pop() if hooks[0][0] == (of,) else None)
+    busy = Busy(native)
+    busy.begin_step(16)
+    ((end,), settings) = hooks[0]
+    end(**settings)
+    assert native.said[-1] == "done" and not hooks
+    busy.begin_step(16)  # it was not trained
+    assert native.said[-1] != "done" and hooks
+    busy.end_step()
+    busy.begin_step(16)
+    assert native.said[-1] == "done" and not hooks
 
 
 def test_who_is_out_since_it_hangs_hears_of_busy():

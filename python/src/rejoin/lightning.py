@@ -185,8 +185,9 @@ class RejoinCallback(pl.Callback):  # type: ignore[misc]  # it has types of its 
             self._evaluation = None
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """End what a validation has begun, which may have raised."""
+        """End what a validation has begun, which may have raised, and let nobody wait for a first step that has."""
         self.on_validation_end(trainer, pl_module)
+        self.part.session._busy.end_step(trained=False)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """End the loop where the job has ended, or this replica is to leave."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -99,12 +100,15 @@ class Busy:
         """Be busy where a step's batch is the first of its size: it may be compiled for, and not equally fast on all.
 
         It counts as computing, and the others hear of it where it takes long: a step that compiles nothing costs none.
+        A script that ends within the step, and has slow work at its exit, is waited for no longer: what holds the
+        loop's iterator, as a framework does, keeps end_step() from being called before.
         """
         self._size = size
         if self._now is None and size not in self._sizes:
             what = f"its first batch of {size} samples, which it may compile for"
             self._first = _With(self._native.busy_in_step, what, LONGEST_WAIT, is_ours=True)
             self._begin(self._first)
+            atexit.register(self.end_step, trained=False)
 
     def end_step(self, trained: bool = True) -> None:
         """End what begin_step() has begun. `trained`: whether it came to the step's end."""
@@ -116,3 +120,4 @@ class Busy:
                 with suppress(RejoinError):  # of a session at its end, which what comes next says
                     self._end()
             self._first = None
+            atexit.unregister(self.end_step)
