@@ -3,8 +3,10 @@
 import collections
 import contextlib
 import importlib
+import re
 import sys
 import types
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -293,9 +295,10 @@ def test_a_trainer_of_transformers_counts_the_jobs_steps_and_ends_with_the_job(t
     class Trainer:
         def __init__(self, callback):
             self.args = SimpleNamespace(
-                max_steps=9, gradient_accumulation_steps=1, data_seed=None, seed=3, max_grad_norm=1.0
+                max_steps=9, gradient_accumulation_steps=1, data_seed=None, seed=3, max_grad_norm=1.0, output_dir="out"
             )
-            self.callback_handler, self.accelerator = SimpleNamespace(callbacks=[callback]), SimpleNamespace()
+            self.callback_handler = SimpleNamespace(callbacks=[TensorBoardCallback(), callback])
+            self.accelerator = SimpleNamespace()
             self.logged, self.saved = [], []
 
         def get_train_dataloader(self):
@@ -307,13 +310,25 @@ def test_a_trainer_of_transformers_counts_the_jobs_steps_and_ends_with_the_job(t
         def save_model(self, output_dir, _internal_call):
             self.saved.append(output_dir)
 
+        def save_state(self):
+            self.saved.append("state")
+
+        def save_metrics(self, split, metrics):
+            self.saved.append(metrics)
+
+    class TensorBoardCallback:
+        logging_dir = None
+
     adapter = adapter_for(monkeypatch, "transformers", "transformers", Trainer=Trainer, TrainerCallback=object)
     one, _, native = a_job_of(tmp_path, monkeypatch, 9)
     one._joined = False
     callback = adapter.RejoinCallback(one)
     trainer = adapter.RejoinTrainer(callback)
     feed = trainer.get_train_dataloader()
+    assert re.fullmatch(r"out/runs/\S+-replica0", trainer.callback_handler.callbacks[0].logging_dir)
+    trainer.save_state()  # as each does that has not joined
     one._joined, native.step = True, 4  # it has come back
+    trainer.save_state()
     assert len(feed) == 9 and float(trainer.accelerator.clip_grad_norm_([], float("inf"))) == 0.0
     state, control = SimpleNamespace(global_step=0, epoch=0.0), SimpleNamespace(should_training_stop=False)
     for number, _ in enumerate(feed, start=5):
@@ -334,7 +349,11 @@ def test_a_trainer_of_transformers_counts_the_jobs_steps_and_ends_with_the_job(t
     monkeypatch.setattr(one, "final_save", lambda path: contextlib.nullcontext(path == "mine"))
     for path in ("mine", "another's"):
         trainer.save_model(path)
-    assert trainer.saved == ["mine"]
+    native.version = lambda: 9
+    trainer.save_metrics("eval", {"loss": 1.0})
+    one._step = replace(one._step, leads=False)
+    trainer.save_metrics("eval", {"loss": 2.0})
+    assert trainer.saved == ["state", "mine", {"loss": 1.0}]
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3])

@@ -81,6 +81,7 @@ def transformers(session: rj.Session, given: argparse.Namespace) -> None:
     )
     ended = trainer.train()
     trainer.save_model()
+    trainer.save_state()
     print(f"ended at {ended.global_step}, finished {session.finished}", flush=True)
 
 

@@ -16,6 +16,8 @@ import json
 import logging
 import os
 import shutil
+import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -167,8 +169,16 @@ class RejoinMixin:
         )
         # The mean of all replicas' gradients is clipped by optimizer.step(), and its norm is known then.
         self.accelerator.clip_grad_norm_ = lambda *_, **__: torch.tensor(part.session.last_norm or 0.0)
+        self._give_runs_of_their_own()
         part.feed = part.session.data(loader, steps=args.max_steps, micro_batches=args.gradient_accumulation_steps)
         return part.feed
+
+    # Replicas that start in the same second would share the directory that TensorBoard's takes a run for.
+    def _give_runs_of_their_own(self) -> None:
+        for callback in self.callback_handler.callbacks:
+            if type(callback).__name__ == "TensorBoardCallback" and getattr(callback, "logging_dir", "") is None:
+                run = f"{time.strftime('%b%d_%H-%M-%S')}_{socket.gethostname()}-replica{self._part.session.replica}"
+                callback.logging_dir = os.path.join(self.args.output_dir, "runs", run)
 
     def log(self, logs: dict[str, float], *given: Any, **named: Any) -> None:
         """Log the norm and the learning rate of the job's step."""
@@ -196,6 +206,22 @@ class RejoinMixin:
         errors = (RuntimeError, SafetensorError)  # what torch and safetensors make of the system's
         with part.busy("a checkpoint"), part.saving.of(directory, self.state.global_step, *errors), undone:
             super()._save_checkpoint(*given, **named)  # type: ignore[misc]
+
+    # Each replica is the process of rank 0 to the Trainer. Behind the loop, too, it is the leader that writes.
+    @property
+    def _writes(self) -> bool:
+        session = self._part.session
+        return not session._joined or session.leads
+
+    def save_state(self) -> None:
+        """Save the Trainer's state; in the loop and behind it on the leader alone."""
+        if self._writes:
+            super().save_state()  # type: ignore[misc]
+
+    def save_metrics(self, *given: Any, **named: Any) -> None:
+        """Save metrics; in the loop and behind it on the leader alone."""
+        if self._writes:
+            super().save_metrics(*given, **named)  # type: ignore[misc]
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model; behind the loop all replicas call it, and one of them writes: `Session.final_save()`."""

@@ -58,7 +58,8 @@ class Feed:
         if session._model is None:
             raise InvalidArgument(
                 "data of the first step was asked for before attach(): attach model and optimizer first, and tell a "
-                "loop that takes data ahead how much comes, session.data(loader, steps=…)"
+                "loop that takes data ahead how much comes, session.data(loader, steps=…). What tries settings before "
+                "the job, as Lightning's Tuner does (lr_find()), goes over a plain DataLoader, in one process"
             )
         for step, data in session.steps(self.loader):
             session._passes = self.micro_batches  # counted as gradients come: all parts may be taken ahead of them
