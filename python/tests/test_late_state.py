@@ -10,17 +10,21 @@ from test_session import Job, session  # noqa: E402
 import rejoin  # noqa: E402
 
 
-def slow(state, p):
+def slow(optimizer, state, p):
     state.setdefault("slow", p.clone())
 
 
-def replace(state, p):
+def replace(optimizer, state, p):
     state["m"] = torch.zeros_like(p)
 
 
-def use(state, p):
+def switch(optimizer, state, p):
+    optimizer.switched = "to SGD"
+
+
+def use(optimizer, state, p):
     if state["step"] == 33:
-        slow(state, p)
+        slow(optimizer, state, p)
     elif state["step"] > 33:
         p.lerp_(state["slow"], 0.5)
 
@@ -43,7 +47,7 @@ class Late(torch.optim.Optimizer):
                 state["m"].mul_(0.9).add_(p.grad)
                 p.sub_(group["lr"] * state["m"])
                 if self.when(state["step"], p.grad):
-                    self.then(state, p)
+                    self.then(self, state, p)
 
 
 def attached(tmp_path, when, then=slow):
@@ -63,6 +67,7 @@ def attached(tmp_path, when, then=slow):
         (lambda step, g: bool(g.any()), slow, "keep 'slow' for a parameter in step 1:"),
         (lambda step, g: bool(g.isnan().any()), slow, "keep 'slow' for a parameter in step 10002"),
         (lambda step, g: step % 6 == 0, replace, "puts another tensor in the place of 'm' for a parameter in step"),
+        (lambda step, g: step % 5 == 0, switch, "Late changes its attribute 'switched' for a parameter in step 100"),
     ],
 )
 def test_state_that_begins_or_moves_in_a_later_step_is_refused_with_attach(tmp_path, when, then, told):
@@ -80,8 +85,8 @@ class Updating(Job):
         return updates(self.one, self.step, self.pieces)
 
 
-def keep_apart(state, p):
-    Updating.one._optimizer.state["total"] = p.sum()
+def keep_apart(optimizer, state, p):
+    optimizer.state["total"] = p.sum()
 
 
 @pytest.mark.parametrize(

@@ -127,6 +127,11 @@ def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     }
 
 
+def _changed(before: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> list[str]:
+    now = _attributes(optimizer)
+    return [name for name in now if now[name] != before.get(name)]
+
+
 def _stepped(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], value: torch.Tensor, of: torch.Tensor | None
 ) -> dict[str, Any]:
@@ -153,8 +158,7 @@ def _stepped(
             f"{name} keeps state of its own in the group, and not for each parameter: a replica that catches up could "
             f"not be given it. {USE}"
         )
-    now = _attributes(copy)
-    if changed := [name for name in now if now[name] != of_copy.get(name)]:
+    if changed := _changed(of_copy, copy):
         raise InvalidArgument(
             f"{name} keeps state of its own in its attribute '{changed[0]}', which its step() changes: a replica that "
             f"catches up could not be given it. Let it count for each parameter, in state[parameter]['step']. {USE}"
@@ -311,9 +315,12 @@ def unlike(kept: Kept, state: Mapping[str, Any], moments: Sequence[torch.Tensor]
     return None
 
 
-def apply(optimizer: torch.optim.Optimizer, parts: Sequence[Part], step: int) -> str | None:
+def apply(
+    optimizer: torch.optim.Optimizer, parts: Sequence[Part], step: int, with_attributes: bool = False
+) -> str | None:
     """Update parts of parameters by step `step`: each with its group, what is kept, its columns, its gradient, and the
-    parameter that it stands for. Gives what `unlike()` tells of the first of whose state it does."""
+    parameter that it stands for. Gives what `unlike()` tells of the first of whose state it does, and on demand what
+    the optimizer does with its own attributes."""
     groups: dict[int, dict[str, Any]] = {}
     states: list[tuple[torch.nn.Parameter, dict[str, Any]]] = []
     for group, kept, scratch, columns, gradient, of in parts:
@@ -324,8 +331,11 @@ def apply(optimizer: torch.optim.Optimizer, parts: Sequence[Part], step: int) ->
     copy = bare_copy(optimizer, list(groups.values()))
     for parameter, state in states:
         copy.state[parameter] = state
+    before = _attributes(copy) if with_attributes else None
     copy.step()
     for (parameter, _), (_, kept, _, columns, _, _) in zip(states, parts, strict=True):
         if told := unlike(kept, copy.state[parameter], columns[1:]):
             return told
+    if before is not None and (changed := _changed(before, copy)):
+        return f"changes its attribute '{changed[0]}'"
     return None

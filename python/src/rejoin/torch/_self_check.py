@@ -68,9 +68,8 @@ def self_check(
 
     def update(step: int, *parts: tuple[Columns, torch.Tensor]) -> None:
         try:
-            told = apply(
-                optimizer, [(group, kept, scratch, columns, gradient, of) for columns, gradient in parts], step
-            )
+            given = [(group, kept, scratch, columns, gradient, of) for columns, gradient in parts]
+            told = apply(optimizer, given, step, with_attributes=True)
             late.extend([f"{told} for a parameter in step {step}"] if told else [])
         except Exception as error:
             refuse_late()
@@ -107,8 +106,8 @@ def self_check(
         whole, other, parts, together, beside = columns
         if not (same_bits(whole, together) and same_bits(other, beside)):
             raise InvalidArgument(
-                f"{name} updates a tensor otherwise where another one is updated with it: a replica that catches up "
-                f"updates them apart. {remedy}"
+                f"{name} updates a tensor otherwise where another one is updated with it, or draws random numbers: a "
+                f"replica that catches up updates them apart, and draws others. {remedy}"
             )
         return same_bits(whole, parts)
 
