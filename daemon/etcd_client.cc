@@ -40,8 +40,7 @@ constexpr std::chrono::milliseconds kAuthenticateWithin{2000};
 constexpr int kPingMs = 10000, kUnheardMs = 2000;
 // An answer has 64 entries at most, and each of them came in one request: etcd takes 1.5 MiB.
 constexpr int kMostAnswer = 128 << 20;
-// Within so many seconds gRPC lets go of a call that was cancelled, or not at all: seconds in which this process ran,
-// however long it was stopped.
+// Within so many seconds, in which this process ran, gRPC lets go of a call that was cancelled, or not at all.
 constexpr int kLetsGoWithin = 10, kLetsGoAtTheEndWithin = 2;
 
 // gRPC's own log is noise, since what it says of a try is in the try's error; but for its last words.
@@ -391,6 +390,7 @@ class GrpcClient final : public EtcdClient {
 Result<std::unique_ptr<EtcdClient>> EtcdClient::create(asio::io_context& io, const EtcdOptions& options) {
   if (auto usable = etcd_client::check(options); !usable) return tl::unexpected(usable.error());
   if (auto can_run = etcd_client::has_threads(); !can_run) return tl::unexpected(can_run.error());
+  etcd_client::choose_resolver();
   auto credentials = credentials_of(options);
   if (!credentials) return tl::unexpected(credentials.error());
   log_quietly();
