@@ -13,6 +13,10 @@ namespace {
 constexpr auto kOfAnotherJob = "is of another job than this node: is its --job or --store another's, or the address?";
 constexpr auto kDecidesAlone =
     "decides alone (--store file): --connect takes its address only, or give it the --store of the others";
+constexpr auto kNoneLeads = "says that it leads";
+constexpr auto kStalled =
+    "the coordinators' store does not take what it decides: no step is committed until it does; look at its status, "
+    "and at etcd";
 }  // namespace
 
 Coordinators::Coordinators(asio::io_context& io, const std::string& addresses, const std::string& name,
@@ -72,11 +76,12 @@ void Coordinators::carry_out(const Step& step, const proto::ToNode* message) {
     log_notes({{line, true, line}});  // it may come and go
   }
   if (actions.leaderless) {
-    const auto elsewhere = leads_elsewhere();
-    log_notes({{"none of the coordinators says that it leads" +
-                    (elsewhere.empty() ? ": waiting for one to take over, or for one that was started with --store"
-                                       : "; " + elsewhere),
-                true}});
+    const auto why = why_none_leads();
+    log_notes(
+        {{fmt::format(
+              "none of the coordinators {}{}", why,
+              why != kNoneLeads ? "" : ": waiting for one to take over, or for one that was started with --store"),
+          true}});
   }
   for (const auto& [to, one] : actions.send) all_[to]->send(one);
   if (actions.down) {
@@ -109,9 +114,23 @@ std::string Coordinators::leads_elsewhere() const {
       all_[*knows]->address(), printable(says.address(), longest), says.term());
 }
 
+// With what stands in the way to those that are not connected.
+std::string Coordinators::why_none_leads() const {
+  std::string lost;
+  for (const auto& one : all_)
+    if (!one->up() && !one->why_lost().empty())
+      lost += fmt::format("{}{}: {}", lost.empty() ? "" : "; ", one->address(), one->why_lost());
+  if (std::ranges::none_of(all_, [](const auto& one) { return one->up(); }))
+    return fmt::format("is reached{}{}", lost.empty() ? "" : ": ", lost);
+  const auto elsewhere = leads_elsewhere();
+  return fmt::format("{}{}{}{}{}", kNoneLeads, elsewhere.empty() ? "" : "; ", elsewhere,
+                     lost.empty() ? "" : "; not reached: ", lost);
+}
+
 nlohmann::json Coordinators::status(bool connected) const {
   if (all_.size() == 1) {
     auto one = all_.front()->status(connected);
+    if (connected && tracker_.stalled()) one["reason"] = kStalled;
     if (connected || !all_.front()->up()) return one;
     const auto elsewhere = leads_elsewhere();
     one["reason"] = tracker_.is_of_another_job(0) ? kOfAnotherJob
@@ -135,16 +154,18 @@ nlohmann::json Coordinators::status(bool connected) const {
     its["reason"] = kOfAnotherJob;
   }
   const auto refuses = std::ranges::find_if(all_, [](const auto& one) { return !one->refusal().empty(); });
-  const auto elsewhere = leads_elsewhere();
+  if (leader_ && tracker_.stalled()) all[*leader_]["reason"] = kStalled;
   const std::string none =
       refuses != all_.end() ? fmt::format("{}: {}", (*refuses)->address(), (*refuses)->refusal())
       : !other.empty() ? fmt::format("none of them says that it leads this node's job; {} {}", other, kOfAnotherJob)
       : !alone.empty() ? fmt::format("{} {}", alone, kDecidesAlone)
-                       : "none of them says that it leads" + (elsewhere.empty() ? "" : "; " + elsewhere);
+                       : "none of them " + why_none_leads();
   const std::string leader = leader_ ? all_[*leader_]->address() : "";
   return {{"address", leader_ ? leader : addresses},
           {"connected", connected},
-          {"reason", connected ? "" : none},
+          {"reason", !connected           ? none
+                     : tracker_.stalled() ? kStalled
+                                          : ""},
           {"leader", {{"address", leader}, {"term", tracker_.term()}}},
           {"all", std::move(all)}};
 }

@@ -31,8 +31,8 @@ class Coordinators {
   void check(TimePoint heard);
   const Upstream::Ends& ends() const { return all_[leader_.value_or(0)]->ends(); }  // of the one that leads, or led
   void tick(TimePoint now);                                                         // at least every silence / 8
-  // Of one: its address, whether it is connected, as whoever asks knows, and why not. Of several: the same of the one
-  // that leads, `leader` with its term, and `all`.
+  // Of one: its address, whether it is connected, as whoever asks knows, and why not, or what is wrong with it. Of
+  // several: the same of the one that leads, `leader` with its term, and `all`.
   nlohmann::json status(bool connected) const;
 
  private:
@@ -44,6 +44,7 @@ class Coordinators {
   void carry_out(Actions actions, const proto::ToNode* message = nullptr);
   void carry_out(const Step& step, const proto::ToNode* message);
   std::string leads_elsewhere() const;
+  std::string why_none_leads() const;
 
   const Upstream::Handlers handlers_;
   membership::LeaderTracker tracker_;

@@ -143,6 +143,8 @@ nlohmann::json ReplicatedServer::status() const {
   if (!leads)
     for (const char* of_leader : {"wants_roll_back_to", "roll_back_word", "wants_log", "versions"})
       json.erase(of_leader);
+  for (auto& out : json["out"])
+    if (!leads) out["next"] = "";  // as far as a standby knows
   if (const auto word = machine_->unheeded_word(); !word.empty()) json["alarms"].push_back(word);
   if (auto line = machine_->other_steps(); !line.empty()) json["alarms"].push_back(std::move(line));
   const std::string given_up = copy_->given_up();

@@ -78,7 +78,7 @@ void Upstream::limit_time() {
 void Upstream::resolve(const std::string& host, std::uint16_t port) {
   resolver_.ask(host, port, [this, attempt = attempt_](Result<Resolver::Endpoints> found) {
     if (attempt->over) return;
-    if (!found) return not_connected(fmt::format("address '{}': {}", address_, found.error().message));
+    if (!found) return not_connected(found.error().message);
     limit_time();
     connect_to(std::move(*found));
   });

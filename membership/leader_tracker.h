@@ -51,6 +51,7 @@ class LeaderTracker {
   // Of several one that has answered all that it was asked and not said whether it leads: it shares no decisions.
   bool decides_alone(std::size_t coordinator) const { return coordinators_[coordinator].alone; }
   bool hears_leader() const { return leader_ && !stalled_ && !silent_; }
+  bool stalled() const { return leader_ && stalled_; }    // the leader says that it can't write what it decides
   TimePoint hears_since() const { return hears_since_; }  // where it does
   std::uint64_t term() const { return term_; }
   bool is_of_another_job(std::size_t coordinator) const;  // than this node

@@ -1,124 +1,13 @@
 // A node's connections to several coordinators, over real sockets.
 #include "daemon/coordinators.h"
 
-#include <fmt/format.h>
-#include <gtest/gtest.h>
-
 #include <nlohmann/json.hpp>
 
 #include "base/deadlines.h"
-#include "daemon/node_listener.h"
-#include "membership/node.h"
+#include "daemon/tests/coordinator_stubs.h"
 
 namespace rejoin::daemon {
 namespace {
-
-using namespace std::chrono_literals;
-using membership::NodeId;
-
-constexpr auto kSilence = 500ms;
-
-// A coordinator that says what it is told to.
-struct Fake {
-  Fake(asio::io_context& io, const JobKeys& keys, const std::string& where = "127.0.0.1:0")
-      : listener(io, keys, kSilence,
-                 {.message =
-                      [this](NodeId node, const proto::FromNode& message) {
-                        last = node;
-                        said.push_back(message);
-                        if ((message.has_hello() || message.has_rank_up()) && leads) tell(node);
-                        if (message.has_heartbeat() && alone) answer(node);
-                      },
-                  .lost = [this](NodeId) { ++lost; }}) {
-    const auto listening = listener.listen(where);
-    EXPECT_TRUE(listening) << listening.error().message;
-  }
-  // … whether it leads, in this term.
-  void say(std::uint64_t term, bool leading, const std::string& who = {}, bool stalled = false) {
-    leads.emplace();
-    leads->mutable_leads()->set_term(term);
-    leads->mutable_leads()->set_leads(leading);
-    leads->mutable_leads()->set_stalled(stalled);
-    leads->mutable_leads()->set_address(who.empty() ? listener.address() : who);
-    if (last.value != 0) tell(last);
-  }
-  void tell(NodeId node) { listener.send(node, leads->SerializeAsString()); }
-  void answer(NodeId node) {
-    proto::ToNode message;
-    message.mutable_heartbeat();
-    listener.send(node, message.SerializeAsString());
-  }
-  void plan(std::uint64_t epoch) {
-    proto::ToNode message;
-    message.mutable_plan()->set_epoch(epoch);
-    listener.send(last, message.SerializeAsString());
-  }
-  std::size_t heard(proto::FromNode::KindCase kind) const {
-    return static_cast<std::size_t>(
-        std::count_if(said.begin(), said.end(), [&](const auto& one) { return one.kind_case() == kind; }));
-  }
-  std::optional<proto::LeaderView> view() const {
-    for (auto one = said.rbegin(); one != said.rend(); ++one)
-      if (one->has_leader_view()) return one->leader_view();
-    return std::nullopt;
-  }
-  std::optional<proto::ToNode> leads;
-  bool alone = false;  // as one is whose decisions are in a file
-  NodeId last;
-  std::vector<proto::FromNode> said;
-  int lost = 0;
-  NodeListener listener;
-};
-
-// A node without ranks, and what it was told: u up, d down, and the epochs of plans.
-struct NodeStub {
-  asio::io_context io{1};
-  JobKeys keys{JobKey("0123456789abcdef")};
-  std::string story;
-  bool chokes = false;
-  std::unique_ptr<Coordinators> all;
-
-  void connect(const std::string& addresses) {
-    all = std::make_unique<Coordinators>(
-        io, addresses, "n", keys, kSilence, [](proto::LeaderView& view) { view.add_hosts()->set_replica(7); },
-        Upstream::Handlers{.up =
-                               [this] {
-                                 story += 'u';
-                                 proto::FromNode rank;
-                                 if (std::exchange(chokes, false))  // no connection takes that
-                                   rank.mutable_rank_up()->set_node(std::string(Framed::kMaxFrame, 'x'));
-                                 rank.mutable_rank_up()->set_replica(7);
-                                 all->send(rank);
-                               },
-                           .message =
-                               [this](const proto::ToNode& message) {
-                                 if (message.has_plan()) story += fmt::format("{}", message.plan().epoch());
-                               },
-                           .down = [this] { story += 'd'; },
-                           .over = [] { return false; },
-                           .rejected = [] {}});
-    all->connect();
-  }
-  bool until(const std::function<bool()>& condition, std::chrono::seconds most = 20s) {
-    const TimePoint deadline = SteadyClock().now() + most;
-    for (TimePoint tick{}; !condition();) {
-      const TimePoint now = SteadyClock().now();
-      if (now > deadline) return false;
-      if (all && now - tick > kSilence / 16) {
-        all->tick(now);
-        tick = now;
-      }
-      io.run_one_for(1ms);
-      io.poll();
-      io.restart();
-    }
-    return true;
-  }
-  void go_on_for(std::chrono::milliseconds time) {
-    const TimePoint begun = SteadyClock().now();
-    until([&] { return SteadyClock().now() - begun > time; });
-  }
-};
 
 TEST(Coordinators, AllTicksOfASilenceTakeItAndNoneIsLongerThanHalfASecond) {
   for (const auto silence : {200ms, 1'000ms, 7'999ms, 8'000ms, 8'001ms, 60'000ms, 3'600'000ms}) {
@@ -199,7 +88,9 @@ TEST(Coordinators, ALostLeaderIsToldToTheOthersAtOnceAndOneThatCantWriteIsLostTo
   ASSERT_TRUE(node.until([&] { return b.view()->lost(); }));
   EXPECT_EQ(node.story, "ud");
   const auto status = node.all->status(false);
-  EXPECT_EQ(status.at("reason"), "none of them says that it leads");
+  EXPECT_TRUE(status.at("reason").get<std::string>().starts_with(
+      "none of them says that it leads; not reached: " + address + ": "))
+      << status;
   EXPECT_EQ(status.at("address"), address + "," + b.listener.address());
   b.say(5, true);
   ASSERT_TRUE(node.until([&] { return node.story == "udu"; }));
@@ -263,25 +154,6 @@ TEST(Coordinators, OneThatBeginsToLeadIsStayedWithWhereAnotherAddressOfItsNameIs
   EXPECT_EQ(node.story.substr(0, 4), "udu7");
   EXPECT_EQ(node.story.find('d', 4), std::string::npos) << node.story;
   late->close();
-}
-
-// They have lost their store, say: the way to it is not what is wrong.
-TEST(Coordinators, OneThatLedAndIsReachedIsNotSaidToBeMissing) {
-  NodeStub node;
-  Fake a(node.io, node.keys);
-  auto b = std::make_unique<Fake>(node.io, node.keys);
-  const std::string led = b->listener.address();
-  for (auto* one : {&a, b.get()}) one->say(4, false, led);
-  const auto reason = [&] { return node.all->status(false).at("reason").get<std::string>(); };
-  node.connect(a.listener.address() + ",localhost" + led.substr(led.rfind(':')));
-  ASSERT_TRUE(node.until([&] { return a.view() && b->view(); }));
-  EXPECT_EQ(reason(), "none of them says that it leads");
-  node.io.poll();
-  b.reset();
-  ASSERT_TRUE(node.until([&] { return reason() != "none of them says that it leads"; }));
-  EXPECT_EQ(reason(), "none of them says that it leads; " + a.listener.address() + " says that " + led +
-                          " does, in term 4: add that one to --connect where it is missing; otherwise look at it, at "
-                          "the way to it, and at etcd");
 }
 
 TEST(Coordinators, AStandbyOnWhoseConnectionNothingComesIsConnectedWithAnew) {
@@ -386,7 +258,7 @@ TEST(Coordinators, ANameIsResolvedAndOneThatDoesNotExistIsToldAndTriedAgain) {
   node.connect("localhost" + port + ",no.such.host.invalid:7000");
   ASSERT_TRUE(node.until([&] { return node.story == "u"; }));
   ASSERT_TRUE(node.until([&] {
-    return node.all->status(true).at("all").at(1).at("reason").get<std::string>().find("no.such.host.invalid") !=
+    return node.all->status(true).at("all").at(1).at("reason").get<std::string>().find("its name is not resolved") !=
            std::string::npos;
   }));
   EXPECT_EQ(node.story, "u");

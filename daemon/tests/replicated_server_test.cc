@@ -60,6 +60,7 @@ TEST_F(Cluster, AStoreThatStandsStillStopsTheStepsAndPutsNobodyOut) {
   EXPECT_EQ(told.at("failing"), "no endpoint answered in time");
   EXPECT_GT(told.at("failing_ms"), 0);
   EXPECT_NE(nodes[1]->waits.find("store"), std::string::npos) << nodes[1]->waits;
+  EXPECT_NE(nodes[1]->all.status(true).at("reason"), "");
   const std::uint64_t before = committed();
   const TimePoint begun = SteadyClock().now();
   ASSERT_TRUE(until([&] { return SteadyClock().now() - begun > kServersSilence; }));
@@ -68,6 +69,15 @@ TEST_F(Cluster, AStoreThatStandsStillStopsTheStepsAndPutsNobodyOut) {
   ASSERT_TRUE(commit_more(5));
   EXPECT_EQ(nodes[0]->epochs, epochs) << "the same members in the same epoch";
   for (const auto& node : nodes) EXPECT_EQ(node->evictions, 0);
+
+  // A standby reads who is out, and knows neither since when nor what comes next.
+  nodes[1]->keep(nodes[1]->machine.on_rank_gone(TestNode::kConnection, "it ended", membership::Node::Gone::ended));
+  const auto out_at = [&](std::size_t i) { return servers[i]->status().at("out"); };
+  ASSERT_TRUE(until([&] { return !out_at(*at_work).empty() && !out_at(1 - *at_work).empty(); }));
+  EXPECT_NE(out_at(*at_work).at(0).at("next"), "");
+  EXPECT_TRUE(out_at(*at_work).at(0).contains("for_ms"));
+  EXPECT_EQ(out_at(1 - *at_work).at(0).at("next"), "");
+  EXPECT_FALSE(out_at(1 - *at_work).at(0).contains("for_ms"));
 }
 
 TEST_F(Cluster, AnswersThatAreLostAreFoundInTheStore) {
