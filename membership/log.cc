@@ -81,6 +81,7 @@ Result<> check_torn(BytesView bytes, std::uint64_t broken, std::uint64_t end, bo
 Result<Bytes> read_all(const Fd& file, const std::string& path) {
   struct stat status {};
   if (::fstat(file.get(), &status) != 0) return fail_errno(path);
+  if (!S_ISREG(status.st_mode)) return fail(ErrorCode::invalid_argument, "{} is no regular file", path);
   Bytes bytes(static_cast<std::size_t>(status.st_size));
   for (std::size_t done = 0; done < bytes.size();) {
     const ssize_t got = ::pread(file.get(), bytes.data() + done, bytes.size() - done, static_cast<off_t>(done));
@@ -173,14 +174,15 @@ Result<ParsedLog> parse_file(const Fd& file, const std::string& path) {
   }
 }
 
+// A pipe would wait for a writer.
 Result<ParsedLog> parse_one_file(const std::string& path) {
-  const Fd file(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
+  const Fd file(::open(path.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC));
   if (!file) return fail_errno(path);
   return parse_file(file, path);
 }
 
 Result<std::vector<proto::LogRecord>> records_before_damage(const std::string& path) {
-  const Fd file(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
+  const Fd file(::open(path.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC));
   if (!file && (errno == ENOENT || errno == ENOTDIR)) return std::vector<proto::LogRecord>{};
   if (!file) return fail_errno(path);
   const auto bytes = read_all(file, path);

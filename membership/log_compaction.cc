@@ -194,7 +194,7 @@ Result<std::vector<std::string>> archives_before(const Fd& log, const std::strin
     if (const auto there = look_at(archive_of(path, each)); there && same_file(*there, current)) number = each - 1;
   for (std::string later = path; first->has_snapshot() && numbers->contains(number); --number) {
     const std::string name = archive_of(path, number);
-    const Fd file(::open(name.c_str(), O_RDONLY | O_CLOEXEC));
+    const Fd file(::open(name.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC));
     if (!file && errno == ENOENT) break;  // just removed, and so are those before it
     if (!file) return fail_errno(name);
     const auto all_here = ends_before(*first, file, name);
@@ -248,13 +248,13 @@ class Joined {
 }  // namespace
 
 Result<ParsedLog> for_each_record(const std::string& path, const std::function<void(const proto::LogRecord&)>& take) {
-  const Fd file(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
+  const Fd file(::open(path.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC));
   if (!file) return fail_errno(path);
   const auto archives = archives_before(file, path);
   if (!archives) return tl::unexpected(archives.error());
   Joined joined(take);
   for (const auto& name : *archives) {
-    const Fd there(::open(name.c_str(), O_RDONLY | O_CLOEXEC));
+    const Fd there(::open(name.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC));
     if (!there && errno == ENOENT && !joined.begun()) continue;  // just removed
     if (!there) return fail_errno(name);
     const auto archive = parse_file(there, name);

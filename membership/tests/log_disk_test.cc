@@ -2,6 +2,7 @@
 #include <fcntl.h>
 #include <fmt/format.h>
 #include <sys/resource.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <array>
@@ -299,6 +300,18 @@ TEST_F(LogFile, WithoutADescriptorToListItsArchivesIsNotCompacted) {
   EXPECT_FALSE(std::filesystem::exists(archive(1)));
   ASSERT_TRUE(log.compact(snapshot_after(2)));
   EXPECT_TRUE(std::filesystem::exists(archive(3)));
+}
+
+// Its writer never comes, or it is a device without end.
+TEST_F(LogFile, ThatIsNoFileIsNotWaitedFor) {
+  const std::string pipe = directory + "/pipe";
+  ASSERT_EQ(::mkfifo(pipe.c_str(), 0600), 0);
+  for (const std::string& path : {pipe, std::string("/dev/zero"), directory}) {
+    const std::string says = path + " is no regular file";
+    EXPECT_EQ(parse_one_file(path).error().message, says);
+    EXPECT_EQ(for_each_record(path, [](const auto&) {}).error().message, says);
+    EXPECT_EQ(records_before_damage(path).error().message, says);
+  }
 }
 
 }  // namespace
