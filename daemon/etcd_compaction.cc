@@ -33,7 +33,7 @@ class Compaction final : public EtcdRequest {
       head_written_ = log_from_ = 0;
       for (const auto& found : answer.responses(1).response_range().kvs()) {
         etcd::SnapshotHead head;
-        if (!head.ParseFromString(found.value())) return strange_head();
+        if (!parse_head(found.value(), head)) return;
         if (head.position() >= request_.position) return finish(Outcome::done);  // by an earlier try
         head_written_ = static_cast<std::uint64_t>(found.mod_revision());
         log_from_ = head.position();

@@ -85,7 +85,7 @@ class Read final : public EtcdRequest {
     for (const auto& alive : answer.responses(1).response_range().kvs())
       answer_.alive_revision = static_cast<std::uint64_t>(alive.mod_revision());
     const auto& heads = answer.responses(2).response_range().kvs();
-    if (!heads.empty() && !head_.ParseFromString(heads[0].value())) return strange_head();
+    if (!heads.empty() && !parse_head(heads[0].value(), head_)) return;
     if (!heads.empty()) answer_.snapshot_revision = static_cast<std::uint64_t>(heads[0].mod_revision());
     bool wants_snapshot = head_.position() > request_.position;
     const auto& entries = answer.responses(3).response_range();
@@ -225,8 +225,11 @@ void EtcdRequest::unknown(std::string why) {
   finish(Outcome::unknown);
 }
 
-void EtcdRequest::strange_head() {
+// There is none of nothing, as which an empty value would be read.
+bool EtcdRequest::parse_head(const std::string& value, etcd::SnapshotHead& head) {
+  if (head.ParseFromString(value) && head.position() > 0) return true;
   unknown(fmt::format("what etcd has as {} is none of Rejoin's snapshots", keys_.head()));
+  return false;
 }
 
 }  // namespace rejoin::daemon

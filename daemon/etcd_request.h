@@ -48,7 +48,8 @@ class EtcdRequest {
   void take_leader(const etcd::ResponseOp& of);
   void finish(Outcome outcome);
   void unknown(std::string why);
-  void strange_head();  // likewise: what etcd has as the head of a snapshot is none
+  // Of a snapshot, as etcd has it. False: it is none, and the request has ended as unknown.
+  bool parse_head(const std::string& value, etcd::SnapshotHead& head);
 
   const EtcdKeys keys_;
   const membership::StoreRequest request_;

@@ -384,5 +384,15 @@ TEST(EtcdStore, SpaceThatIsUsedUpIsSaidSo) {
   EXPECT_EQ(a.read().leader, "a") << "who only reads is answered";
 }
 
+TEST_F(EtcdStoreRequests, ASnapshotsHeadWithNothingInItIsNone) {
+  Client a(options());
+  const auto token = a.claim(0, "a").leader_revision;
+  (void)etcdctl({"put", prefix + "snapshot", "--", ""});
+  for (const auto& answer : {a.read(), a.compact(token, 1, "s")}) {
+    EXPECT_EQ(answer.outcome, Outcome::unknown);
+    EXPECT_THAT(answer.error, HasSubstr("none of Rejoin's snapshots"));
+  }
+}
+
 }  // namespace
 }  // namespace rejoin::daemon
