@@ -203,12 +203,12 @@ int main(int argc, char** argv) {
   auto& examine = line.command("doctor", "tries what a node needs, and says what to do about what fails");
   doctor.bind(examine);
   if (const auto exit = line.parse(argc, argv)) return *exit;
-  if (examine.chosen()) return doctor.run();
   std::error_code ignored;
   for (std::string* path : {&log, &from})
     if (std::filesystem::is_directory(*path, ignored)) *path += "/decisions.log";
   const auto number_of = [](const std::string& text) { return std::strtoull(text.c_str(), nullptr, 16); };
-  auto done = status.chosen()    ? daemon::show_status(address, json)
+  auto done = examine.chosen()   ? Result<int>(doctor.run())
+              : status.chosen()  ? daemon::show_status(address, json)
               : top.chosen()     ? daemon::top(addresses, std::chrono::milliseconds(interval_ms), count)
               : out.chosen()     ? daemon::export_to(from, to)
               : in.chosen()      ? daemon::import_from(from, store, replace)

@@ -33,7 +33,7 @@ std::string json_of(const Findings& findings) {
   for (const auto& one : findings)
     all.push_back(
         {{"verdict", to_string(one.verdict)}, {"check", one.check}, {"found", one.found}, {"remedy", one.remedy}});
-  return nlohmann::json{{"findings", std::move(all)}}.dump(2);
+  return nlohmann::json{{"findings", std::move(all)}}.dump(2, ' ', false, nlohmann::json::error_handler_t::replace);
 }
 
 int exit_status(const Findings& findings, bool strict) {

@@ -33,6 +33,8 @@ TEST_F(DoctorFindings, SaysWhatToDoBehindAnArrowAndTheSameInJson) {
   EXPECT_EQ(first.at("check"), "key");
   EXPECT_EQ(first.at("found"), "key /key has mode 0644: others may use it");
   EXPECT_EQ(first.at("remedy"), "chmod 600 it");
+  const auto not_text = nlohmann::json::parse(json_of({{Verdict::fail, "key", "/k\xff: No such file", ""}}));
+  EXPECT_EQ(not_text.at("findings").at(0).at("found"), "/k\xef\xbf\xbd: No such file");
 }
 
 TEST_F(DoctorFindings, SkipsWhatDoesNotApply) {

@@ -2,6 +2,8 @@
 #include "daemon/trace.h"
 
 #include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -90,6 +92,28 @@ TEST_F(Trace, WithoutEventsWhatIsAtItsPathStays) {
   EXPECT_TRUE(std::filesystem::is_fifo(directory / "pipe"));
   ASSERT_FALSE(merge_trace({directory}, directory / "new.json"));
   EXPECT_FALSE(std::filesystem::exists(directory / "new.json"));
+}
+
+// As of a full disk.
+TEST_F(Trace, ThatCantBeWrittenLeavesTheOneBeforeAndSaysWhy) {
+  file("a.jsonl", R"({"t":1000,"who":"r0.0","kind":"entered","epoch":1})"
+                  "\n");
+  file("trace.json", "of the incident");
+  rlimit most{};
+  ASSERT_EQ(::getrlimit(RLIMIT_FSIZE, &most), 0);
+  const rlimit few{.rlim_cur = 100, .rlim_max = most.rlim_max};
+  const auto before = ::signal(SIGXFSZ, SIG_IGN);
+  ASSERT_EQ(::setrlimit(RLIMIT_FSIZE, &few), 0);
+  const auto written = merge();
+  ASSERT_EQ(::setrlimit(RLIMIT_FSIZE, &most), 0);
+  ::signal(SIGXFSZ, before);
+  ASSERT_FALSE(written);
+  EXPECT_NE(written.error().message.find("trace.json: File too large"), std::string::npos) << written.error().message;
+  EXPECT_EQ(text("trace.json"), "of the incident");
+  EXPECT_FALSE(std::filesystem::exists(directory / "trace.json.part"));
+  const auto full = merge_trace({directory}, "/dev/full");
+  ASSERT_FALSE(full);
+  EXPECT_NE(full.error().message.find("/dev/full: No space left on device"), std::string::npos) << full.error().message;
 }
 
 TEST_F(Trace, AFileThatIsReadIsNotOverwritten) {
