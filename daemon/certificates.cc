@@ -166,9 +166,10 @@ Result<std::vector<Certificate>> read_certificates(const char* flag, const std::
   std::vector<Certificate> all;
   for (std::size_t i = 0; i < blocks->size(); ++i) {
     const auto& block = (*blocks)[i];
-    if (block.kind != PEM_STRING_X509 && block.kind != PEM_STRING_X509_OLD) continue;
+    if (block.kind != PEM_STRING_X509 && block.kind != PEM_STRING_X509_OLD && block.kind != PEM_STRING_X509_TRUSTED)
+      continue;
     bool asked = false;
-    Certificate one(::PEM_read_bio_X509(reading(block.text).get(), nullptr, &no_passphrase, &asked));
+    Certificate one(::PEM_read_bio_X509_AUX(reading(block.text).get(), nullptr, &no_passphrase, &asked));
     if (!one) return unreadable(flag, path, i + 1, block);
     all.push_back(std::move(one));
   }
@@ -178,29 +179,27 @@ Result<std::vector<Certificate>> read_certificates(const char* flag, const std::
   return all;
 }
 
-Result<Key> key_in(const std::string& text, const std::string& path) {
+Result<Key> key_in(const char* flag, const std::string& text, const std::string& path) {
   const auto blocks = pem_blocks(text);
-  if (!blocks) return damaged("--tls-key", path, blocks.error().message);
+  if (!blocks) return damaged(flag, path, blocks.error().message);
   const auto block = std::ranges::find_if(
       *blocks, [](const auto& one) { return one.kind.ends_with("PRIVATE KEY") && one.kind != "OPENSSH PRIVATE KEY"; });
   if (block == blocks->end())
-    return fail(ErrorCode::invalid_argument,
-                "--tls-key {} has no private key in PEM form; convert it with openssl pkey", path);
+    return fail(ErrorCode::invalid_argument, "{} {} has no private key in PEM form; convert it with openssl pkey", flag,
+                path);
   bool asked = false;
   Key key(::PEM_read_bio_PrivateKey(reading(block->text).get(), nullptr, &no_passphrase, &asked));
-  if (!key && !asked)
-    return unreadable("--tls-key", path, static_cast<std::size_t>(block - blocks->begin()) + 1, *block);
+  if (!key && !asked) return unreadable(flag, path, static_cast<std::size_t>(block - blocks->begin()) + 1, *block);
   ::ERR_clear_error();
   if (key) return key;
   return fail(ErrorCode::invalid_argument,
-              "--tls-key {} is protected by a passphrase, which nobody could type; take it off with openssl pkey",
-              path);
+              "{} {} is protected by a passphrase, which nobody could type; take it off with openssl pkey", flag, path);
 }
 
-Result<Key> read_key(const std::string& path) {
-  auto text = read_secret("--tls-key", path, kLargestFile);
+Result<Key> read_key(const char* flag, const std::string& path) {
+  auto text = read_secret(flag, path, kLargestFile);
   if (!text) return tl::unexpected(text.error());
-  auto key = key_in(*text, path);
+  auto key = key_in(flag, *text, path);
   ::OPENSSL_cleanse(text->data(), text->size());
   return key;
 }
@@ -289,13 +288,23 @@ bool OwnCertificate::ends_soon(std::chrono::system_clock::time_point now) const 
          std::min<std::chrono::seconds>(std::chrono::days(7), (until - from) / 3);
 }
 
+Result<> check_certificates(const char* flag, const std::string& path) {
+  ::ERR_clear_error();
+  return read_certificates(flag, path).map([](const auto&) {});
+}
+
+Result<> check_private_key(const char* flag, const std::string& path) {
+  ::ERR_clear_error();
+  return read_key(flag, path).map([](const auto&) {});
+}
+
 Result<OwnCertificate> use_certificates(SSL_CTX* context, const CertificateFiles& files) {
   ::ERR_clear_error();  // what is found there later is of these files
   const auto authorities = read_certificates("--tls-ca", files.ca);
   if (!authorities) return tl::unexpected(authorities.error());
   const auto chain = read_certificates("--tls-cert", files.cert);
   if (!chain) return tl::unexpected(chain.error());
-  const auto key = read_key(files.key);
+  const auto key = read_key("--tls-key", files.key);
   if (!key) return tl::unexpected(key.error());
   X509* own = chain->front().get();
   if (auto valid = check_valid_now(own, files.cert); !valid) return tl::unexpected(valid.error());

@@ -56,6 +56,11 @@ struct OwnCertificate {
 // the certificate is not valid now.
 Result<OwnCertificate> use_certificates(SSL_CTX* context, const CertificateFiles& files);
 
+// Whether a file that another library is to read has certificates, or a private key, in PEM form, and nothing of it is
+// damaged. Errors name it by `flag`, with the remedy.
+Result<> check_certificates(const char* flag, const std::string& path);
+Result<> check_private_key(const char* flag, const std::string& path);  // nor may others read it
+
 // What one handshake has to know of the other side's certificate, and what it has found. It outlives the handshake.
 struct PeerCertificate {
   const CertificateFiles* files = nullptr;

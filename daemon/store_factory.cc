@@ -1,24 +1,21 @@
 #include "daemon/store_factory.h"
 
-#include "base/bytes.h"
 #include "base/deadlines.h"
 #include "base/fail.h"
 #include "base/log.h"
 #include "daemon/auth.h"
+#include "daemon/certificates.h"
 #include "daemon/etcd_store.h"
 
 namespace rejoin::daemon {
 
 namespace {
 
-// Of a file for TLS with etcd, which gRPC takes as it is.
-Result<> check_pem(const char* flag, const std::string& path, bool secret) {
-  if (path.empty()) return {};
-  const auto pem = secret ? read_secret(flag, path, MiB) : read_file(flag, path, MiB);
-  if (!pem) return tl::unexpected(pem.error());
-  if (pem->find("-----BEGIN ") == pem->npos)
-    return fail(ErrorCode::invalid_argument, "{} {} is not in PEM form; convert it with openssl", flag, path);
-  return {};
+// Of gRPC, what it can't read has no words, and a part of a file is the whole.
+Result<> check_pem(const StoreSettings& s) {
+  for (const auto& [flag, path] : {std::pair{"--etcd-ca", &s.ca}, {"--etcd-cert", &s.cert}})
+    if (auto right = path->empty() ? Result<>() : check_certificates(flag, *path); !right) return right;
+  return s.key.empty() ? Result<>() : check_private_key("--etcd-key", s.key);
 }
 
 }  // namespace
@@ -39,9 +36,7 @@ Result<EtcdOptions> etcd_options(const StoreSettings& s, Duration silence) {
   options.cert_file = s.cert;
   options.key_file = s.key;
   options.user = s.user;
-  if (auto right = check_pem("--etcd-ca", s.ca, false); !right) return tl::unexpected(right.error());
-  if (auto right = check_pem("--etcd-cert", s.cert, false); !right) return tl::unexpected(right.error());
-  if (auto right = check_pem("--etcd-key", s.key, true); !right) return tl::unexpected(right.error());
+  if (auto right = check_pem(s); !right) return tl::unexpected(right.error());
   if (!s.password_file.empty()) {
     auto password = read_secret("--etcd-password-file", s.password_file);
     if (!password) return tl::unexpected(password.error());

@@ -135,5 +135,28 @@ TEST_F(CertificateFilesThat, AreDamagedWhileTheProcessRunsLeaveThoseThatWereRead
   EXPECT_TRUE(test::meet(*peer, *made).in);
 }
 
+// gRPC reads them, and says nothing of what it finds.
+TEST_F(CertificateFilesThat, AreForEtcdAreLookedAtLikewise) {
+  const std::string key = test::read_file(files.key);
+  const auto cert_says = [&](const std::string& text) {
+    const auto right = check_certificates("--etcd-ca", scratch.write("ca.pem", text, 0644));
+    return right ? "" : right.error().message;
+  };
+  const auto key_says = [&](const std::string& text) {
+    const auto right = check_private_key("--etcd-key", scratch.write("etcd.key", text));
+    return right ? "" : right.error().message;
+  };
+  EXPECT_EQ(cert_says(first + second), "");
+  EXPECT_EQ(cert_says(key + first), "");
+  EXPECT_EQ(key_says(key), "");
+  EXPECT_EQ(key_says(first + key), "");
+  for (const std::string& text : {first.substr(0, 300), first + second.substr(0, 300)})
+    EXPECT_THAT(cert_says(text), AllOf(HasSubstr("--etcd-ca "), HasSubstr("is damaged: it ends"), HasSubstr(kRemedy)));
+  EXPECT_THAT(cert_says(key), HasSubstr("has no certificate in PEM form"));
+  EXPECT_THAT(key_says(key.substr(0, 100)), AllOf(HasSubstr("--etcd-key "), HasSubstr("is damaged: it ends")));
+  EXPECT_THAT(key_says(first), HasSubstr("--etcd-key " + scratch.path));
+  EXPECT_THAT(key_says(first), HasSubstr("has no private key in PEM form"));
+}
+
 }  // namespace
 }  // namespace rejoin::daemon
