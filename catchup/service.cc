@@ -275,7 +275,7 @@ void Service::poll_again(TimePoint now) {
     if (!rank.view->failure()) continue;
     // Nothing that it says of its memory is to be believed.
     logger().error("replica {} rank {} is not served any more: {}", key.replica, key.rank, *rank.view->failure());
-    failed_.push_back(key);
+    failed_.emplace_back(key, rank.instance);
     remove_rank(RankKey(key));
   }
   for (auto& [key, rank] : ranks_) {

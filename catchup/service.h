@@ -97,8 +97,8 @@ class Service {
   void poll_again(TimePoint now);
   // Returns in which slices joiners have found their sources to differ since the last call.
   std::vector<std::pair<RankKey, Drift>> take_drifts() { return std::exchange(drifts_, {}); }
-  // Returns the ranks that were removed since the last call because their device has failed.
-  std::vector<RankKey> take_failed() { return std::exchange(failed_, {}); }
+  // Returns the ranks that were removed since the last call because their device has failed, and whose memory it was.
+  std::vector<std::pair<RankKey, std::uint64_t>> take_failed() { return std::exchange(failed_, {}); }
   bool busy() const { return busy_; }  // more work without waiting for events
   // poll(), take_drifts() or take_failed() will give something.
   bool has_news() const { return !caught_up_.empty() || !drifts_.empty() || !failed_.empty(); }
@@ -195,7 +195,7 @@ class Service {
   std::map<transport::EndpointId, FetchingFrom> fetching_;
   std::vector<CompletedRank> caught_up_;
   std::vector<std::pair<RankKey, Drift>> drifts_;
-  std::vector<RankKey> failed_;
+  std::vector<std::pair<RankKey, std::uint64_t>> failed_;
   std::uint64_t served_by_gone_ = 0, passed_on_by_gone_ = 0;
   std::map<SourceAddress, Seldom> losses_;  // that were logged; a source that refuses is asked again and again
   Seldom refusals_;

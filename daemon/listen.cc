@@ -40,6 +40,19 @@ bool without_descriptors(const asio::error_code& error) {
   return error.category() == asio::error::get_system_category() && without_descriptors(error.value());
 }
 
+Result<Watched> watch(asio::io_context& io, Fd descriptor) {
+  auto watched = std::make_unique<asio::posix::stream_descriptor>(io);
+  asio::error_code error;
+  watched->assign(descriptor.get(), error);
+  if (error)
+    return fail(ErrorCode::exhausted,
+                "the system gives no watch ({}): raise fs.epoll.max_user_watches, for which those of "
+                "all processes of this user count",
+                error.message());
+  (void)descriptor.release();
+  return watched;
+}
+
 bool leads_to(const std::string& where, const std::string& listening) {
   const auto peer = endpoint_of(where), here = endpoint_of(listening);
   if (!peer || !here || peer->port() != here->port()) return false;

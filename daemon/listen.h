@@ -1,7 +1,8 @@
-// "host:port" settings as asio endpoints.
+// "host:port" settings as asio endpoints, and what the system may lack to hear of them.
 #pragma once
 
 #include <asio.hpp>
+#include <memory>
 #include <string>
 
 #include "base/fd.h"
@@ -16,6 +17,10 @@ Result<std::string> listen_on(asio::ip::tcp::acceptor& acceptor, const std::stri
 
 using rejoin::without_descriptors;
 bool without_descriptors(const asio::error_code& error);  // of Asio's attempt
+
+// Tells what happens at a descriptor, which it takes. Errors: `exhausted`, where asio's constructors would throw.
+using Watched = std::unique_ptr<asio::posix::stream_descriptor>;
+Result<Watched> watch(asio::io_context& io, Fd descriptor);
 
 // Whether who connects to `where` finds who listens at `listening` on this machine, as listen_on() has returned it.
 bool leads_to(const std::string& where, const std::string& listening);

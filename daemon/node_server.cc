@@ -9,6 +9,7 @@
 #include "base/flight.h"
 #include "base/log.h"
 #include "base/start_thread.h"
+#include "daemon/listen.h"
 #include "daemon/log_notes.h"
 #include "transport/factory.h"
 
@@ -160,7 +161,8 @@ NodeServer::DeviceStream* NodeServer::stream_of(std::optional<membership::RankCo
 void NodeServer::keep_listening() {
   if (!listener_fd_ || socket_file_->in_place()) return;
   auto listener = listen_unix(options_.socket);
-  auto watched = listener ? duplicate(listener->get()) : tl::unexpected(listener.error());
+  auto duplicated = listener ? duplicate(listener->get()) : tl::unexpected(listener.error());
+  auto watched = duplicated ? daemon::watch(io_, std::move(*duplicated)) : tl::unexpected(duplicated.error());
   if (!watched) {
     if (!std::exchange(unreachable_, true))
       spdlog::error("the socket {} is gone, and can't be made again, so no trainer can come: {}", options_.socket,
@@ -174,7 +176,7 @@ void NodeServer::keep_listening() {
   accept_again_.cancel();
   socket_file_.emplace(options_.socket);
   listener_fd_ = std::move(*listener);
-  listener_.assign(watched->release());
+  listener_ = std::move(**watched);
   accept();
 }
 
@@ -294,9 +296,11 @@ void NodeServer::on_report(std::optional<membership::RankConnection> of, StreamT
   };
   for (const auto& [key, drift] : report.drifts) hears(key, report_of(key, drift));
   // Its state is served no longer, though its process lives: it registers anew, with everything that it needs for that.
-  for (const auto& key : report.failed)
+  for (const auto& [key, instance] : report.failed)
     if (const auto failed = find_trainer(key); failed != trainers_.end())
-      asio::post(io_, [this, id = failed->first] { drop(id, "its state could not be read", Gone::silent); });
+      if (const auto rank = machine_.ranks().find(failed->first);
+          rank != machine_.ranks().end() && rank->second.up.instance() == instance)
+        drop_soon(failed->second, "its state could not be read");
   // The process may be another one by now: the instance that caught up goes along, and Node compares it.
   for (const auto& completed : report.caught_up)
     if (hears(completed.key, report_of(completed)))

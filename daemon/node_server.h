@@ -88,8 +88,8 @@ class NodeServer {
 
   NodeServer(asio::io_context& io, const NodeOptions& options, const JobKeys& keys);
   void accept();
-  void accept_later();                       // after the process has run out of descriptors
-  void watch(Trainer& trainer, Fd watched);  // `watched` is a duplicate of its socket
+  void accept_later();                           // after the process has run out of descriptors
+  Result<> watch(Trainer& trainer, Fd watched);  // `watched` is a duplicate of its socket
   void read(membership::RankConnection id);
   // Why a trainer is not taken, and as what that counts.
   using Why = refusals::Why;
@@ -183,7 +183,8 @@ class NodeServer {
   asio::posix::stream_descriptor listener_;
   std::uint64_t listens_ = 0;  // how often the listener was made anew; what an earlier one still accepts is ignored
   asio::steady_timer accept_again_;
-  Seldom without_descriptors_{kSameLineAgain};  // limits the log line that descriptors have run out
+  // Limit the log lines that descriptors, or watches, have run out, and that another user has called.
+  Seldom without_descriptors_{kSameLineAgain}, without_watches_{kSameLineAgain}, strangers_{std::chrono::minutes(1)};
   asio::steady_timer timer_;
   const std::string family_;  // of the catch-up streams
   membership::Node machine_;

@@ -54,8 +54,10 @@ void NodeServer::accept() {
       spare = {};
       auto credentials = peer_credentials(socket);
       if (!credentials || (credentials->uid != 0 && !of_this_user(*credentials, options_.socket))) {
-        spdlog::warn("a local connection of {} was refused; this daemon serves user {}",
-                     credentials ? credentials->user() : "nobody known", ::geteuid());
+        if (const auto more = strangers_.may_say(now()))
+          spdlog::warn("a local connection of {} was refused; this daemon serves user {}{}",
+                       credentials ? credentials->user() : "nobody known", ::geteuid(),
+                       *more == 0 ? "" : fmt::format(" ({} more since the last such line)", *more));
         ++rejected_;
         refusals::count(refusals::Why::user);
         continue;
@@ -66,7 +68,11 @@ void NodeServer::accept() {
       trainer.id = id;
       trainer.credentials = *credentials;
       trainer.socket = std::move(socket);
-      watch(trainer, std::move(watched));
+      if (auto watching = watch(trainer, std::move(watched)); !watching) {
+        if (without_watches_.may_say(now()))
+          spdlog::warn("process {} can't be taken: {}", credentials->pid, watching.error().message);
+        trainers_.erase(id);
+      }
     }
     accept();
   });
@@ -82,11 +88,15 @@ void NodeServer::accept_later() {
   });
 }
 
-void NodeServer::watch(Trainer& trainer, Fd watched) {
-  trainer.readable = std::make_unique<asio::posix::stream_descriptor>(io_, watched.release());
+Result<> NodeServer::watch(Trainer& trainer, Fd watched) {
+  auto readable = daemon::watch(io_, std::move(watched));
+  if (!readable) return tl::unexpected(readable.error());
+  trainer.readable = std::move(*readable);
   auto pidfd = make_pidfd(trainer.credentials.pid);
   if (pidfd) {
-    trainer.exited = std::make_unique<asio::posix::stream_descriptor>(io_, pidfd->release());
+    auto exited = daemon::watch(io_, std::move(*pidfd));
+    if (!exited) return tl::unexpected(exited.error());
+    trainer.exited = std::move(*exited);
     trainer.exited->async_wait(asio::posix::stream_descriptor::wait_read,
                                [this, id = trainer.id, pid = trainer.credentials.pid](asio::error_code error) {
                                  if (!error) drop(id, fmt::format("its process {} ended", pid), Gone::ended);
@@ -100,6 +110,7 @@ void NodeServer::watch(Trainer& trainer, Fd watched) {
     spdlog::debug("trainer {}: {}", trainer.credentials.pid, pidfd.error().message);
   }
   read(trainer.id);
+  return {};
 }
 
 void NodeServer::read(membership::RankConnection id) {

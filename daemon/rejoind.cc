@@ -315,7 +315,9 @@ int main(int argc, char** argv) {
     const int code = error.code().value();
     const bool lacks = without_descriptors(code) || code == EAGAIN;  // the latter of threads
     spdlog::error("the system does not give what a daemon needs ({}){}", error.what(),
-                  lacks ? ": raise 'ulimit -n', and 'ulimit -u'" : "");
+                  lacks            ? ": raise 'ulimit -n', and 'ulimit -u'"
+                  : code == ENOSPC ? ": raise fs.epoll.max_user_watches, for which all processes of this user count"
+                                   : "");
     return 1;
   }
   return 0;

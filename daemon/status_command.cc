@@ -2,7 +2,6 @@
 
 #include <unistd.h>
 
-#include <array>
 #include <asio.hpp>
 #include <atomic>
 #include <iostream>
@@ -14,62 +13,19 @@
 #include "base/clock.h"
 #include "base/fail.h"
 #include "base/start_thread.h"
+#include "daemon/status_fetch.h"
 #include "daemon/versions_report.h"
-#include "transport/socket_address.h"
 
 namespace rejoin::daemon {
 namespace {
 
-constexpr std::size_t kMostBytes = 64 * MiB;  // of a status
-constexpr int kDeepest = 32;
-constexpr auto kPatience = std::chrono::seconds(5);  // with a daemon that is asked for its status
-
-// A page's URL, as a browser has it, leads to its daemon.
-std::string host_and_port(const std::string& address) {
-  constexpr std::string_view scheme = "http://";
-  if (!address.starts_with(scheme)) return address;
-  return address.substr(scheme.size(), address.find('/', scheme.size()) - scheme.size());
-}
-
-Result<nlohmann::json> fetch_status(const std::string& address) {
-  const auto where = transport::SocketAddress::split(host_and_port(address));
-  if (!where) return tl::unexpected(where.error());
-  asio::ip::tcp::iostream stream;
-  stream.expires_after(kPatience);
-  stream.connect(where->host, std::to_string(where->port));
-  if (!stream)
-    return fail(ErrorCode::unavailable,
-                "no daemon answers at {}: {}; its --status address is in its log and --address-file", address,
-                stream.error().message());
-  stream << "GET /status HTTP/1.1\r\nHost: rejoin\r\nConnection: close\r\n\r\n" << std::flush;
-  std::string line;
-  while (std::getline(stream, line) && line != "\r") {
-  }
-  std::string body;
-  std::array<char, 65536> part{};
-  while (body.size() <= kMostBytes && (stream.read(part.data(), part.size()), stream.gcount() > 0))
-    body.append(part.data(), static_cast<std::size_t>(stream.gcount()));
-  if (stream.error() == asio::error::timed_out)
-    return fail(ErrorCode::timeout,
-                "{} accepted the connection and did not answer in {} s; its daemon may be stopped or overloaded",
-                address, kPatience.count());
-  // What is nested too deeply is left out: writing it would take a call for each level.
-  const auto keep = [](int depth, auto, const auto&) { return depth <= kDeepest; };
-  auto json = body.size() > kMostBytes ? nlohmann::json(nlohmann::json::value_t::discarded)
-                                       : nlohmann::json::parse(body, keep, false);
-  if (json.is_discarded())
-    return fail(ErrorCode::corrupt,
-                "what answers at {} is not a Rejoin daemon; give a daemon's --status address, not its --listen",
-                address);
-  return json;
-}
-
-// A replica that the job runs without.
-std::string outage_line(const nlohmann::json& out) {
+// A replica that the job runs without. A standby has read of it, and does not know since when.
+std::string outage_line(const nlohmann::json& out, bool leads) {
   const std::string next = out.at("next").get<std::string>();
-  return fmt::format("OUT replica {} {}: {}{}{}", out.at("replica").get<int>(),
-                     out.contains("for_ms") ? fmt::format("for {:.1f} s", out.at("for_ms").get<double>() * 1e-3)
-                                            : "since before the coordinator was started",
+  return fmt::format("OUT replica {}{}: {}{}{}", out.at("replica").get<int>(),
+                     out.contains("for_ms") ? fmt::format(" for {:.1f} s", out.at("for_ms").get<double>() * 1e-3)
+                     : leads                ? " since before the coordinator was started, or took the lead"
+                                            : "",
                      out.at("reason").get<std::string>(), next.empty() ? "" : "; ", next);
 }
 
@@ -99,11 +55,16 @@ std::string connection(const nlohmann::json& coordinator) {
   return fmt::format("{} NOT CONNECTED{}{}", address, why.empty() ? "" : ": ", why);
 }
 
-// Those of several coordinators that are connected, and not as they should be.
+// Those of several coordinators, or the only one, that are not as they should be.
 void print_odd_coordinators(const nlohmann::json& coordinator) {
-  for (const auto& one : coordinator.value("all", nlohmann::json::array()))
-    if (const auto why = one.at("reason").get<std::string>(); one.at("connected").get<bool>() && !why.empty())
-      std::cout << fmt::format("  WARNING coordinator {}: {}\n", one.at("address").get<std::string>(), why);
+  const bool led = coordinator.at("connected").get<bool>();  // otherwise it is said why none is reached
+  for (const auto& one : coordinator.value("all", nlohmann::json::array({coordinator}))) {
+    const auto why = one.at("reason").get<std::string>();
+    const bool connected = one.at("connected").get<bool>();
+    if ((connected || led) && !why.empty())
+      std::cout << fmt::format("  WARNING coordinator {}{}: {}\n", one.at("address").get<std::string>(),
+                               connected ? "" : " NOT CONNECTED", why);
+  }
 }
 
 // Who of several coordinators leads, and how long it takes to keep what is decided.
@@ -190,7 +151,8 @@ void print_roles(const nlohmann::json& status) {
           m.at("reduced").get<int>(), far || located ? 25 : 0, far ? round_trips_of(m) : "", far && located ? 17 : 0,
           m.value("location", std::string()));
     std::cout << near;
-    for (const auto& out : c.at("out")) std::cout << "  " << outage_line(out) << "\n";
+    for (const auto& out : c.at("out"))
+      std::cout << "  " << outage_line(out, c.at("store").at("leads").get<bool>()) << "\n";
     for (const auto& one : c.value("stragglers", nlohmann::json::array()))
       std::cout << "  " << straggler_line(one) << "\n";
     const auto& audit = c.at("audit");
@@ -306,7 +268,7 @@ Result<> print_table(const nlohmann::json& status, const std::string& address) {
 }  // namespace
 
 Result<int> show_status(const std::string& address, bool json) {
-  auto status = fetch_status(address);
+  auto status = fetch_status(address, json ? Texts::as_they_are : Texts::printable);
   if (!status) return tl::unexpected(status.error());
   if (json) std::cout << status->dump(2) << "\n";
   else if (auto printed = print_table(*status, address); !printed) return tl::unexpected(printed.error());
@@ -329,7 +291,7 @@ Result<std::vector<Look>> look_at(const std::vector<std::string>& addresses) {
   for (auto& thread : threads) {
     const auto started = start_thread(thread, [&] {
       for (std::size_t i; (i = next++) < looks.size();) {
-        auto status = fetch_status(addresses[i]);
+        auto status = fetch_status(addresses[i], Texts::printable);
         looks[i] = {.status = std::move(status), .at = SteadyClock().now()};
       }
     });

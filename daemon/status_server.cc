@@ -83,7 +83,6 @@ Result<> StatusServer::start_http() {
     server.halves_.erase(static_cast<Caller*>(*caller));
     std::erase(server.callers_, static_cast<Caller*>(*caller));
     delete static_cast<Caller*>(*caller);
-    --server.open_;
     if (std::exchange(server.full_, false)) server.accept();
   };
   const auto asked = +[](void* self, MHD_Connection* connection, const char* path, const char* method, const char*,
@@ -117,7 +116,7 @@ void StatusServer::accept() {
       });
     }
     if (!error) take(std::move(socket));
-    full_ = open_ >= kMostRequests;
+    full_ = callers_.size() >= kMostRequests;
     if (full_) return make_room();
     accept();
   });
@@ -130,14 +129,13 @@ void StatusServer::make_room() {
   else if (!callers_.empty()) callers_.front()->end();
 }
 
-// The library has the socket from here on, and closes it.
+// The library has the socket from here on, and closes it, also where it finds no place for it.
 void StatusServer::take(asio::ip::tcp::socket socket) {
   asio::error_code error;
   const auto from = socket.remote_endpoint(error);
   const int fd = error ? -1 : socket.release(error);
   if (error) return;
-  ++open_;
-  if (MHD_add_connection(http_, fd, from.data(), static_cast<socklen_t>(from.size())) == MHD_NO) --open_;
+  (void)MHD_add_connection(http_, fd, from.data(), static_cast<socklen_t>(from.size()));
   work();
 }
 

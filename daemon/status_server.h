@@ -35,7 +35,7 @@ class StatusServer {
                                                      Duration patience = kPatience);
   ~StatusServer();
   std::string address() const { return address_; }
-  std::size_t callers() const { return open_; }  // now; for tests
+  std::size_t callers() const { return callers_.size(); }  // now; for tests
 
  private:
   struct Caller;
@@ -67,8 +67,7 @@ class StatusServer {
   std::set<Caller*> halves_;                // of these, as far as they have yet to ask
   std::vector<Caller*> callers_;            // oldest first
   MHD_Daemon* http_ = nullptr;
-  std::size_t open_ = 0;  // callers
-  bool full_ = false;     // nobody is accepted
+  bool full_ = false;  // nobody is accepted
   const Source source_;
   const Duration patience_;
   std::string address_;

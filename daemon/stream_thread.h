@@ -18,7 +18,8 @@ class StreamThread {
   struct Report {
     std::vector<catchup::Service::CompletedRank> caught_up;
     std::vector<std::pair<catchup::RankKey, catchup::Drift>> drifts;
-    std::vector<catchup::RankKey> failed;  // whose device failed: they are not served any more
+    // Whose device failed, and its instance: they are not served any more.
+    std::vector<std::pair<catchup::RankKey, std::uint64_t>> failed;
     std::map<catchup::RankKey, catchup::CatchUpProgress> progress;
     std::uint64_t bytes_served = 0, bytes_passed_on = 0;
     std::vector<std::pair<catchup::RankKey, catchup::Source::Stats>> serving;

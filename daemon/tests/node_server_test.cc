@@ -4,21 +4,24 @@
 #include <dirent.h>
 #include <gtest/gtest.h>
 #include <poll.h>
-#include <spdlog/sinks/sink.h>
+#include <spdlog/sinks/ostream_sink.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
 #include <nlohmann/json.hpp>
+#include <sstream>
 #include <thread>
 
 #include "base/log.h"
 #include "base/refusals.h"
 #include "daemon/tests/held_end.h"
 #include "daemon/tests/one_node.h"
+#include "daemon/tests/watches.h"
 
 namespace rejoin::daemon {
 namespace {
@@ -340,6 +343,37 @@ TEST_F(GoneTrainers, AreForgottenWhereTheyAreTooMany) {
   }
   ASSERT_EQ(gone().size(), most);
   EXPECT_EQ(gone()[0].at("replica"), 1);
+}
+
+TEST_F(OneNode, RefusesATrainerForWhomTheSystemHasNoWatchLeftAndTakesTheNext) {
+  start(std::chrono::seconds(20));
+  for (const int which : {1, 2}) {  // its socket's, its process's
+    const test::NoWatch none(which);
+    const RawTrainer trainer(socket);
+    EXPECT_TRUE(comes_true([&] { return trainer.hung_up(); })) << which;
+    EXPECT_TRUE(none.has_come());
+  }
+  RawTrainer trainer(socket);
+  register_as(0, trainer);
+}
+
+TEST_F(OneNode, LogsOnceAMinuteThatAnotherUserCalls) {
+  if (::geteuid() != 0) GTEST_SKIP() << "only root can be another user";
+  start(std::chrono::seconds(20));
+  std::ostringstream log;
+  auto& sinks = spdlog::default_logger()->sinks();
+  sinks.push_back(std::make_shared<spdlog::sinks::ostream_sink_mt>(log));
+  for (int call = 0; call < 3; ++call) {
+    ASSERT_EQ(::syscall(SYS_setresuid, -1, 65534, -1), 0);  // this thread alone
+    const RawTrainer stranger(socket);
+    ASSERT_EQ(::syscall(SYS_setresuid, -1, 0, -1), 0);
+    EXPECT_TRUE(comes_true([&] { return stranger.hung_up(); }));
+  }
+  sinks.pop_back();
+  EXPECT_EQ(server->status().at("rejected"), 3);
+  const std::string line = "a local connection of user 65534 was refused; this daemon serves user 0\n";
+  EXPECT_NE(log.str().find(line), std::string::npos) << log.str();
+  EXPECT_EQ(log.str().find(line), log.str().rfind(line)) << log.str();
 }
 
 }  // namespace

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include "base/bytes.h"
+#include "daemon/tests/watches.h"
 
 namespace rejoin::daemon {
 namespace {
@@ -161,6 +162,21 @@ TEST(StatusServer, ASlowCallerHasItsTimeAndNoMoreHoweverBusyItIs) {
   again.cancel();
   served.body = "short";
   EXPECT_TRUE(served.answer_to("GET / HTTP/1.1\r\nHost: a\r\n\r\n").ends_with("short"));
+}
+
+TEST(StatusServer, ACallerForWhomTheSystemHasNoWatchLeftKeepsNoOtherFromItsAnswer) {
+  for (const int which : {1, 2, 3}) {  // Asio's, the one for the end, the library's
+    Served served;
+    const Fd caller(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+    {
+      const test::NoWatch none(which);
+      ASSERT_EQ(::connect(caller.get(), served.where.data(), static_cast<socklen_t>(served.where.size())), 0);
+      ASSERT_TRUE(served.runs_until([&] { return none.has_come(); })) << which;
+      served.io.poll();
+    }
+    EXPECT_LE(served.server->callers(), 1u) << which;
+    EXPECT_TRUE(served.answer_to("GET / HTTP/1.1\r\nHost: a\r\n\r\n").starts_with("HTTP/1.1 200 OK")) << which;
+  }
 }
 
 }  // namespace
