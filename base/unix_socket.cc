@@ -85,6 +85,8 @@ bool may_signal(const Fd& socket, pid_t pid) {
     const Fd owned(process);
     if (::syscall(SYS_pidfd_send_signal, process, 0, nullptr, 0) == 0) return true;
     if (errno != ENOSYS) return false;
+  } else if (errno != ENOPROTOOPT) {  // it has ended, for instance
+    return false;
   }
   return ::kill(pid, 0) == 0;
 }
@@ -126,10 +128,8 @@ bool of_this_user(const PeerCredentials& peer, const std::string& name) {
 
 std::string PeerCredentials::user() const {
   if (!unknown) return fmt::format("user {}", uid);
-  return fmt::format(
-      "user {} (so this user namespace calls all users that it does not know, too: run the job as another "
-      "user, or with a socket that is a file)",
-      uid);
+  return fmt::format("user {} (so this user namespace calls all users that it does not know: run the job as another)",
+                     uid);
 }
 
 Result<Fd> listen_unix(const std::string& name) {

@@ -1,10 +1,14 @@
 #include "catchup/gradient_log.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
+#include <bit>
 #include <new>
 
 #include "base/bytes.h"
 #include "base/fail.h"
+#include "base/log.h"
 
 namespace rejoin::catchup {
 
@@ -72,6 +76,9 @@ Result<> GradientLog::keep(std::uint32_t slice, Step step, std::uint32_t contrib
   if (over()) return {};  // the last update's are in the way, until the next
   auto kept = append(slice, step, contributors, gradient);
   if (kept || kept.error().code != ErrorCode::exhausted) return kept;
+  if (std::has_single_bit(++lacked_))
+    spdlog::warn("this replica catches up more slowly: {}{}", kept.error().message,
+                 lacked_ == 1 ? "" : fmt::format(" ({} times now)", lacked_));
   forget(slice);
   return {};
 }

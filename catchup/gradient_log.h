@@ -61,6 +61,7 @@ class GradientLog {
   std::vector<std::pair<std::uint32_t, local::SliceStatus>> applied_;  // slices of this update, as they were before
   std::vector<std::vector<Entry>> used_;                               // kept gradients, until the next update
   std::uint64_t used_bytes_ = 0;                                       // of those
+  std::uint64_t lacked_ = 0;                                           // times that there was no memory for one
 };
 
 }  // namespace rejoin::catchup

@@ -59,7 +59,7 @@ Node::Actions Node::on_coordinator_message(const proto::ToNode& message, TimePoi
         std::erase_if(silent_, [&](const auto& one) { return came_before(one.second); });
         std::erase_if(ended_, [&](const Ended& one) { return came_before(one.down); });
         // What was said in between may have gone to a coordinator, or a relay, that did not know it, or not any more.
-        statuses_.erase({rank.up.replica(), rank.up.incarnation()});
+        statuses_.erase(status_key(rank.up));
         report_status(rank, actions);
       });
       break;
@@ -278,7 +278,7 @@ void Node::report_status(const RankInfo& one, Actions& actions) {
   links->to(status.mutable_links());
   round_trips.to(status.mutable_round_trips());
   rates.to(status.mutable_rates());
-  auto& sent = statuses_[{one.up.replica(), one.up.incarnation()}];
+  auto& sent = statuses_[status_key(one.up)];
   if (std::string now = status.SerializeAsString(); std::exchange(sent, now) != now)
     actions.to_coordinator.push_back(std::move(message));
 }

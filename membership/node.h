@@ -18,6 +18,7 @@
 #include <map>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "base/bytes.h"
@@ -123,7 +124,9 @@ class Node {
   std::vector<Ended> ended_;  // to be said again
   proto::Plan plan_;
   PeerTable peers_;
-  std::map<std::pair<std::uint32_t, std::uint64_t>, std::string> statuses_;  // sent last, by replica and incarnation
+  using StatusKey = std::tuple<std::uint64_t, std::uint32_t, std::uint64_t>;  // job, replica, incarnation
+  static StatusKey status_key(const proto::RankUp& up) { return {up.job(), up.replica(), up.incarnation()}; }
+  std::map<StatusKey, std::string> statuses_;  // sent last
 };
 
 void add_unreached(const proto::Unreached& one, proto::ReplicaStatus& status);  // to a report of several

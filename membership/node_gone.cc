@@ -29,7 +29,7 @@ Node::Actions Node::on_rank_gone(RankConnection connection, const std::string& r
   auto gone = ranks_.extract(connection);
   if (gone.empty()) return actions;
   const proto::RankUp& up = gone.mapped().up;
-  statuses_.erase({up.replica(), up.incarnation()});
+  statuses_.erase(status_key(up));
   if (how == Gone::replaced) return actions;
   tell_gone(up, reason, how, actions);
   if (!ended) silent_[connection] = up;

@@ -1,6 +1,7 @@
 #include "rejoin/c.h"
 
 #include <algorithm>
+#include <new>
 
 #include "base/command_line.h"
 #include "base/fail.h"
@@ -275,6 +276,11 @@ rejoin_code rejoin_begin_update(rejoin_session* session, int* committed, const r
     const auto begun = session->session->begin_update();
     if (!begun) return failed(begun.error());
     session->updates.clear();
+    try {
+      session->updates.reserve(*begun ? (*begun)->size() : 0);
+    } catch (const std::bad_alloc&) {  // of an update that has begun
+      return failed(session->session->abandon_update("memory ran out"));
+    }
     if (*begun)
       for (const auto& update : **begun)
         session->updates.push_back({update.tensor.index,
