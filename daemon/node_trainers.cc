@@ -53,7 +53,10 @@ void NodeServer::accept() {
       if (!socket || ::dup3(socket.get(), watched.get(), O_CLOEXEC) < 0) break;
       spare = {};
       auto credentials = peer_credentials(socket);
-      if (!credentials || (credentials->uid != 0 && !of_this_user(*credentials, options_.socket))) {
+      // A file's mode keeps others off, and a caller of it may have ended.
+      const bool ours = credentials && (options_.socket.starts_with('@') ? of_this_user(*credentials, options_.socket)
+                                                                         : credentials->uid == ::geteuid());
+      if (!credentials || (credentials->uid != 0 && !ours)) {
         if (const auto more = strangers_.may_say(now()))
           spdlog::warn("a local connection of {} was refused; this daemon serves user {}{}",
                        credentials ? credentials->user() : "nobody known", ::geteuid(),
