@@ -53,7 +53,7 @@ class Isolation {
   bool found() const { return cut_ && cut_->out; }
 
  private:
-  static constexpr int kFound = 8, kStep = 5;  // silences
+  static constexpr int kFound = 6, kStep = 5;  // silences
   struct Cut {
     std::uint32_t replica = 0, replicas = 0;
     bool timed = false, out = false;

@@ -112,14 +112,14 @@ bool World::recovered_again(std::uint64_t& target) {
   return false;
 }
 
-// Where several replicas are killed at once, each goes, comes and is promoted by itself.
+// Where several replicas are killed or cut off at once, each goes, comes and is promoted by itself.
 void World::check_epochs() {
   std::uint64_t losses = 0;
-  for (const auto& fault : outcome_.faults)
-    losses +=
-        fault.kind == FaultKind::kill_some || fault.kind == FaultKind::kill_all || fault.kind == FaultKind::older_log
-            ? shape.replicas
-            : 1;
+  const auto concerns_all = [](FaultKind kind) {
+    return kind == FaultKind::kill_some || kind == FaultKind::kill_all || kind == FaultKind::older_log ||
+           kind == FaultKind::cut_replica;
+  };
+  for (const auto& fault : outcome_.faults) losses += concerns_all(fault.kind) ? shape.replicas : 1;
   if (const auto epochs = outcome_.counts["epoch begun"]; epochs > kEpochs * losses + kEpochsFree && !options_.run_for)
     checker().violate("progress", fmt::format("{} epochs were begun for {} faults", epochs, outcome_.faults.size()));
 }
