@@ -306,11 +306,11 @@ TEST_F(LogFile, WithoutADescriptorToListItsArchivesIsNotCompacted) {
 TEST_F(LogFile, ThatIsNoFileIsNotWaitedFor) {
   const std::string pipe = directory + "/pipe";
   ASSERT_EQ(::mkfifo(pipe.c_str(), 0600), 0);
-  for (const std::string& path : {pipe, std::string("/dev/zero"), directory}) {
-    const std::string says = path + " is no regular file";
-    EXPECT_EQ(parse_one_file(path).error().message, says);
-    EXPECT_EQ(for_each_record(path, [](const auto&) {}).error().message, says);
-    EXPECT_EQ(records_before_damage(path).error().message, says);
+  for (const std::string& one : {pipe, std::string("/dev/zero"), directory}) {
+    const std::string says = one + " is no regular file";
+    EXPECT_EQ(parse_one_file(one).error().message, says);
+    EXPECT_EQ(for_each_record(one, [](const auto&) {}).error().message, says);
+    EXPECT_EQ(records_before_damage(one).error().message, says);
   }
 }
 
