@@ -1,6 +1,5 @@
 #include "transport/tcp/engine.h"
 
-#include <linux/filter.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <sys/epoll.h>
@@ -153,17 +152,13 @@ void TcpEngine::limit_unacknowledged(const Endpoint& endpoint) const {
              static_cast<int>(milliseconds(deadlines::kUnacknowledged.of(silence_)) / parts));
 }
 
-// Where bytes of the peer's lie unread at the end, or come behind it, the kernel resets the connection and drops what
-// it still has to send. So what lies there is passed over, and from here on of each segment only the header is taken,
-// with its acknowledgement. What the kernel decrypts can't be passed over.
-void TcpEngine::take_no_more(const Endpoint& endpoint) {
+// Where bytes of the peer's lie unread at the end, the kernel resets the connection and drops what it still has to
+// send. So much of them at most: their sender may be faster. What the kernel decrypts can't be passed over.
+void TcpEngine::discard_unread(const Endpoint& endpoint) {
   if (endpoint.by_kernel) return;
-  sock_filter header_alone = BPF_STMT(BPF_RET | BPF_K, 1);  // it is never cut
-  const sock_fprog filter{.len = 1, .filter = &header_alone};
-  (void)::setsockopt(endpoint.socket.get(), SOL_SOCKET, SO_ATTACH_FILTER, &filter, sizeof filter);
-  constexpr std::size_t most = 16 * MiB, step = 1 * MiB;  // where there are no filters, their sender may be faster
-  std::size_t passed = 0;
-  for (ssize_t got = 1; got > 0 && passed < most; passed += static_cast<std::size_t>(got))
+  constexpr std::size_t most = 16 * MiB, step = 1 * MiB;
+  std::size_t discarded = 0;
+  for (ssize_t got = 1; got > 0 && discarded < most; discarded += static_cast<std::size_t>(got))
     got = std::max<ssize_t>(0, ::recv(endpoint.socket.get(), nullptr, step, MSG_TRUNC | MSG_DONTWAIT));
 }
 
@@ -383,7 +378,7 @@ void TcpEngine::close(EndpointId id) {
   // In a child of fork() the queue is a copy of its parent's.
   if (endpoint->stage == Stage::open && ::getpid() == process_) flush(*endpoint);
   if (endpoint = find(id); endpoint == nullptr) return;
-  if (endpoint->stage == Stage::open && ::getpid() == process_) take_no_more(*endpoint);
+  if (endpoint->stage == Stage::open && ::getpid() == process_) discard_unread(*endpoint);
   calls_.remove(id);
   names_.forget(id.value);
   part(*endpoint);

@@ -155,7 +155,7 @@ class TcpEngine final : public Engine {
   Result<Endpoint*> adopt(Fd socket, Stage stage);
   Result<> take_up(Endpoint& endpoint, Fd socket);
   void limit_unacknowledged(const Endpoint& endpoint) const;
-  static void take_no_more(const Endpoint& endpoint);
+  static void discard_unread(const Endpoint& endpoint);
   void part(Endpoint& endpoint);
   Result<> begin_connection(Endpoint& endpoint, std::deque<SocketAddress> addresses);
   void look_at_names();
