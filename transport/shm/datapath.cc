@@ -41,14 +41,20 @@ std::span<const Event> ShmEngine::poll() {
     watch_sockets();
   }
   moved_ = 0;
+  std::size_t next = first_ + 1;  // nobody is always last
   const std::size_t count = open_.size();
   for (std::size_t i = 0; i < count && !open_.empty(); ++i) {
-    Endpoint& endpoint = *open_[(first_ + i) % open_.size()];  // a failing one leaves the list, and nobody is lost
+    const std::size_t at = (first_ + i) % open_.size();
+    Endpoint& endpoint = *open_[at];  // a failing one leaves the list, and nobody is lost
     if (!endpoint.pending.empty()) flush(endpoint);
-    for (std::size_t taken = 0; taken < kRecordsPerTurn && moved_ < kBytesPerPoll && receive(endpoint); ++taken) {
-    }
+    const bool has_turn = moved_ < kBytesPerPoll;
+    bool more = true;
+    for (std::size_t taken = 0; taken < kRecordsPerTurn && moved_ < kBytesPerPoll && more; ++taken)
+      more = receive(endpoint);
+    if (has_turn && moved_ >= kBytesPerPoll) next = at + 1;  // those behind it come first then
+    if (!more && endpoint.hung_up) fail_endpoint(endpoint, endpoint.hung_up->code, endpoint.hung_up->message);
   }
-  ++first_;  // nobody is always last
+  first_ = next;
   return events_.take();
 }
 
@@ -137,7 +143,7 @@ Result<> ShmEngine::read(EndpointId id, std::span<const Read> reads) {
   for (const auto& read : reads) {
     const std::uint64_t operation = endpoint.next_operation++;
     endpoint.operations[operation] = {.context = read.context, .region = read.local.region, .read = read};
-    ask(endpoint, operation, read);
+    ask(endpoint, operation, read, 0);
   }
   return {};
 }
@@ -170,13 +176,14 @@ Result<BytesView> ShmEngine::view(EndpointId id, const ViewableRegion& where, st
   return room;
 }
 
-void ShmEngine::ask(Endpoint& endpoint, std::uint64_t operation, const Read& read) {
+// For the bytes from `placed` on.
+void ShmEngine::ask(Endpoint& endpoint, std::uint64_t operation, const Read& read, std::uint64_t placed) {
   post(endpoint,
        {.kind = wire::Kind::read,
-        .length = read.length,
+        .length = read.length - placed,
         .operation = operation,
         .key = read.remote.region.key,
-        .offset = read.remote.offset},
+        .offset = read.remote.offset + placed},
        {});
 }
 
@@ -326,16 +333,18 @@ void ShmEngine::on_read(Endpoint& endpoint, const wire::Header& header) {
 void ShmEngine::on_found(Endpoint& endpoint, const wire::Header& header, BytesView body) {
   const auto operation = endpoint.operations.find(header.operation);
   if (operation == endpoint.operations.end() || !operation->second.read ||
-      operation->second.read->length != header.length)
+      operation->second.read->length - operation->second.placed != header.length)
     return fail_endpoint(endpoint, ErrorCode::corrupt, "it answered what was not asked");
   if (!operation->second.withdrawn) {
     const Read& read = *operation->second.read;
-    const auto fetched = fetch(endpoint, header, body, *regions_.local(read.local, read.length));
+    std::uint64_t& placed = operation->second.placed;
+    const std::uint64_t before = endpoint.moved;  // by turns behind which nothing had been recalled
+    const auto fetched = fetch(endpoint, header, body, *regions_.local(read.local, read.length) + placed);
     if (header.address != 0) {
       const std::uint64_t recalls = endpoint.in.recalls();
       if (recalls != header.recalls) endpoint.front.reset();
       if (recalls == kGone) return;  // the end of the connection ends the read
-      if (recalls != header.recalls) return ask(endpoint, header.operation, read);
+      if (recalls != header.recalls) return ask(endpoint, header.operation, read, placed += before);
     }
     if (!fetched) return fail_endpoint(endpoint, fetched.error().code, fetched.error().message);
     if (!fetched->whole) return;

@@ -170,8 +170,10 @@ void ShmEngine::on_socket(Endpoint& endpoint) {
   if (endpoint.stage == Stage::failed) return;
   auto received = receive_with_fds(endpoint.socket, sizeof(wire::Greeting) + kMaxHello);
   if (!received) {
-    // What it wrote into the ring before it went is still delivered.
-    while (endpoint.stage == Stage::open && receive(endpoint)) {
+    // What it wrote into the ring before it went is still delivered, in turns.
+    if (endpoint.stage == Stage::open) {
+      endpoint.hung_up = received.error();
+      return;
     }
     const auto told = endpoint.stage == Stage::greeting ? told_by_listener(endpoint) : std::nullopt;
     return fail_endpoint(endpoint, received.error().code, told.value_or(received.error().message));

@@ -69,6 +69,7 @@ class ShmEngine final : public Engine {
     std::uint64_t context = 0;
     RegionId region;
     std::optional<Read> read;
+    std::uint64_t placed = 0;  // bytes of the read, before those that were asked for last
     bool withdrawn = false;  // the region has gone, and the completion was reported: only the peer's answer is missing
   };
   struct PeerFile {
@@ -79,8 +80,9 @@ class ShmEngine final : public Engine {
     EndpointId id;
     Stage stage = Stage::greeting;
     std::string failure;
-    Fd socket;    // tells when the peer's process ends
-    Fd doorbell;  // the peer's
+    std::optional<Error> hung_up;  // the peer has; what it had written before is still taken
+    Fd socket;                     // tells when the peer's process ends
+    Fd doorbell;                   // the peer's
     PeerProcess process;
     TimePoint seen_up{};  // its process, which had its number then
     Mapping channel;
@@ -130,7 +132,7 @@ class ShmEngine final : public Engine {
   void on_write(Endpoint& endpoint, const wire::Header& header, BytesView body);
   void on_read(Endpoint& endpoint, const wire::Header& header);
   void on_found(Endpoint& endpoint, const wire::Header& header, BytesView body);
-  void ask(Endpoint& endpoint, std::uint64_t operation, const Read& read);
+  void ask(Endpoint& endpoint, std::uint64_t operation, const Read& read, std::uint64_t placed);
   void answer(Endpoint& endpoint, std::uint64_t operation, Regions::Refusal refusal);
   void point_at(wire::Header& header, BytesView& body, const LocalRange& range);
   void on_acknowledge(Endpoint& endpoint, const wire::Header& header);
