@@ -1,11 +1,9 @@
 #include "daemon/trace.h"
 
 #include <fmt/ranges.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
-#include <cstdio>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
@@ -26,27 +24,16 @@ namespace {
 
 double us_of(std::int64_t ns) { return static_cast<double>(ns) * 1e-3; }
 
-// The file as it grows: a trace of a large job need not be in memory. Until all of it is written, what is at its path
-// stays as it is, but for a pipe or a device, which is written to.
+// The file as it grows: a trace of a large job need not be in memory. Until there is an event to write, what is at its
+// path stays as it is.
 class TraceFile {
  public:
-  explicit TraceFile(const std::string& path) : path_(path) {
-    std::error_code error;
-    const auto there = std::filesystem::status(path, error);
-    if (std::filesystem::exists(there) && !std::filesystem::is_regular_file(there)) return;
-    path_ = std::filesystem::weakly_canonical(path, error).string();  // a link stays one
-    if (error) path_ = path;
-    written_ = path_ + ".part";
-  }
-  ~TraceFile() {
-    if (!written_.empty() && begun_) ::unlink(written_.c_str());
-  }
-  TraceFile(const TraceFile&) = delete;
-  TraceFile& operator=(const TraceFile&) = delete;
+  explicit TraceFile(const std::string& path) : path_(path) {}
   void add(const nlohmann::json& event) {
     const bool first = !std::exchange(begun_, true);
     if (first) {
-      out_.open(written_.empty() ? path_ : written_);
+      errno = 0;
+      out_.open(path_);
       out_ << "{\"displayTimeUnit\":\"ms\",\"traceEvents\":[";
     }
     out_ << (first ? "\n" : ",\n") << event.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
@@ -56,10 +43,10 @@ class TraceFile {
     out_ << "\n],\"otherData\":" << about.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace) << "}\n"
          << std::flush;
     note_error();
-    if (error_ == 0 && !written_.empty() && ::rename(written_.c_str(), path_.c_str()) != 0) error_ = errno;
     if (error_ == 0) return {};
-    return fail(ErrorCode::io, "can't write {}: {}; give another -o, or free space there", path_,
-                std::strerror(error_));
+    const bool full = error_ == ENOSPC || error_ == EDQUOT;
+    return fail(ErrorCode::io, "can't write {}: {}; give another -o{}", path_, std::strerror(error_),
+                full ? ", or free space there" : "");
   }
   void name_process(int pid, const std::string& name) {
     add({{"ph", "M"}, {"name", "process_name"}, {"pid", pid}, {"args", {{"name", name}}}});
@@ -86,7 +73,7 @@ class TraceFile {
     if (!out_ && error_ == 0) error_ = errno != 0 ? errno : EIO;
   }
 
-  std::string path_, written_;  // empty: what is at the path
+  const std::string& path_;
   std::ofstream out_;
   int error_ = 0;  // the first
   bool begun_ = false;

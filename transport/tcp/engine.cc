@@ -156,7 +156,7 @@ void TcpEngine::limit_unacknowledged(const Endpoint& endpoint) const {
 // send. So much of them at most: their sender may be faster. What the kernel decrypts can't be passed over.
 void TcpEngine::discard_unread(const Endpoint& endpoint) {
   if (endpoint.by_kernel) return;
-  constexpr std::size_t most = 16 * MiB, step = 1 * MiB;
+  constexpr std::size_t most = 64 * MiB, step = 1 * MiB;
   std::size_t discarded = 0;
   for (ssize_t got = 1; got > 0 && discarded < most; discarded += static_cast<std::size_t>(got))
     got = std::max<ssize_t>(0, ::recv(endpoint.socket.get(), nullptr, step, MSG_TRUNC | MSG_DONTWAIT));

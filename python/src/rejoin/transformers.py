@@ -207,20 +207,23 @@ class RejoinMixin:
         with part.busy("a checkpoint"), part.saving.of(directory, self.state.global_step, *errors), undone:
             super()._save_checkpoint(*given, **named)  # type: ignore[misc]
 
-    # Each replica is the process of rank 0 to the Trainer. Behind the loop, too, it is the leader that writes.
-    @property
-    def _writes(self) -> bool:
+    # Each replica is the process of rank 0 to the Trainer. Behind the loop, too, it is the leader that writes; where no
+    # step was trained, as of a job that was finished before, nobody leads.
+    def _writes(self, what: str) -> bool:
         session = self._part.session
-        return not session._joined or session.leads
+        if not session._joined or session.step is None or session.leads:
+            return True
+        log.info("replica %d leaves %s to the one that led its last step", session.replica, what)
+        return False
 
     def save_state(self) -> None:
         """Save the Trainer's state; in the loop and behind it on the leader alone."""
-        if self._writes:
+        if self._writes("the Trainer's state"):
             super().save_state()  # type: ignore[misc]
 
     def save_metrics(self, *given: Any, **named: Any) -> None:
         """Save metrics; in the loop and behind it on the leader alone."""
-        if self._writes:
+        if self._writes("metrics"):
             super().save_metrics(*given, **named)  # type: ignore[misc]
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:

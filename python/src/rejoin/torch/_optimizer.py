@@ -166,6 +166,12 @@ def _stepped(
     return dict(copy.state[parameter])
 
 
+def foreign(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> dict[int, Any]:
+    """Give the keys, by id, under which the optimizer keeps what belongs to none of the parameters."""
+    own = {id(parameter) for parameter in parameters}
+    return {id(key): key for key in optimizer.state if id(key) not in own}
+
+
 def goes_by(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], like: torch.Tensor, of: torch.Tensor
 ) -> frozenset[str]:

@@ -57,20 +57,21 @@ def self_check(
         flat = torch.randn(count, generator=random, device="cpu") * scale * 10**exponents
         return flat.view(shape).to(like.dtype).to(like.device)
 
-    late: list[str] = []  # what it does with its state that it did not in its first step
+    late: list[tuple[str, str]] = []  # what it does with its state that it did not in its first step, and when
 
-    def refuse_late() -> None:
+    def refuse_late(where: str | None = None, remedy: str = USE) -> None:
         if late:
+            told, step = late[0]
             raise InvalidArgument(
-                f"{name} {late[0]}: a replica that catches up could not be given it. Let all of a parameter's state "
-                f"be there from the first step on, and be written in place. {USE}"
+                f"{name} {told} {where or step}: a replica that catches up could not be given it. Let all of a "
+                f"parameter's state be there from the first step on, and be written in place. {remedy}"
             )
 
     def update(step: int, *parts: tuple[Columns, torch.Tensor]) -> None:
         try:
             given = [(group, kept, scratch, columns, gradient, of) for columns, gradient in parts]
             told = apply(optimizer, given, step, with_attributes=True)
-            late.extend([f"{told} for a parameter in step {step}"] if told else [])
+            late.extend([(told, f"in step {step}")] if told else [])
         except Exception as error:
             refuse_late()
             told = f"{name} can't update a part of a tensor, which has one dimension: {type(error).__name__}: {error}"
@@ -140,6 +141,7 @@ def self_check(
         except InvalidArgument as error:  # step() raises, as it would in the script
             log.debug("not tried with %s: %s", value, error)
             continue
-        refuse_late()
-        same &= parts_are_as_the_whole(tried, "To pass over what is not finite, attach(…, skip_nonfinite=True)")
+        remedy = "To pass over what is not finite, attach(…, skip_nonfinite=True)"
+        refuse_late(f"where a gradient has {value}", remedy)
+        same &= parts_are_as_the_whole(tried, remedy)
     return same

@@ -79,7 +79,10 @@ class Update:
         self.offset = before or 0
         self.last_norm: float | None = None
         self._last_rates: list[float] | None = None
+        # Of an optimizer that has trained others before, what it kept then: it goes by none of that here.
+        self._foreign = _optimizer.foreign(optimizer, [t.value for t in tensors if t.is_parameter])
         self._kept = -1  # how much the optimizer kept in all when it was last looked at
+        self._moments: list[tuple[dict[str, Any], str, Any]] = []  # and what it kept for each parameter
         self._late = ""  # what it does with its state that it did not with attach()
 
     def look(self, step: int) -> None:
@@ -226,17 +229,23 @@ class Update:
         else:
             self.count_all(step)
 
-    # What begins in a step that attach() has not tried. Counted in each step, which takes 0.05 us for a parameter.
+    # What begins, or moves, in a step that attach() has not tried. Looked at in each step: 0.3 us for a parameter.
     def _look_at_state(self, step: int) -> None:
         state = self._optimizer.state
-        kept = sum(len(of) if isinstance(of, dict) else 1 for of in state.values())
-        if kept == self._kept:
+        kept = sum(len([1 for one in of.values() if one is not None]) if isinstance(of, dict) else 1
+                   for of in state.values())  # fmt: skip
+        if kept == self._kept and all(of.get(name) is moment for of, name, moment in self._moments):
             return
-        self._kept = kept
+        self._kept, self._moments = kept, []
         parameters = {id(tensor.value): tensor for tensor in self._tensors if tensor.is_parameter}
         for key, of in state.items():
+            if id(key) in self._foreign:
+                continue
             tensor = parameters.get(id(key))
-            told = _optimizer.unlike(tensor.kept, of) if tensor is not None else "begins to keep state of its own"
+            told: str | None = "begins to keep state of its own"
+            if tensor is not None:
+                told = _optimizer.unlike(tensor.kept, of, tensor.columns[1:])
+                self._moments += [(of, name, of.get(name)) for name in tensor.kept.moments]
             if told is not None:
                 self._late = f"{told} for '{tensor.name}' in step {step}" if tensor else f"{told} in step {step}"
 
