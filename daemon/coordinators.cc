@@ -94,8 +94,18 @@ void Coordinators::carry_out(const Step& step, const proto::ToNode* message) {
     handlers_.up();
   }
   if (actions.pass && message != nullptr) handlers_.message(*message);
-  if (actions.elsewhere) all_.front()->look_elsewhere();
+  if (actions.elsewhere) look_elsewhere();
   for (auto silent : actions.close) all_[silent]->connect_anew("it was silent");
+}
+
+// Each name of a list stands for one coordinator: where two have been answered at one address, one of them was wrong
+// when it was looked up.
+void Coordinators::look_elsewhere() {
+  for (const auto& one : all_)
+    if (all_.size() == 1 || std::ranges::any_of(all_, [&](const auto& other) {
+          return other != one && other->up() && one->up() && other->ends().there == one->ends().there;
+        }))
+      one->look_elsewhere();
 }
 
 // As a standby says it of another one that is not reached here; otherwise empty.

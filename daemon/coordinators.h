@@ -43,6 +43,7 @@ class Coordinators {
   };
   void carry_out(Actions actions, const proto::ToNode* message = nullptr);
   void carry_out(const Step& step, const proto::ToNode* message);
+  void look_elsewhere();
   std::string leads_elsewhere() const;
   std::string why_none_leads() const;
 

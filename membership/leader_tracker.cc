@@ -160,8 +160,9 @@ void LeaderTracker::miss_leader(Actions& actions) {
   const Duration leaderless = now_ - leaderless_since_;
   const Duration pause = std::clamp<Duration>(leaderless / 4, deadlines::kElsewhere.of(silence_),
                                               deadlines::kLongestElsewhere.of(silence_));
-  const bool one = coordinators_.size() == 1, answers = coordinators_.front().says.has_value();
-  if (one && answers && leaderless >= pause && now_ - looked_elsewhere_ >= pause) {
+  const bool one = coordinators_.size() == 1;
+  const bool answers = std::ranges::any_of(coordinators_, [](const auto& each) { return each.says.has_value(); });
+  if (answers && leaderless >= pause && now_ - looked_elsewhere_ >= pause) {
     actions.elsewhere = true;
     looked_elsewhere_ = now_;
   }

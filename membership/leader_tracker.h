@@ -33,7 +33,7 @@ class LeaderTracker {
     bool pass = false;               // the message is the leader's, and for the node
     std::vector<std::size_t> close;  // connections on which nothing comes: to be made anew
     std::vector<std::size_t> alone;  // coordinators that are found to decide alone
-    bool elsewhere = false;          // the only one is not followed: at another address of its name may be one that is
+    bool elsewhere = false;          // none is followed: at another address of a name may be one that is
     bool leaderless = false;         // nobody has been heard for a silence that leads: to be told
     std::vector<Note> notes;
   };

@@ -125,6 +125,20 @@ TEST(Coordinators, OfANameThatStandsForSeveralTheOneThatLeadsIsFoundAndStayedWit
   EXPECT_EQ(node.story.find('d', before), std::string::npos) << node.story;
 }
 
+// slow_names_test.cc knows the name.
+TEST(Coordinators, ANameThatWasAnotherOnesAddressIsLookedUpAgainWhereNoneLeads) {
+  NodeStub node;
+  Fake first(node.io, node.keys, "127.0.0.15:0");
+  const std::string port = first.listener.address().substr(first.listener.address().rfind(':'));
+  Fake leader(node.io, node.keys, "127.0.0.16" + port);
+  first.say(3, false, leader.listener.address());
+  leader.say(3, true);
+  node.connect(first.listener.address() + ",moved.example" + port);
+  ASSERT_TRUE(node.until([&] { return node.story == "u"; })) << node.all->status(false);
+  EXPECT_EQ(leader.heard(proto::FromNode::kRankUp), 1u);
+  EXPECT_EQ(first.lost, 1) << "the other connection stays";
+}
+
 // The other address takes the call, and shows the key when it is too late.
 TEST(Coordinators, OneThatBeginsToLeadIsStayedWithWhereAnotherAddressOfItsNameIsBeingTried) {
   NodeStub node;

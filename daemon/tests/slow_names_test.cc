@@ -161,6 +161,10 @@ extern "C" int getaddrinfo(const char* name, const char* service, const addrinfo
     name = "localhost";
   }
   if (name != nullptr && std::strcmp(name, "unknown.example") == 0) return EAI_NONAME;
+  if (name != nullptr && std::strcmp(name, "moved.example") == 0) {  // behind the first question
+    static std::atomic<int> asked = 0;
+    name = asked++ == 0 ? "127.0.0.15" : "127.0.0.16";
+  }
   if (name != nullptr && std::strcmp(name, "three.example") == 0) {  // in another order each time
     static std::atomic<int> asked = 0;
     const int first = asked++;
