@@ -1,9 +1,6 @@
 #include "daemon/etcd_client.h"
 
-#include <grpc/support/log.h>
-#include <grpcpp/create_channel.h>
 #include <grpcpp/generic/generic_stub.h>
-#include <grpcpp/security/credentials.h>
 
 #include <algorithm>
 #include <asio/executor_work_guard.hpp>
@@ -17,6 +14,8 @@
 #include "base/clock.h"
 #include "base/fail.h"
 #include "base/log.h"
+#include "daemon/etcd_address.h"
+#include "daemon/etcd_channel.h"
 #include "daemon/etcd_client_parts.h"
 
 namespace rejoin::daemon {
@@ -27,61 +26,20 @@ constexpr const char* kTxn = "/etcdserverpb.KV/Txn";
 constexpr const char* kStatus = "/etcdserverpb.Maintenance/Status";
 constexpr const char* kAuthenticate = "/etcdserverpb.Auth/Authenticate";
 
-// A member that is down is tried again all the time, so that it is found soon when it is back; meanwhile a try fails at
-// once. A connection that does not come about is given up after kConnectMs: its packets may have met a cut link, after
-// which the system would repeat them ever more seldom.
-constexpr int kFirstPauseMs = 50, kMostPauseMs = 100, kConnectMs = 1000, kResolveAgainMs = 1000;
 // All of gRPC's timers wait for an hour when the system's clock is set back by one. So a timer of our own ends each
 // try, and where there is no connection after twice the time in which gRPC would have tried again, a new channel does.
-constexpr std::chrono::milliseconds kOnItsOwn{2 * (kConnectMs + kMostPauseMs)};
+constexpr std::chrono::milliseconds kOnItsOwn{2 * (etcd_client::kConnectMs + etcd_client::kMostPauseMs)};
 constexpr std::chrono::milliseconds kAuthenticateWithin{2000};
-// etcd closes connections that ping more often than every 5 s, or without a call. gRPC also gives up a connection whose
-// bytes nobody has acknowledged for kUnheardMs, which is what finds a cut link here.
-constexpr int kPingMs = 10000, kUnheardMs = 2000;
-// An answer has 64 entries at most, and each of them came in one request: etcd takes 1.5 MiB.
-constexpr int kMostAnswer = 128 << 20;
 // Within so many seconds, in which this process ran, gRPC lets go of a call that was cancelled, or not at all.
 constexpr int kLetsGoWithin = 10, kLetsGoAtTheEndWithin = 2;
-
-// gRPC's own log is noise, since what it says of a try is in the try's error; but for its last words.
-void log_quietly() {
-  ::gpr_set_log_function([](gpr_log_func_args* line) {
-    if (std::string_view(line->message).starts_with("assertion failed"))
-      return spdlog::error("gRPC: {}:{}: {}", line->file, line->line, line->message);
-    spdlog::debug("gRPC: {}", line->message);
-  });
-}
-
-Result<std::shared_ptr<grpc::ChannelCredentials>> credentials_of(const EtcdOptions& options) {
-  if (options.ca_file.empty() && options.cert_file.empty()) return grpc::InsecureChannelCredentials();
-  auto ca = etcd_client::read_pem(options.ca_file), certificate = etcd_client::read_pem(options.cert_file),
-       key = etcd_client::read_pem(options.key_file);
-  for (const auto* text : {&ca, &certificate, &key})
-    if (!*text) return tl::unexpected(text->error());
-  return grpc::SslCredentials({.pem_root_certs = *ca, .pem_private_key = *key, .pem_cert_chain = *certificate});
-}
-
-grpc::ChannelArguments channel_arguments() {
-  grpc::ChannelArguments arguments;
-  arguments.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, kFirstPauseMs);
-  arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, kMostPauseMs);
-  arguments.SetInt(GRPC_ARG_MIN_RECONNECT_BACKOFF_MS, kConnectMs);
-  arguments.SetInt(GRPC_ARG_DNS_MIN_TIME_BETWEEN_RESOLUTIONS_MS, kResolveAgainMs);
-  arguments.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, kPingMs);
-  arguments.SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, kUnheardMs);
-  arguments.SetInt(GRPC_ARG_SERVICE_CONFIG_DISABLE_RESOLUTION, 1);
-  arguments.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);
-  arguments.SetInt(GRPC_ARG_ENABLE_RETRIES, 0);
-  arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);  // what one client does delays no other
-  arguments.SetMaxReceiveMessageSize(kMostAnswer);
-  return arguments;
-}
 
 class GrpcClient final : public EtcdClient {
  public:
   GrpcClient(asio::io_context& io, const EtcdOptions& options, std::shared_ptr<grpc::ChannelCredentials> credentials)
       : io_(io), options_(options), credentials_(std::move(credentials)), links_(options.endpoints.size()), late_(io) {
     under_way_->io = &io_;
+    for (const std::string& endpoint : options_.endpoints)
+      addresses_.push_back(std::make_unique<etcd_client::Address>(io_, endpoint));
   }
 
   ~GrpcClient() override {
@@ -136,6 +94,7 @@ class GrpcClient final : public EtcdClient {
     std::shared_ptr<grpc::Channel> channel;
     std::unique_ptr<grpc::GenericStub> stub;  // null: to be made anew
     TimePoint made{};
+    std::string unresolved;  // why it has the addresses of before
   };
   using Then = void (GrpcClient::*)(const grpc::Status&, const std::string&);
   struct Call {
@@ -173,12 +132,11 @@ class GrpcClient final : public EtcdClient {
 
   void start(const char* method, const std::string& bytes, Then then) {
     asked_at_ = SteadyClock().now();
-    grpc::GenericStub& stub = connected();
+    if (!links_[endpoint()].stub) return connect(method, bytes, then);
     call_.reset(new Call{.then = then});
     const grpc::Slice slice(bytes);
     call_->request = grpc::ByteBuffer(&slice, 1);
-    // A password is to take its time: etcd's bcrypt needs 100 ms and more.
-    const auto within = then == &GrpcClient::transacted ? deadline() : std::max(kAuthenticateWithin, deadline());
+    const auto within = try_within(then);
     end_after(within);
     call_->context.set_deadline(  // for etcd to know it
         ::gpr_time_add(::gpr_now(GPR_CLOCK_MONOTONIC), ::gpr_time_from_millis(within.count(), GPR_TIMESPAN)));
@@ -198,7 +156,7 @@ class GrpcClient final : public EtcdClient {
       --under_way->calls;
       under_way->ended.notify_all();
     };
-    stub.UnaryCall(&call_->context, method, {}, &call_->request, &call_->answer, std::move(ended));
+    links_[endpoint()].stub->UnaryCall(&call_->context, method, {}, &call_->request, &call_->answer, std::move(ended));
   }
 
   void ended_with(const Call& call, const grpc::Status& status) {
@@ -218,19 +176,44 @@ class GrpcClient final : public EtcdClient {
     (this->*then)(late ? grpc::Status(grpc::StatusCode::DEADLINE_EXCEEDED, "Deadline Exceeded") : status, text);
   }
 
-  grpc::GenericStub& connected() {
-    Link& link = links_[endpoint()];
-    if (!link.stub) {
-      link.channel = grpc::CreateCustomChannel(options_.endpoints[endpoint()], credentials_, channel_arguments());
+  // Starts it when there is a channel. Where the name is not resolved now, it goes to the addresses of before.
+  void connect(const char* method, const std::string& bytes, Then then) {
+    etcd_client::Address& address = *addresses_[endpoint()];
+    auto found = [this, &address, method, bytes, then](const Result<>& resolved) {
+      if (address.target().empty())
+        return (this->*then)(grpc::Status(grpc::StatusCode::UNAVAILABLE, resolved.error().message), "");
+      Link& link = links_[endpoint()];
+      link.channel = etcd_client::connect(address.target(), options_.endpoints[endpoint()], credentials_);
       link.stub = std::make_unique<grpc::GenericStub>(link.channel);
-      link.made = asked_at_;
-    }
-    return *link.stub;
+      link.made = SteadyClock().now();
+      link.unresolved = resolved ? "" : resolved.error().message;
+      start(method, bytes, then);
+    };
+    if (!address.has_name()) return found({});
+    found_ = std::move(found);
+    address.ask([this, of = endpoint()](const Result<>& resolved) {
+      if (found_ && endpoint() == of) on_found(resolved);  // it may be too late
+    });
+    const auto within = try_within(then);
+    late_.expires_after(within);
+    late_.async_wait([this, within, alive = std::weak_ptr<char>(alive_)](asio::error_code error) {
+      if (error || alive.expired() || !found_ || late_.expiry() > std::chrono::steady_clock::now()) return;
+      on_found(fail(ErrorCode::unavailable, "its name is not resolved: no answer within {} ms", within.count()));
+    });
   }
 
+  void on_found(const Result<>& resolved) {
+    late_.cancel();
+    std::exchange(found_, nullptr)(resolved);
+  }
+
+  // gRPC tries one address after the other. The name is asked for anew.
   void disconnect_if_stuck() {
     Link& link = links_[endpoint()];
-    if (SteadyClock().now() - link.made > kOnItsOwn && link.channel->GetState(false) != GRPC_CHANNEL_READY) link = {};
+    const auto patience = kOnItsOwn * std::max<std::size_t>(addresses_[endpoint()]->count(), 1);
+    if (SteadyClock().now() - link.made < patience || link.channel->GetState(false) == GRPC_CHANNEL_READY) return;
+    link.stub.reset();
+    link.channel.reset();
   }
 
   void end_after(std::chrono::milliseconds deadline) {
@@ -323,14 +306,14 @@ class GrpcClient final : public EtcdClient {
       ++request_->late;
       return failed(fmt::format("no answer within {} ms", deadline().count()));
     }
-    // gRPC would ask for a name that was not found again after ever longer pauses; a new channel does at once.
-    if (text.find("DNS resolution failed") != text.npos) links_[endpoint()] = {};
     failed(text.empty() ? fmt::format("error {}", static_cast<int>(status.error_code())) : text);
   }
 
   // This endpoint has not said what became of the transaction.
   void failed(const std::string& why) {
     request_->errors += with_endpoint(why);
+    if (const auto& reason = links_[endpoint()].unresolved; !reason.empty())
+      request_->errors += fmt::format(" (where it was before: {})", reason);
     request_->renewed = false;
     if (++request_->tried == options_.endpoints.size()) {
       // One that is slow would be asked again and again otherwise, do everything, and be heard never.
@@ -353,6 +336,10 @@ class GrpcClient final : public EtcdClient {
     const auto took = std::chrono::duration_cast<std::chrono::milliseconds>(SteadyClock().now() - asked_at_);
     deadline() = std::clamp(2 * took, options_.deadline, options_.longest);
   }
+  // A password is to take its time: etcd's bcrypt needs 100 ms and more.
+  std::chrono::milliseconds try_within(Then then) {
+    return then == &GrpcClient::transacted ? deadline() : std::max(kAuthenticateWithin, deadline());
+  }
   // Of a try. That reads are answered at once says nothing of writes, for which a disk is waited.
   std::chrono::milliseconds& deadline() { return request_->writes ? writes_within_ : reads_within_; }
   void finish(Result<etcd::TxnResponse> answer) {
@@ -365,8 +352,10 @@ class GrpcClient final : public EtcdClient {
   asio::io_context& io_;
   const EtcdOptions options_;
   const std::shared_ptr<grpc::ChannelCredentials> credentials_;
-  std::vector<Link> links_;  // of each endpoint
-  std::size_t first_ = 0;    // the endpoint to be tried first
+  std::vector<Link> links_;                                       // of each endpoint
+  std::vector<std::unique_ptr<etcd_client::Address>> addresses_;  // as many
+  std::function<void(const Result<>&)> found_;                    // while a try waits for one of them
+  std::size_t first_ = 0;                                         // the endpoint to be tried first
   std::string token_;
   etcd_client::Password password_{options_};
   etcd_client::Clusters clusters_{options_.endpoints};
@@ -390,10 +379,9 @@ class GrpcClient final : public EtcdClient {
 Result<std::unique_ptr<EtcdClient>> EtcdClient::create(asio::io_context& io, const EtcdOptions& options) {
   if (auto usable = etcd_client::check(options); !usable) return tl::unexpected(usable.error());
   if (auto can_run = etcd_client::has_threads(); !can_run) return tl::unexpected(can_run.error());
-  etcd_client::choose_resolver();
-  auto credentials = credentials_of(options);
+  auto credentials = etcd_client::credentials_of(options);
   if (!credentials) return tl::unexpected(credentials.error());
-  log_quietly();
+  etcd_client::log_quietly();
   return std::make_unique<GrpcClient>(io, options, *credentials);
 }
 

@@ -1,4 +1,5 @@
-// Transactions in an etcd cluster, over gRPC. Only etcd_client.cc knows gRPC; built without it, create() says so.
+// Transactions in an etcd cluster, over gRPC. Only etcd_client.cc and etcd_channel.cc know gRPC; built without them,
+// create() says so.
 #pragma once
 
 #include <chrono>

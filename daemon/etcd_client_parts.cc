@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <array>
 #include <condition_variable>
-#include <cstdlib>
 #include <mutex>
 #include <thread>
 
@@ -83,10 +82,6 @@ Result<> check(const EtcdOptions& options) {
                 options.key_file.empty() ? "the key's file" : "the certificate's file");
   return {};
 }
-
-// Where no name server answers, its own resolver (c-ares) shuts down a socket that it has closed: by then the number
-// may be that of a listener, which is deaf from then on. Nor does it look into /etc/hosts before it has given that up.
-void choose_resolver() { ::setenv("GRPC_DNS_RESOLVER", "native", 0); }
 
 const char* remedy_for(const std::string& text) {
   for (const Remedy& known : kRemedies)

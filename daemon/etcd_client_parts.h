@@ -13,8 +13,6 @@ namespace rejoin::daemon::etcd_client {
 
 Result<> check(const EtcdOptions& options);             // errors: `invalid_argument`
 Result<std::string> read_pem(const std::string& path);  // of no path: nothing
-// Before gRPC begins: it finds hosts as the rest of this process does, unless its own variable says otherwise.
-void choose_resolver();
 // What to do about what etcd won't do at any of its members; null: it is no such error.
 const char* remedy_for(const std::string& text);
 // Whether etcd says so where the token is not, or no longer, one of this member's.

@@ -60,7 +60,7 @@ heavy = {
     "nlohmann/json.hpp": r".*\.cc|examples/demo_story\.h|tests/(daemons|demo_support)\.h",
     "spdlog/": r"(base|rejoin)/log\.(h|cc)|nccl/plugin\.cc|fuzz/nccl\.cc|daemon/tests/node_server_test\.cc",
     "asio": r"daemon/.*\.cc|daemon/(control_tls|framed|listen|opener|resolver|status_server|tests/etcd_support)\.h|fuzz/framed\.cc",
-    "grpc": r"daemon/etcd_client\.cc",
+    "grpc": r"daemon/etcd_(client\.cc|channel\.(h|cc))",
     "google/": r"",
     "rapidcheck": r".*/tests/.*\.cc",
 }

@@ -20,10 +20,10 @@ struct Authority {
     openssl({"req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2", "-subj",
              "/CN=authority", "-keyout", file("ca.key"), "-out", file("ca.pem")});
   }
-  void sign(const std::string& name) const {
+  void sign(const std::string& name, const std::string& names = "IP:127.0.0.1") const {
     openssl({"req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-subj", "/CN=" + name, "-keyout",
              file(name + ".key"), "-out", file(name + ".csr")});
-    scratch.write(name + ".ext", "subjectAltName=IP:127.0.0.1\nextendedKeyUsage=serverAuth,clientAuth\n");
+    scratch.write(name + ".ext", "subjectAltName=" + names + "\nextendedKeyUsage=serverAuth,clientAuth\n");
     openssl({"x509", "-req", "-days", "2", "-in", file(name + ".csr"), "-CA", file("ca.pem"), "-CAkey", file("ca.key"),
              "-CAcreateserial", "-extfile", file(name + ".ext"), "-out", file(name + ".pem")});
   }
@@ -38,7 +38,7 @@ TEST(EtcdStoreSecurity, BothSidesShowCertificates) {
   SKIP_WITHOUT_ETCD();
   if (test::EtcdCluster::program("openssl").empty()) GTEST_SKIP() << "it needs the package openssl";
   const Authority ours, other;
-  ours.sign("etcd");
+  ours.sign("etcd", "IP:127.0.0.1,DNS:known.example");
   ours.sign("rejoin");
   test::EtcdCluster etcd({.flags = {"--client-cert-auth", "--trusted-ca-file", ours.file("ca.pem"), "--cert-file",
                                     ours.file("etcd.pem"), "--key-file", ours.file("etcd.key")},
@@ -52,6 +52,17 @@ TEST(EtcdStoreSecurity, BothSidesShowCertificates) {
   Client a(right);
   const auto claimed = a.claim(0, "a");
   EXPECT_EQ(claimed.outcome, Outcome::done) << claimed.error;
+
+  // Names that etcd_names_test.cc knows: of the certificate's, and of none of its.
+  const std::string port = etcd.endpoint(0).substr(etcd.endpoint(0).rfind(':'));
+  EtcdOptions by_name = right;
+  by_name.endpoints = {"known.example" + port};
+  const auto named = Client(by_name).read();
+  EXPECT_EQ(named.outcome, Outcome::done) << named.error;
+  by_name.endpoints = {"other.example" + port};
+  const auto misnamed = Client(by_name).read();
+  EXPECT_EQ(misnamed.outcome, Outcome::unknown);
+  EXPECT_THAT(misnamed.error, HasSubstr("other.example is not in peer certificate"));
 
   EtcdOptions wrong = right;
   wrong.ca_file = other.file("ca.pem");
