@@ -291,7 +291,7 @@ void TcpEngine::look_for_answers() {
     const auto traffic = endpoint->stage == Stage::open ? traffic_of(endpoint->socket) : std::nullopt;
     if (!traffic) continue;
     if (const auto silent = endpoint->unanswered.too_long(*traffic, *passed, silence_))
-      fail_endpoint(*endpoint, ErrorCode::unavailable,
+      fail_endpoint(*endpoint, ErrorCode::timeout,
                     fmt::format("its machine has answered nothing at {} for {:.1f} s", peer_of(endpoint->socket),
                                 seconds(*silent)));
   }
