@@ -24,6 +24,15 @@ bool broke_at_both_ends(const std::map<Edge, Accusation>& accusations, const Edg
   return lost(edge) && lost({edge.to, edge.from});
 }
 
+// A rank that lacks a connection says nothing else: this one has all of them now, whomever it waits for.
+void on_connected(std::map<Edge, Accusation>& accusations, ReplicaId replica, const RankSet& rank) {
+  for (auto& [edge, about] : accusations) {
+    if (edge.from != replica || about.unconnected.empty()) continue;
+    about.unconnected.remove(rank);
+    about.counts &= about.of_connection();
+  }
+}
+
 }  // namespace
 
 void Coordinator::on_accusation(NodeId node, const proto::Accusation& accusation) {
@@ -39,10 +48,12 @@ void Coordinator::on_accusation(NodeId node, const proto::Accusation& accusation
       now_ - std::chrono::milliseconds(std::min<std::uint64_t>(accusation.waited_ms(), 1 << 30));
   about.waits_since = fresh ? waits_since : std::min(about.waits_since, waits_since);
   const RankSet rank = accusation.rank() < config_.ranks ? RankSet(accusation.rank()) : RankSet();
+  const bool waits_for_other = !accusation.lost() && accusation.suspect() != accusation.replica();
   about.ranks.add(rank);
   about.heard = now_;
   if (accusation.unconnected()) about.unconnected.add(rank);
-  else if (!accusation.lost()) about.unconnected.remove(rank);
+  else if (waits_for_other) on_connected(accusations_, ReplicaId(accusation.replica()), rank);
+  about.untold |= waits_for_other && !accusation.tells_connections();
   // That it is waited for, once it is lost, tells no more; nor that the other end has closed what one has given up.
   if (explains(accusation.lost(), accusation.found(), accusation.unconnected()) >=
       explains(about.lost, about.found, !about.unconnected.empty()))
@@ -97,8 +108,9 @@ bool Coordinator::could_say(const MemberState& m) const {
 // The wait-for graph: who is waited for, but waits for nobody, is the one that hangs. Who has been in the job for few
 // steps has more patience than others: it says whom it waits for all the same, and then that one hangs, if anybody. But
 // where members have no connection with each other, all waits follow from that: it is the one that most others have
-// none with, and of two that both have others (Disconnected). Of one that is not heard it isn't known whether it waits:
-// within a silence it is heard again or lost, and as long nobody is judged who does wait.
+// none with, and of two that both have others (Disconnected); unless ranks of before wait, who can't say for what. Of
+// one that is not heard it isn't known whether it waits: within a silence it is heard again or lost, and as long nobody
+// is judged who does wait.
 void Coordinator::judge() {
   const Duration patience = config_.silence / 4;
   std::map<ReplicaId, int> accused;
@@ -120,22 +132,23 @@ void Coordinator::judge() {
       if (accused.contains(edge.from)) accused.try_emplace(edge.to, 0);
   }
   const Disconnected disconnected(accusations_, members_, now_, patience);
-  if (!disconnected.empty() && !disconnected.stands()) return;
+  if (disconnected.decides() && !disconnected.stands()) return;
   enum class Known : std::uint8_t { waits, nothing, hangs };
   const auto known_of = [&](const MemberState& m) {
     return waiting.contains(m.replica) ? Known::waits : could_say(m) ? Known::hangs : Known::nothing;
   };
   std::tuple<Known, std::tuple<int, int, int>, Known, bool, ReplicaId> worst{};  // less guilty first
-  for (const auto& [id, others] : disconnected.all()) {
-    const MemberState& m = *members_.find(id);
-    const Known known = known_of(m);
-    worst = std::max(worst, {known == Known::nothing ? known : Known::waits, disconnected.weight(id, mended_), known,
-                             m.catching_up, id});
-  }
-  if (disconnected.empty())
+  if (disconnected.decides())
+    for (const auto& [id, others] : disconnected.all()) {
+      const MemberState& m = *members_.find(id);
+      const Known known = known_of(m);
+      worst = std::max(worst, {known == Known::nothing ? known : Known::waits, disconnected.weight(id, mended_), known,
+                               m.catching_up, id});
+    }
+  else
     for (const auto& [id, times] : accused)
       if (const MemberState* m = members_.find(id))
-        worst = std::max(worst, {known_of(*m), {times, 0, 0}, Known::waits, m->catching_up, id});
+        worst = std::max(worst, {known_of(*m), {times, disconnected.lacks(id), 0}, Known::waits, m->catching_up, id});
   const ReplicaId guilty = std::get<ReplicaId>(worst);
   const MemberState* m = members_.find(guilty);
   if (m == nullptr) return;
@@ -145,12 +158,14 @@ void Coordinator::judge() {
     for_long |= edge.to == guilty && about.counts && now_ - about.since > patience + config_.silence;
   if (known == Known::nothing && !for_long) return;
   std::string what;
-  bool explained = !disconnected.empty();  // … or by its own library
+  bool explained = disconnected.decides();  // … or by its own library
   if (explained) what = disconnected.why(guilty);
   else
     for (const auto& [edge, about] : accusations_)
-      if (edge.to == guilty && edge.from != guilty)
-        what = fmt::format("replica {} waits for {}", edge.from, about.what);
+      if (edge.to == guilty && edge.from != guilty && (about.lost || !explained)) {
+        what = fmt::format("replica {} {} {}", edge.from, about.lost ? "lost it:" : "waits for", about.what);
+        explained |= about.lost;
+      }
   if (const auto its_own = accusations_.find({guilty, guilty}); its_own != accusations_.end()) {
     what += fmt::format("{}the step waits for {}", what.empty() ? "" : "; ", its_own->second.what);
     explained = true;

@@ -185,6 +185,7 @@ struct Accusation {
   std::optional<TimePoint> excused{};  // when the member last excused itself
   RankSet ranks;                       // the ranks that report it
   RankSet unconnected;                 // … and wait for a connection, and not for what the other member does
+  bool untold = false;                 // a rank of before waits, which can't say whether for a connection
 
   bool of_connection() const { return lost || !unconnected.empty(); }
 };

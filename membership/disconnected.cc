@@ -12,6 +12,7 @@ Disconnected::Disconnected(const std::map<Edge, Accusation>& accusations, const 
                            Duration patience)
     : accusations_(accusations), members_(members) {
   for (const auto& [edge, about] : accusations) {
+    untold_ |= about.untold;
     const bool holds = about.of_connection() && (about.counts || now - about.heard <= patience);
     if (edge.from == edge.to || !holds) continue;
     if (members.find(edge.from) == nullptr || members.find(edge.to) == nullptr) continue;
@@ -21,6 +22,11 @@ Disconnected::Disconnected(const std::map<Edge, Accusation>& accusations, const 
   }
 }
 
+int Disconnected::lacks(ReplicaId member) const {
+  const auto found = all_.find(member);
+  return found == all_.end() ? 0 : static_cast<int>(found->second.size());
+}
+
 std::tuple<int, int, int> Disconnected::weight(ReplicaId member, const std::map<Edge, int>& mended) const {
   const auto& others = all_.at(member);
   const auto alone = std::ranges::count_if(others, [&](ReplicaId other) { return all_.at(other).size() == 1; });
@@ -28,7 +34,7 @@ std::tuple<int, int, int> Disconnected::weight(ReplicaId member, const std::map<
     const auto& [low, high] = pair.first;
     return (low == member && members_.find(high) == nullptr) || (high == member && members_.find(low) == nullptr);
   });
-  return {static_cast<int>(others.size()), static_cast<int>(alone), static_cast<int>(out)};
+  return {lacks(member), static_cast<int>(alone), static_cast<int>(out)};
 }
 
 std::string Disconnected::why(ReplicaId member) const {

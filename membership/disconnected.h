@@ -18,12 +18,15 @@ class Disconnected {
   // has to stand.
   Disconnected(const std::map<Edge, Accusation>& accusations, const Members& members, TimePoint now, Duration patience);
 
-  bool empty() const { return all_.empty(); }
+  // Whether they alone do. Not where somebody waits who can't say for what: of one whom many lack, most of whom can't
+  // say so, it would only be known that it is one of two.
+  bool decides() const { return !all_.empty() && !untold_; }
   bool stands() const { return stands_; }  // one of them does
   const std::map<ReplicaId, std::set<ReplicaId>>& all() const { return all_; }
 
-  // How many others it has no connection with; how many of these none with it alone; and how many it had none with in
-  // this step who are out since. `mended`: pairs that have tried to connect again.
+  int lacks(ReplicaId member) const;  // so many others it has no connection with
+  // The same; how many of these have none with it alone; and how many it had none with in this step who are out since.
+  // `mended`: pairs that have tried to connect again.
   std::tuple<int, int, int> weight(ReplicaId member, const std::map<Edge, int>& mended) const;
   // In the words of who has found it out, whichever end that is.
   std::string why(ReplicaId member) const;
@@ -32,7 +35,7 @@ class Disconnected {
   const std::map<Edge, Accusation>& accusations_;
   const Members& members_;
   std::map<ReplicaId, std::set<ReplicaId>> all_;
-  bool stands_ = false;
+  bool stands_ = false, untold_ = false;
 };
 
 // How much an accusation tells of what is wrong.

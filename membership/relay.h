@@ -102,6 +102,7 @@ class Relay {
   static void note_places(NodeState& of, const proto::FromNode& message);
   void ask_to_introduce(std::vector<NodeId> nodes);
   bool passes_on(const proto::Accusation& accusation, TimePoint now);
+  bool hear_others_than(const proto::Accusation& accusation);
   void on_rank_up(NodeId node, const proto::RankUp& up);
   RankState& take_place(const RankKey& key, NodeId node, std::uint64_t instance);
   void take_place(const RankKey& key, const RankState& claim);
@@ -146,7 +147,7 @@ class Relay {
   std::optional<TimePoint> alone_since_;  // without a coordinator
   bool alone_reported_ = false;
   std::uint64_t introductions_ = 0;
-  std::set<Accusing> accused_;                                         // in that epoch
+  std::map<Accusing, std::uint32_t> accused_;  // in that epoch, and the rank whose word has gone up
   std::map<std::pair<std::uint32_t, bool>, TimePoint> of_themselves_;  // replicas, excused or not: passed on last
   Actions actions_;
 };

@@ -36,6 +36,7 @@ void Driver::accuse_of_wait(const ftar::Wait& wait) {
   accusation.set_only_waiting(wait.since <= patience);
   accusation.set_waited_ms(static_cast<std::uint64_t>(milliseconds(wait.since)));
   accusation.set_unconnected(wait.unconnected);
+  accusation.set_tells_connections(true);
   record(accusation);
 }
 

@@ -22,6 +22,10 @@ proto::FromNode as_an_older_one(proto::FromNode message) {
     message.mutable_leader_view()->clear_coordinators(), message.mutable_leader_view()->clear_job();
   if (message.has_replica_status())
     message.mutable_replica_status()->clear_round_trips(), message.mutable_replica_status()->clear_rates();
+  if (message.has_accusation()) {
+    auto& accusation = *message.mutable_accusation();
+    accusation.clear_unconnected(), accusation.clear_found(), accusation.clear_tells_connections();
+  }
   return message;
 }
 

@@ -50,7 +50,6 @@ class Isolation {
                          cut_->replica, milliseconds(now - cut_->moved));
     return std::nullopt;
   }
-  bool found() const { return cut_ && cut_->out; }
 
  private:
   static constexpr int kFound = 6, kStep = 5;  // silences

@@ -10,9 +10,14 @@ struct Said {
   std::uint32_t who = 0, suspect = 0;
   bool unconnected = true, lost = false, found = false, only_waiting = false;
   const char* what = "a connection with it";
+  std::uint32_t rank = 0;
+  bool older = false;  // it says the first that it waits for, and not whether that is for a connection
 };
-Said flush(std::uint32_t who, std::uint32_t suspect) {
-  return {.who = who, .suspect = suspect, .unconnected = false, .what = "its flush of epoch 1"};
+Said flush(std::uint32_t who, std::uint32_t suspect, std::uint32_t rank = 0) {
+  return {.who = who, .suspect = suspect, .unconnected = false, .what = "its flush of epoch 1", .rank = rank};
+}
+Said older(std::uint32_t who, std::uint32_t suspect) {
+  return {.who = who, .suspect = suspect, .unconnected = false, .older = true};
 }
 Said lost(std::uint32_t who, std::uint32_t suspect, const char* found = nullptr) {
   return {.who = who,
@@ -32,6 +37,7 @@ struct Job : Bench {
     proto::FromNode message;
     auto& a = *message.mutable_accusation();
     a.set_replica(said.who);
+    a.set_rank(said.rank);
     a.set_epoch(coordinator.epoch().value);
     a.set_suspect(said.suspect);
     a.set_what(said.what);
@@ -39,6 +45,7 @@ struct Job : Bench {
     a.set_lost(said.lost);
     a.set_found(said.found);
     a.set_only_waiting(said.only_waiting);
+    a.set_tells_connections(!said.older);
     send(said.who, message);
   }
   // All of it, with or without a tick between each two, until somebody is out; who that is, and why.
@@ -61,7 +68,7 @@ struct Job : Bench {
 TEST(CoordinatorDisconnected, WhomNobodyHasAConnectionWithIsOutWhoeverIsHeardFirst) {
   for (std::uint32_t cut = 0; cut < 3; ++cut) {
     const std::uint32_t a = cut == 0 ? 1 : 0, b = cut == 2 ? 1 : 2;
-    std::vector<Said> all{{cut, a}, {cut, b}, {a, cut}, {b, cut}, flush(a, b), flush(b, a)};
+    std::vector<Said> all{{cut, a}, {cut, b}, {a, cut}, {b, cut}, flush(a, b, 1), flush(b, a, 1)};
     for (std::size_t first = 0; first < all.size(); ++first) {
       std::ranges::rotate(all, all.begin() + 1);
       Job job(3);
@@ -122,15 +129,36 @@ TEST(CoordinatorDisconnected, WhoLacksTwoThatAreNotHeardIsNotJudged) {
   EXPECT_EQ(job.coordinator.members().size(), 3u) << job.warnings;
 }
 
-// Those of before say the first that they wait for, and not whether it is for a connection.
+// Both wait with all others for one that hangs, then.
+TEST(CoordinatorDisconnected, WhoHasAConnectionAfterAllIsNotOutForIt) {
+  Job job(4);
+  job.say({0, 1}), job.say({1, 0});
+  job.pass(1ms, job.nodes);
+  const auto [out, why] = job.out({flush(0, 2), flush(1, 2), flush(3, 2)});
+  EXPECT_EQ(out, 2u) << why;
+  EXPECT_EQ(why.find("it hangs: "), 0u) << why;
+}
+
+TEST(CoordinatorDisconnected, AnotherRankThatLacksAConnectionStillDoes) {
+  Job job(4);
+  job.say({0, 1}), job.say({.who = 0, .suspect = 1, .rank = 1});
+  const auto [out, why] = job.out({flush(0, 2), flush(3, 2)});
+  EXPECT_EQ(out, 1u) << why;
+}
+
 TEST(CoordinatorDisconnected, OfThoseWhoDoNotSayItTheMostAccusedIsOutAsBefore) {
   Job job(3);
-  const auto older = [](std::uint32_t who, std::uint32_t suspect) {
-    return Said{.who = who, .suspect = suspect, .unconnected = false};
-  };
   const auto [out, why] = job.out({older(0, 2), older(1, 2), older(2, 0)});
   EXPECT_EQ(out, 2u);
   EXPECT_EQ(why, "replica 1 waits for a connection with it");
+}
+
+// Replica 0 is cut off, and of its partners one alone can say so.
+TEST(CoordinatorDisconnected, WhereSomeCanNotSayItWhoSaysItIsNotOutForThat) {
+  Job three(3), four(4);
+  EXPECT_EQ(three.out({older(0, 1), {1, 0}, older(2, 0)}, 0ms).first, 0u);
+  const auto [out, why] = four.out({older(0, 1), older(1, 0), older(2, 1), {3, 0}}, 0ms);
+  EXPECT_EQ(out, 0u) << "as many accuse 1, and nobody lacks a connection with it: " << why;
 }
 
 }  // namespace

@@ -53,6 +53,20 @@ TEST(Relay, OfRanksThatWaitForAnotherReplicaTheFirstSpeaksForAll) {
   EXPECT_EQ(ranks.send(3, 2, false, 3, /*unconnected=*/true), 0u);
 }
 
+// The coordinator knows of the one whose word has gone up that it lacks a connection, and not of those who say it, too.
+TEST(Relay, WhereTheOneThatSpokeHasAllConnectionsWhoStillLacksOneIsHeard) {
+  Ranks ranks;
+  EXPECT_EQ(ranks.send(0, 2, false), 1u);
+  EXPECT_EQ(ranks.send(0, 2, false, 3, /*unconnected=*/true), 1u);
+  EXPECT_EQ(ranks.send(1, 2, false, 3, true), 0u);
+  EXPECT_EQ(ranks.send(2, 2, false), 0u) << "it has lacked nothing";
+  EXPECT_EQ(ranks.send(0, 2, false), 1u) << "that it has it, too";
+  EXPECT_EQ(ranks.send(1, 2, false, 3, true), 1u);
+  EXPECT_EQ(ranks.send(1, 3, false), 1u);
+  EXPECT_EQ(ranks.send(2, 2, false), 1u) << "it waits for the same one";
+  for (std::uint32_t rank = 0; rank < 8; ++rank) EXPECT_EQ(ranks.send(rank, 2, false), 0u) << rank;
+}
+
 // Whoever hears of it no more judges: so it is passed on for as long as it is said, but not of each rank.
 TEST(Relay, WhatAReplicaSaysOfItselfIsPassedOnAgainAndAgainOfAnyRank) {
   Ranks ranks;
