@@ -6,6 +6,7 @@
 
 #include "base/bytes.h"
 #include "base/text.h"
+#include "membership/disconnected.h"
 
 namespace rejoin::membership {
 
@@ -166,6 +167,7 @@ void Coordinator::on_reduced(NodeId node, const proto::Reduced& reduced) {
   const RankSet ranks(reduced.ranks(), config_.ranks);
   if (is_of_strangers(node, reduced.replica(), RankSet(reduced.ranks(), ~std::uint64_t{0}))) return;
   members_.add_reduced(*m, ranks);
+  on_connected(accusations_, m->replica, ranks);
   m->computed.add(plausible(reduced.compute_us()));
   audit_.on_reduced(m->replica, reduced);
   try_commit();

@@ -24,15 +24,6 @@ bool broke_at_both_ends(const std::map<Edge, Accusation>& accusations, const Edg
   return lost(edge) && lost({edge.to, edge.from});
 }
 
-// A rank that lacks a connection says nothing else: this one has all of them now, whomever it waits for.
-void on_connected(std::map<Edge, Accusation>& accusations, ReplicaId replica, const RankSet& rank) {
-  for (auto& [edge, about] : accusations) {
-    if (edge.from != replica || about.unconnected.empty()) continue;
-    about.unconnected.remove(rank);
-    about.counts &= about.of_connection();
-  }
-}
-
 }  // namespace
 
 void Coordinator::on_accusation(NodeId node, const proto::Accusation& accusation) {

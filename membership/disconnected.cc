@@ -8,6 +8,14 @@
 
 namespace rejoin::membership {
 
+void on_connected(std::map<Edge, Accusation>& accusations, ReplicaId replica, const RankSet& ranks) {
+  for (auto& [edge, about] : accusations) {
+    if (edge.from != replica || about.unconnected.empty()) continue;
+    about.unconnected.remove(ranks);
+    about.counts &= about.of_connection();
+  }
+}
+
 Disconnected::Disconnected(const std::map<Edge, Accusation>& accusations, const Members& members, TimePoint now,
                            Duration patience)
     : accusations_(accusations), members_(members) {

@@ -38,6 +38,10 @@ class Disconnected {
   bool stands_ = false, untold_ = false;
 };
 
+// These ranks have all connections now, since they say otherwise of each that they lack, and nothing else: they wait
+// for something else, or have reduced the step. What they said before of connections counts no more.
+void on_connected(std::map<Edge, Accusation>& accusations, ReplicaId replica, const RankSet& ranks);
+
 // How much an accusation tells of what is wrong.
 inline int explains(bool lost, bool found, bool unconnected) { return lost ? 2 + int{found} : int{unconnected}; }
 

@@ -17,6 +17,11 @@ void Relay::on_rank_up(NodeId node, const proto::RankUp& up) {
   const bool taken = present != ranks_.end() && present->second.instance != up.instance() &&
                      (!present->second.connected || present->second.node != node);
   const bool strange = up.incarnation() != 0 && of_another_job(up.job(), plan_job_);
+  // The last plan may be of the job before this one: whoever had its place as one of none has it no more.
+  if (strange && present != ranks_.end() && present->second.instance == up.instance()) {
+    quit_group(key, present->second);
+    ranks_.erase(present);
+  }
   RankState& rank = taken || strange ? claim(key, node, up.instance()) : take_place(key, node, up.instance());
   rank.job = up.job();
   if (up.incarnation() == 0) return;                                            // known when it is registered

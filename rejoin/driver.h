@@ -261,6 +261,7 @@ class Driver {
   bool more_to_reach_ = false;  // when one of those that are being called has answered
   TimePoint stall_checked_{}, committed_at_{}, reach_at_{}, broken_reported_{}, measure_at_{};
   TimePoint offered_at_{}, begun_at_{};     // the step under way: to the trainer, and by it
+  bool said_unconnected_ = false;           // of a connection that it lacked, and nothing else since
   TimePoint excused_at_{}, released_at_{};  // last reported; when it was last busy with something
   TimePoint landing_since_{};               // its writes from before the epoch
   std::optional<Occupation> occupied_;

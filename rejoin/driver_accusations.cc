@@ -98,6 +98,8 @@ void Driver::look_for_stalls(TimePoint now) {
   // Who has no connection with one member can't do its part towards the others, and they wait for that, as it does for
   // theirs. So it accuses all whom it has no connection with, and nobody else.
   const bool unconnected = std::ranges::any_of(waits, [](const auto& wait) { return wait.unconnected; });
+  // A word of another wait takes that back: at once, since the coordinator may be about to judge.
+  const bool connected = said_unconnected_ && !unconnected;
   for (const auto& wait : waits) {
     if (wait.since > kStallWorthTelling && stall_reported_for_ != machine_.step().value) {
       stall_reported_for_ = machine_.step().value;
@@ -109,9 +111,10 @@ void Driver::look_for_stalls(TimePoint now) {
       logger().warn("step {} waits for replica {} rank {}: {} ({:.0f} ms)", machine_.step(),
                     wait.on ? wait.on->replica : config_.replica, config_.rank, wait.what, milliseconds(wait.since));
     }
-    const bool counts = wait.on && wait.since > std::min(kStallWorthTelling, silence_ / 4);
+    const bool counts = wait.on && (connected || wait.since > std::min(kStallWorthTelling, silence_ / 4));
     if (!counts || (unconnected && !wait.unconnected)) continue;
     accuse_of_wait(wait);
+    said_unconnected_ = unconnected;
     if (!unconnected) break;
   }
 }

@@ -235,6 +235,20 @@ TEST(Relay, WhoComesBackFromAnotherJobTakesNothingFromWhoHasItsPlace) {
   EXPECT_EQ(place.instances_lost_with(Place::kLive), std::vector{Place::kInstance});
 }
 
+// The coordinator has lost its log, and the job that it begins anew has no plan yet.
+TEST(Relay, WhoIsOfTheJobBehindTheLastPlansIsNotLostWithTheConnectionThatItHadBefore) {
+  Place place;
+  proto::ToNode plan;
+  plan.mutable_plan()->set_job(Place::kJob - 1);
+  place.told(plan);
+  constexpr std::uint64_t newcomer = 11;
+  place.comes(Place::kLive, newcomer, 0);
+  EXPECT_EQ(place.registered(newcomer, 8), std::vector{Place::kLive});
+  place.relay.on_node_lost(Place::kLive, place.now);
+  place.comes(Place::kStale, newcomer, 8, Place::kJob);
+  EXPECT_EQ(place.instances_lost_with(NodeId(3)), std::vector{Place::kInstance}) << "the one of before";
+}
+
 // The coordinator has been restarted: a newcomer asks for the place first, and waits there; then the former comes back.
 TEST(Relay, WhoWaitsForAPlaceHearsTheAnswerAlsoWhereTheFormerComesBackAfterIt) {
   for (const bool lost : {false, true}) {

@@ -85,6 +85,10 @@ class Updating(Job):
         return updates(self.one, self.step, self.pieces)
 
 
+def exchange(optimizer, state, p):
+    optimizer.state[p] = {**state, "m": torch.zeros_like(p)}
+
+
 def keep_apart(optimizer, state, p):
     optimizer.state["total"] = p.sum()
 
@@ -96,6 +100,7 @@ def keep_apart(optimizer, state, p):
         (slow, 3, "begins to keep 'slow' in step 5"),
         (replace, 1, "puts another tensor in the place of 'm' for 'bias' in step 5"),
         (replace, 3, "puts another tensor in the place of 'm' in step 5"),
+        (exchange, 1, "puts another tensor in the place of 'm' for 'bias' in step 5"),
         (keep_apart, 1, "begins to keep state of its own in step 5"),
     ],
 )

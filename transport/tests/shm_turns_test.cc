@@ -121,5 +121,27 @@ TEST_P(ShmTurns, AReadOfMemoryThatIsTakenBackMeanwhileIsRefused) {
   EXPECT_EQ(of_b[0].error->code, ErrorCode::refused);
 }
 
+// What is taken back is another region that the peer has read. What is in its place by then is not moved again.
+TEST_P(ShmTurns, AReadGoesOnWhereItWasWhereSomethingElseIsTakenBack) {
+  const Mapping others = memory();
+  const RegionId other = pair.a->register_region(others.span(), MemoryKind::host, kAnyAccess).value();
+  const Read first{.context = 1, .local = {target, 0}, .remote = {pair.a->remote(other), 0}, .length = 64 * KiB};
+  ASSERT_TRUE(pair.b->read(pair.of_b, {&first, 1}));
+  settle();
+  ASSERT_EQ(of_b.size(), 1u);
+  of_b.clear();
+  read();
+  poll(*pair.b, of_b);
+  const auto moved = to.data()[61];
+  from.data()[61] = ~moved;
+  pair.a->deregister(other);
+  settle();
+  ASSERT_EQ(of_b.size(), 1u);
+  EXPECT_FALSE(of_b[0].error);
+  EXPECT_EQ(to.data()[61], moved);
+  from.data()[61] = moved;
+  EXPECT_TRUE(same_bytes(from.span(), to.span()));
+}
+
 }  // namespace
 }  // namespace rejoin::transport

@@ -207,24 +207,25 @@ class RejoinMixin:
         with part.busy("a checkpoint"), part.saving.of(directory, self.state.global_step, *errors), undone:
             super()._save_checkpoint(*given, **named)  # type: ignore[misc]
 
-    # Each replica is the process of rank 0 to the Trainer. Behind the loop, too, it is the leader that writes; where no
-    # step was trained, as of a job that was finished before, nobody leads.
-    def _writes(self, what: str) -> bool:
+    # Each replica is the process of rank 0 to the Trainer. Behind the loop, too, it is the leader that writes. Who came
+    # to a job that was finished leads nothing, and writes what is not there.
+    def _writes(self, file: str) -> bool:
         session = self._part.session
-        if not session._joined or session.step is None or session.leads:
+        late = session.step is None and session.finished and not Path(self.args.output_dir, file).exists()
+        if not session._joined or session.leads or late:
             return True
-        log.info("replica %d leaves %s to the one that led its last step", session.replica, what)
+        log.info("replica %d leaves %s to the one that led its last step", session.replica, file)
         return False
 
     def save_state(self) -> None:
         """Save the Trainer's state; in the loop and behind it on the leader alone."""
-        if self._writes("the Trainer's state"):
+        if self._writes("trainer_state.json"):
             super().save_state()  # type: ignore[misc]
 
-    def save_metrics(self, *given: Any, **named: Any) -> None:
+    def save_metrics(self, split: str, *given: Any, **named: Any) -> None:
         """Save metrics; in the loop and behind it on the leader alone."""
-        if self._writes("metrics"):
-            super().save_metrics(*given, **named)  # type: ignore[misc]
+        if self._writes(f"{split}_results.json"):
+            super().save_metrics(split, *given, **named)  # type: ignore[misc]
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model; behind the loop all replicas call it, and one of them writes: `Session.final_save()`."""

@@ -82,7 +82,7 @@ class Update:
         # Of an optimizer that has trained others before, what it kept then: it goes by none of that here.
         self._foreign = _optimizer.foreign(optimizer, [t.value for t in tensors if t.is_parameter])
         self._kept = -1  # how much the optimizer kept in all when it was last looked at
-        self._moments: list[tuple[dict[str, Any], str, Any]] = []  # and what it kept for each parameter
+        self._moments: list[tuple[torch.Tensor, dict[str, Any], str, Any]] = []  # and what it kept for each parameter
         self._late = ""  # what it does with its state that it did not with attach()
 
     def look(self, step: int) -> None:
@@ -234,7 +234,9 @@ class Update:
         state = self._optimizer.state
         kept = sum(len([1 for one in of.values() if one is not None]) if isinstance(of, dict) else 1
                    for of in state.values())  # fmt: skip
-        if kept == self._kept and all(of.get(name) is moment for of, name, moment in self._moments):
+        if kept == self._kept and all(
+            state.get(value) is of and of.get(name) is moment for value, of, name, moment in self._moments
+        ):
             return
         self._kept, self._moments = kept, []
         parameters = {id(tensor.value): tensor for tensor in self._tensors if tensor.is_parameter}
@@ -245,7 +247,7 @@ class Update:
             told: str | None = "begins to keep state of its own"
             if tensor is not None:
                 told = _optimizer.unlike(tensor.kept, of, tensor.columns[1:])
-                self._moments += [(of, name, of.get(name)) for name in tensor.kept.moments]
+                self._moments += [(key, of, name, of.get(name)) for name in tensor.kept.moments]
             if told is not None:
                 self._late = f"{told} for '{tensor.name}' in step {step}" if tensor else f"{told} in step {step}"
 
