@@ -194,7 +194,7 @@ class GrpcClient final : public EtcdClient {
     address.ask([this, of = endpoint()](const Result<>& resolved) {
       if (found_ && endpoint() == of) on_found(resolved);  // it may be too late
     });
-    const auto within = try_within(then);
+    const auto within = deadline();
     late_.expires_after(within);
     late_.async_wait([this, within, alive = std::weak_ptr<char>(alive_)](asio::error_code error) {
       if (error || alive.expired() || !found_ || late_.expiry() > std::chrono::steady_clock::now()) return;
