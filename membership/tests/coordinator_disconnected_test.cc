@@ -70,7 +70,7 @@ TEST(CoordinatorDisconnected, WhomNobodyHasAConnectionWithIsOutWhoeverIsHeardFir
     const std::uint32_t a = cut == 0 ? 1 : 0, b = cut == 2 ? 1 : 2;
     std::vector<Said> all{{cut, a}, {cut, b}, {a, cut}, {b, cut}, flush(a, b, 1), flush(b, a, 1)};
     for (std::size_t first = 0; first < all.size(); ++first) {
-      std::ranges::rotate(all, all.begin() + 1);
+      std::rotate(all.begin(), all.begin() + 1, all.end());
       Job job(3);
       const auto [out, why] = job.out(all);
       EXPECT_EQ(out, cut) << why;
@@ -94,7 +94,7 @@ TEST(CoordinatorDisconnected, WhatIsNotTooLongYetIsCountedWithWhatIs) {
 TEST(CoordinatorDisconnected, OfTwoWithoutAConnectionItIsTheSameOneInAnyOrderAndNoThirdOneIsNamed) {
   std::vector<Said> all{{0, 1}, {1, 0}, flush(2, 0), flush(3, 0)};
   for (std::size_t first = 0; first < all.size(); ++first) {
-    std::ranges::rotate(all, all.begin() + 1);
+    std::rotate(all.begin(), all.begin() + 1, all.end());
     Job job(4);
     const auto [out, why] = job.out(all);
     EXPECT_EQ(out, 1u) << why;
