@@ -71,13 +71,14 @@ std::unique_ptr<Session> open_session(const std::string& socket) {
   return session;
 }
 
+// Whoever listens does so until its process ends.
+bool listens_at(const std::string& name) {
+  auto listening = listen_unix(name);
+  return listening && listening->release() >= 0;
+}
+
 TEST_F(OtherUsers, WhoHasTakenTheDaemonsNameGetsNoTrainersState) {
-  Fd listener;
-  const AnotherUser stranger([&] {
-    auto listening = listen_unix(name);
-    if (listening) listener = std::move(*listening);
-    return static_cast<bool>(listener);
-  });
+  const AnotherUser stranger([&] { return listens_at(name); });
   ASSERT_TRUE(stranger.done());
   const auto joined = open_session(name)->join();
   ASSERT_FALSE(joined);
@@ -98,12 +99,7 @@ std::string enter_user_namespace() {
 }
 
 TEST_F(OtherUsers, OfTheSameNumberAsOneWhomAUserNamespaceDoesNotKnowGetNoTrainersState) {
-  Fd listener;
-  const AnotherUser stranger([&] {
-    auto listening = listen_unix(name);
-    if (listening) listener = std::move(*listening);
-    return static_cast<bool>(listener);
-  });
+  const AnotherUser stranger([&] { return listens_at(name); });
   ASSERT_TRUE(stranger.done());
   const auto joins = test::said_by_child([&]() -> std::string {
     if (const auto why = enter_user_namespace(); !why.empty()) return why;
