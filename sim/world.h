@@ -159,6 +159,7 @@ class World {
   void answer_coordinator(std::uint64_t instance, Duration delay, membership::StoreAnswer answer);
   void on_shared_record(std::uint64_t position, const proto::LogRecord& record);  // is in the store's log
   bool may_give_up(std::uint32_t coordinator);  // since its store lacks what its copy has; it ends then
+  void put_back_data();
   void on_claim(std::uint32_t coordinator, const proto::Leader& before, bool late);
   void check_output(const CoordinatorProcess& of, const membership::ReplicatedCoordinator::Actions& actions);
   // The copies on the coordinators' disks: how far they are, and what comes next.

@@ -69,12 +69,16 @@ bool World::may_give_up(std::uint32_t coordinator) {
   if (!store_.lacked_records()) return false;
   after({}, [this, coordinator] {
     if (!store_.lacks_records() || leader() != nullptr) return kill_coordinator(coordinator, "the store lacks records");
-    count("the store's data put back");
-    kill_coordinators("the store's data is put back");
-    store_.clear();
-    store_.begin_with(log_);
+    put_back_data();
   });
   return true;
+}
+
+void World::put_back_data() {
+  count("the store's data put back");
+  kill_coordinators("the store's data is put back");
+  store_.clear();
+  store_.begin_with(log_);
 }
 
 // What a coordinator takes for the log is what has been written, in that order.
@@ -113,6 +117,8 @@ void World::check_output(const CoordinatorProcess& of, const membership::Replica
 void World::on_claim(std::uint32_t coordinator, const proto::Leader& before, bool late) {
   count("lead claimed");
   note("coordinator {} takes the lead", coordinator);
+  // It has more than the store, and less than was written: what it went on from would be another history.
+  if (store_.lacks_records() && copied_[coordinator] < log_.size()) after({}, [this] { put_back_data(); });
   if (late || now() < old_news_until_ || now() - resumed_at_ < 2 * job.silence)
     return;  // who goes on has old news, and hears what is queued
   for (const auto& one : coordinators_) {

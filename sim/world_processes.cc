@@ -204,10 +204,12 @@ void World::kill_daemon(std::uint32_t node) {
   daemons_[node]->uplink().end();
   processes_.erase(daemons_[node]->instance);
   daemons_[node].reset();
-  for (Trainer* trainer : trainers_on(node))
+  for (Trainer* trainer : trainers_on(node)) {
+    let_rival_stay(*trainer);
     if (trainer->connection.value != 0)
       deliver(*trainer, supervisor_random_[node].between(1us, 1ms),
               [trainer, connection = trainer->connection] { trainer->on_daemon_gone(connection); });
+  }
   after(supervisor_random_[node].between(10ms, 200ms), [this, node] { start_daemon(node); });
 }
 
