@@ -22,6 +22,9 @@ void bind(CommandLine& line, Config& c) {
                "beside it as decisions.1.log …, "
                "for the audit alone")
       .range(1, 1 << 30);
+  line.setting("--log-archives", c.log_archives, "REJOIN_LOG_ARCHIVES",
+               "coordinator: so many of these files are kept, the newest; 0 keeps all")
+      .range(0, 1 << 20);
   line.setting("--replicas", c.replicas, "REJOIN_REPLICAS", "coordinator: replicas of the job").range(1, 1024);
   line.setting("--ranks", c.ranks, "REJOIN_RANKS", "coordinator: ranks of a replica").range(1, 65536);
   line.setting("--full-mesh-members", c.full_mesh_members, "REJOIN_FULL_MESH_MEMBERS",

@@ -23,6 +23,7 @@ struct Config {
   bool coordinator = false;
   std::string listen = "127.0.0.1:0", log_directory = "rejoin-log";
   std::uint64_t log_compact_kib = 64 * 1024;
+  std::uint32_t log_archives = 0;  // 0: all
   std::uint32_t replicas = 3, ranks = 2, full_mesh_members = 64;
   bool constant_batch = false, balance_batches = false;
   double balance_at_least = 0.5, balance_at_most = 1.5;  // of an equal share

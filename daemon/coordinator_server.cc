@@ -8,6 +8,7 @@
 #include "base/events.h"
 #include "base/fail.h"
 #include "base/log.h"
+#include "daemon/log_copy.h"
 #include "daemon/log_notes.h"
 
 namespace rejoin::daemon {
@@ -31,11 +32,12 @@ bool is_of_several(const proto::LogRecord& record) { return record.has_led() || 
 }  // namespace
 
 CoordinatorServer::CoordinatorServer(asio::io_context& io, const membership::JobConfig& job, const JobKeys& keys,
-                                     membership::Log log, std::uint64_t log_compact)
+                                     membership::Log log, const LogOptions& options)
     : timer_(io),
       job_(with_id(job)),
       log_(std::move(log)),
-      log_compact_(log_compact),
+      log_compact_(options.compact),
+      log_archives_(options.archives),
       machine_(job_),
       nodes_(io, keys, job_.silence,
              {.message =
@@ -46,20 +48,19 @@ CoordinatorServer::CoordinatorServer(asio::io_context& io, const membership::Job
               .lost = [this](NodeId node) { carry_out(machine_.on_node_lost(node, now())); }}) {}
 
 Result<std::unique_ptr<CoordinatorServer>> CoordinatorServer::start(asio::io_context& io, const std::string& listen,
-                                                                    const std::string& log_directory,
-                                                                    std::uint64_t log_compact,
+                                                                    const LogOptions& options,
                                                                     const membership::JobConfig& job,
                                                                     const JobKeys& keys) {
-  auto log = membership::Log::open(log_directory);
+  auto log = membership::Log::open(options.directory);
   if (!log) return tl::unexpected(log.error());
   if (log->bytes_cut() > 0) spdlog::warn("decision log: a torn tail of {} bytes was cut off", log->bytes_cut());
-  std::unique_ptr<CoordinatorServer> server(new CoordinatorServer(io, job, keys, std::move(*log), log_compact));
+  std::unique_ptr<CoordinatorServer> server(new CoordinatorServer(io, job, keys, std::move(*log), options));
   if (auto recovered = server->machine_.recover(server->log_.records(), server->now()); !recovered)
     return tl::unexpected(recovered.error());
   const auto& machine = server->machine_;
   if (server->log_.records().empty() && job.roll_back_to)
     spdlog::warn("--roll-back-to {}: the log in {} has no decision; is it the job's --log-directory?",
-                 job.roll_back_to->text(), log_directory);
+                 job.roll_back_to->text(), options.directory);
   if (!server->log_.records().empty())
     spdlog::info("recovered from the log: step {} is committed, epoch {}", machine.committed(), machine.epoch());
   if (std::ranges::any_of(server->log_.records(), is_of_several))
@@ -117,10 +118,11 @@ void CoordinatorServer::carry_out(const membership::Actions& actions) {
 // A snapshot is small beside a log that is due; where it is not, the log at least doubles until the next one.
 void CoordinatorServer::compact_log() {
   const std::uint64_t before = log_.size();
-  if (auto compacted = log_.compact(machine_.snapshot()); compacted)
+  if (auto compacted = log_.compact(machine_.snapshot()); compacted) {
     spdlog::info("the decision log is compacted after step {}, from {} to {}", machine_.committed(),
                  human_bytes(before), human_bytes(log_.size()));
-  else if (log_.failed())
+    remove_archives(log_, log_archives_);
+  } else if (log_.failed())
     end_of_deciding(compacted.error().message + ". Start the coordinator again",
                     exit_status_for(compacted.error().code));
   else

@@ -15,11 +15,15 @@ namespace rejoin::daemon {
 
 class CoordinatorServer {
  public:
-  // `log_compact`: bytes of its log from which on it is compacted.
+  struct LogOptions {
+    std::string directory;
+    std::uint64_t compact = 64 * MiB;  // bytes of the log from which on it is compacted
+    std::uint32_t archives = 0;        // how many of those that it leaves are kept; 0: all
+  };
   // Errors name the thing and the remedy (port in use, log of another job, full disk).
   static Result<std::unique_ptr<CoordinatorServer>> start(asio::io_context& io, const std::string& listen,
-                                                          const std::string& log_directory, std::uint64_t log_compact,
-                                                          const membership::JobConfig& job, const JobKeys& keys);
+                                                          const LogOptions& log, const membership::JobConfig& job,
+                                                          const JobKeys& keys);
   const std::string& address() const { return nodes_.address(); }
   nlohmann::json status() const;
   const JobHistory& history() const { return history_; }
@@ -27,7 +31,7 @@ class CoordinatorServer {
 
  private:
   CoordinatorServer(asio::io_context& io, const membership::JobConfig& job, const JobKeys& keys, membership::Log log,
-                    std::uint64_t log_compact);
+                    const LogOptions& options);
   void compact_log();
   void tick();
   void carry_out(const membership::Actions& actions);
@@ -38,6 +42,7 @@ class CoordinatorServer {
   membership::Log log_;
   const std::uint64_t log_compact_;
   std::uint64_t compact_at_ = log_compact_;  // bytes
+  const std::uint32_t log_archives_;
   membership::Coordinator machine_;
   NodeListener nodes_;
   WriteTimes written_;

@@ -162,7 +162,16 @@ Result<> LogCopy::write(const std::vector<proto::LogRecord>& records, How how) {
     written = {};
   }
   size_ = log_->size();
+  if (written && how != How::append) remove_archives(*log_, archives_);
   return written;
+}
+
+void remove_archives(const membership::Log& log, std::uint32_t keep) {
+  if (keep == 0) return;
+  const auto gone = log.remove_archives(keep);
+  if (!gone)
+    spdlog::warn("more archives of the decision log are kept than --log-archives {}: {}", keep, gone.error().message);
+  else if (*gone > 0) spdlog::info("archives of the decision log beyond the newest {} are removed: {}", keep, *gone);
 }
 
 }  // namespace rejoin::daemon

@@ -21,6 +21,9 @@
 
 namespace rejoin::daemon {
 
+// All but the newest `keep` of the archives beside a log; 0: none. Where they can't be removed the log says so.
+void remove_archives(const membership::Log& log, std::uint32_t keep);
+
 class LogCopy {
  public:
   static constexpr std::uint64_t kMostBehind = 64 * MiB;
@@ -46,7 +49,8 @@ class LogCopy {
   // All that is in it, in one record: takes its place where the disk lets it, which otherwise keeps what there is.
   void compact(const proto::LogRecord& snapshot);
   void add(const std::vector<proto::LogRecord>& records);
-  std::uint64_t size() const { return size_; }  // bytes of the file that is written to
+  void keep_archives(std::uint32_t newest) { archives_ = newest; }  // from the next compaction on; 0: all
+  std::uint64_t size() const { return size_; }                      // bytes of the file that is written to
   // Why it is given up, and what to do; empty: it is not. The same is logged, once.
   std::string given_up() const;
 
@@ -74,6 +78,7 @@ class LogCopy {
   std::uint64_t position_ = 0, job_ = 0;
   std::vector<proto::LogRecord> records_;  // that were in it, until they are taken
   std::atomic<std::uint64_t> size_ = 0;
+  std::atomic<std::uint32_t> archives_ = 0;
   // Keeps what is not written yet, why no more is, that it is to end, has ended, and is nobody's any more.
   mutable std::mutex mutex_;
   std::condition_variable wake_, over_;

@@ -97,6 +97,7 @@ Result<std::unique_ptr<ReplicatedServer>> start_one_of_several(asio::io_context&
   options.job = job_of(c);
   options.log_directory = c.log_directory;
   options.log_compact = c.log_compact_kib * KiB;
+  options.log_archives = c.log_archives;
   options.kind = c.store.store.substr(0, c.store.store.find(':'));
   options.endpoints = c.store.endpoints();
   return ReplicatedServer::start(io, std::move(options), std::move(*store), keys);
@@ -198,7 +199,9 @@ Result<> run(Config& c, const JobKeys& keys) {
     addresses["coordinator"] = advertised(c, one_of_several->address());
     add_coordinator(c, one_of_several->address());
   } else if (c.coordinator) {
-    auto started = CoordinatorServer::start(io, c.listen, c.log_directory, c.log_compact_kib * KiB, job_of(c), keys);
+    auto started = CoordinatorServer::start(
+        io, c.listen, {.directory = c.log_directory, .compact = c.log_compact_kib * KiB, .archives = c.log_archives},
+        job_of(c), keys);
     if (!started) return tl::unexpected(started.error());
     coordinator = std::move(*started);
     addresses["coordinator"] = advertised(c, coordinator->address());

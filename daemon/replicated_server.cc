@@ -43,6 +43,7 @@ Result<std::unique_ptr<ReplicatedServer>> ReplicatedServer::start(asio::io_conte
                                                                   const JobKeys& keys) {
   auto copy = LogCopy::open(options.log_directory, options.disk);
   if (!copy) return tl::unexpected(copy.error());
+  (*copy)->keep_archives(options.log_archives);
   auto landmark = membership::ReplicatedCoordinator::landmark_of((*copy)->take_records(), options.job);
   if (!landmark)
     return fail(landmark.error().code,

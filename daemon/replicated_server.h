@@ -26,6 +26,7 @@ class ReplicatedServer {
     std::uint64_t per_snapshot = 1024;     // records
     std::string log_directory;             // of the copy
     std::uint64_t log_compact = 64 * MiB;  // bytes of the copy from which on it begins anew, with a snapshot
+    std::uint32_t log_archives = 0;        // how many of what it leaves then are kept; 0: all
     membership::Disk disk = membership::Disk::real();
     std::string kind;  // of the store, and where it is: for the status
     std::vector<std::string> endpoints;

@@ -236,6 +236,7 @@ bool Coordinator::change_members_at_boundary() {
   Ring ring = waiting.empty() ? Ring{} : ring_of_members(When::now);
   for (auto id : waiting) {
     const ReplicaState& replica = replicas_.at(id);
+    if (!present(id, replica.incarnation)) continue;  // all would wait for who is known to be away
     // change_of_balance() has ended it, and the step that is planned already is the last one under it.
     if (ledger_.balance().in_force() && !may_balance(replica)) continue;
     ring.push_back({id, replica.incarnation, true});

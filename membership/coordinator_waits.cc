@@ -81,7 +81,7 @@ bool Coordinator::runs() const {
 
 void Coordinator::tell_why_it_waits() {
   std::vector<std::string> lines;
-  if (!started() || members_.empty()) lines = waiting_for(now_);
+  if (outdated_ || !started() || members_.empty()) lines = waiting_for(now_);
   else tell_incomplete_replicas();
   constexpr std::size_t most = 8;
   if (lines.size() > most) lines.resize(most);

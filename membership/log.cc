@@ -250,7 +250,8 @@ Result<Log> Log::open(const std::string& directory, Disk disk) {
 }
 
 // Cuts off what is torn, and makes sure that the rest is on disk. What no mark speaks for is written again: where a
-// sync had failed, the kernel may show it and have given up writing it.
+// sync had failed, the kernel may show it and have given up writing it; so may it with the last mark, which was not
+// synced before.
 Result<> Log::recover() {
   auto bytes = read_all(file_, path_);
   if (!bytes) return tl::unexpected(bytes.error());
@@ -258,7 +259,8 @@ Result<> Log::recover() {
   if (!parsed) return tl::unexpected(parsed.error());
   if (::ftruncate(file_.get(), static_cast<off_t>(parsed->intact)) != 0) return fail_errno(path_);
   Bytes again = parsed->intact == 0 ? log_bytes({}, 0) : Bytes{};
-  const std::uint64_t from = std::min(parsed->marked, parsed->intact);
+  const std::uint64_t last_mark = parsed->marked == 0 ? 0 : parsed->marked - kMarkBytes;
+  const std::uint64_t from = std::min(last_mark, parsed->intact);
   again.insert(again.end(), bytes->begin() + static_cast<std::ptrdiff_t>(from),
                bytes->begin() + static_cast<std::ptrdiff_t>(parsed->intact));
   if (auto written = write_and_sync(file_, again, from); !written) return written;

@@ -95,6 +95,8 @@ class Log {
   // failed(): then it can't be told any more which file a crash would leave.
   Result<> compact(const proto::LogRecord& snapshot);
   bool failed() const { return failed_; }  // says whether append() takes no more
+  // Removes the oldest archives until no more than `keep` are beside it, at least one. Returns how many are gone.
+  Result<std::size_t> remove_archives(std::size_t keep) const;
 
  private:
   Log() = default;

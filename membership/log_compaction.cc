@@ -131,6 +131,18 @@ Result<> Log::compact(const proto::LogRecord& snapshot) {
   return fail_errno(fmt::format("decision log {}, whose new file may not be at its path after a crash", path_));
 }
 
+// The newest stays: it says that a job was under way, where the log itself is lost.
+Result<std::size_t> Log::remove_archives(std::size_t keep) const {
+  const auto numbers = archives_beside(path_);
+  if (!numbers) return tl::unexpected(numbers.error());
+  std::size_t left = numbers->size(), gone = 0;
+  for (auto number = numbers->begin(); left > std::max<std::size_t>(keep, 1); ++number, --left, ++gone) {
+    const auto name = archive_of(path_, *number);
+    if (::unlink(name.c_str()) != 0 && errno != ENOENT) return fail_errno(name);
+  }
+  return gone;
+}
+
 // A log without a record, where archives say that there was one.
 Result<> Log::check_new() const {
   if (!records_.empty()) return {};

@@ -39,6 +39,7 @@ void ReplicatedCoordinator::forget() {
   machine_ = std::make_unique<Coordinator>(options_.job);
   position_ = 0;
   queue_.clear();
+  closing_.clear();
   queued_bytes_ = 0;
   confirming_ = appending_ = 0;
   due_.reset();
@@ -72,7 +73,7 @@ ReplicatedCoordinator::Actions ReplicatedCoordinator::on_message(NodeId node, co
   if (message.has_leader_view()) {
     on_view(from, message.leader_view());
     if (role_ == Role::leading) {
-      machine_->on_sign_of_life(node, now);
+      if (!closing_.contains(node)) machine_->on_sign_of_life(node, now);
       if (!of_coordinators_ || of_coordinators_->version() < kProtocolVersion)
         look_at_versions();  // otherwise the next tick is soon enough
       write_next(now);
@@ -80,7 +81,7 @@ ReplicatedCoordinator::Actions ReplicatedCoordinator::on_message(NodeId node, co
       tell_who_leads({node});
       try_claim(now);
     }
-  } else if (role_ == Role::leading) {
+  } else if (role_ == Role::leading && !closing_.contains(node)) {
     enqueue(machine_->on_message(node, message, now));
     write_next(now);
   }
@@ -124,6 +125,7 @@ std::string ReplicatedCoordinator::of_another_job(const NodeView& of) const {
 ReplicatedCoordinator::Actions ReplicatedCoordinator::on_node_lost(NodeId node, TimePoint now) {
   now_ = now;
   nodes_.erase(node);
+  closing_.erase(node);
   for (auto& [decided, bytes] : queue_) {  // what was to be sent there
     for (auto& [to, message] : decided.send) std::erase(to, node);
     std::erase_if(decided.send, [&, &bytes = bytes](const auto& one) {

@@ -50,6 +50,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -259,6 +260,7 @@ class ReplicatedCoordinator {
     std::size_t bytes = 0;  // of its records and messages
   };
   std::deque<Decided> queue_;                     // … and not confirmed yet
+  std::set<NodeId> closing_;                      // nodes whose connections are to be closed by what is in it
   std::size_t queued_bytes_ = 0;                  // in it
   std::size_t confirming_ = 0;                    // of these, by the request under way
   std::uint64_t appending_ = 0;                   // records, in it

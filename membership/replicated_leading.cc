@@ -88,6 +88,7 @@ void ReplicatedCoordinator::enqueue(membership::Actions decided) {
   }
   const std::size_t bytes = weight_of(decided);
   queued_bytes_ += bytes;
+  closing_.insert(decided.close.begin(), decided.close.end());  // the machine knows them no more
   queue_.push_back({std::move(decided), bytes});
   bound_queue();
 }
@@ -254,6 +255,7 @@ void ReplicatedCoordinator::release(std::size_t items) {
     std::move(done.send.begin(), done.send.end(), std::back_inserter(actions_.send));
     for (auto node : done.close) {
       nodes_.erase(node);
+      closing_.erase(node);
       actions_.close.push_back(node);
     }
     std::move(done.notes.begin(), done.notes.end(), std::back_inserter(actions_.notes));

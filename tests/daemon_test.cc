@@ -268,6 +268,19 @@ TEST(Log, OfAnotherJobCostsNobodyItsState) {
   EXPECT_EQ(first.output() + second.output(), "");
 }
 
+TEST(Log, KeepsAsManyArchivesAsItIsTold) {
+  Job job;
+  auto coordinator = job.start_coordinator(
+      {"--replicas", "1", "--ranks", "1", "--steps", "200", "--log-compact-kib", "1", "--log-archives", "2"});
+  job.processes.push_back(job.start_node(0, {"--connect", job.coordinator}));
+  Process trainer({kMinimal}, job.file("trainer"), job.environment(0));
+  EXPECT_EQ(trainer.wait(std::chrono::seconds(60)), 0) << trainer.output();
+  EXPECT_EQ(std::distance(std::filesystem::directory_iterator(job.file("log")), {}), 3) << coordinator->output();
+  const Ended audit = run({kCli, "audit", job.file("log/decisions.log"), "--steps", "200"});
+  EXPECT_EQ(audit.status, 0) << audit.output;
+  EXPECT_NE(audit.output.find(" 0 lost, 0 repeated"), std::string::npos) << audit.output;
+}
+
 // Compacted every few hundred steps, while its coordinator is killed again and again, also in the middle of that.
 TEST(Log, ThatIsCompactedWhileInUseHasEverySampleOnce) {
   constexpr std::uint64_t kSteps = 3000;

@@ -121,6 +121,7 @@ struct Cluster : testing::Test {
     options.job = job;
     options.per_snapshot = per_snapshot;
     options.log_compact = log_compact;
+    options.log_archives = log_archives;
     options.log_directory = log_directory(i);
     options.disk = std::move(disk);
     options.kind = "memory";
@@ -179,6 +180,7 @@ struct Cluster : testing::Test {
   std::string directory;
   membership::JobConfig job;
   std::uint64_t per_snapshot = 1024, log_compact = 64 * MiB;
+  std::uint32_t log_archives = 0;
   MemoryStoreData store;
   std::vector<std::string> addresses, why_failed;
   std::vector<std::unique_ptr<ReplicatedServer>> servers;

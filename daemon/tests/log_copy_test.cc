@@ -72,6 +72,20 @@ TEST_F(LostCopy, OneThatIsGoneKeepsNobodyFromStarting) {
   EXPECT_NE(alarm(0).find("holds no decision, and archives of it are there"), std::string::npos) << alarm(0);
 }
 
+TEST_F(LostCopy, KeepsAsManyArchivesAsItIsTold) {
+  log_compact = 2 * KiB;
+  log_archives = 2;
+  leave_a_copy(60);
+  ASSERT_TRUE(start(0));
+  ASSERT_TRUE(until([&] {
+    return std::filesystem::exists(log_directory(0) + "/decisions.4.log") &&
+           !std::filesystem::exists(log_directory(0) + "/decisions.2.log");
+  }));
+  nodes.clear();
+  end(0);
+  EXPECT_LE(std::distance(std::filesystem::directory_iterator(log_directory(0)), {}), 3);
+}
+
 TEST_F(LostCopy, AFullDiskKeepsNobodyFromStarting) {
   leave_a_copy();
   auto full = membership::Disk::real();

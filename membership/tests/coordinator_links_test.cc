@@ -205,5 +205,24 @@ TEST(Coordinator, AllAreToldWhoIsGone) {
     })) << node;
 }
 
+// All would wait for it, as long as it may come back.
+TEST(Coordinator, WhoIsKnownToBeAwayIsNotAdmitted) {
+  Bench bench;
+  bench.start();
+  bench.steps(1);
+  bench.down(1);
+  for (auto replica : {0u, 2u}) bench.reduced(replica);
+  bench.up(1, 2);
+  bench.link_all();
+  bench.keep(bench.coordinator.on_node_lost(NodeId(1), bench.now));
+  bench.pass(500ms, {0, 2});
+  for (auto replica : {0u, 2u}) bench.reduced(replica);
+  EXPECT_EQ(bench.coordinator.members().size(), 2u);
+  bench.back(1, 1, 2);
+  bench.link_all();
+  for (auto replica : {0u, 2u}) bench.reduced(replica);
+  EXPECT_EQ(bench.coordinator.members().size(), 3u);
+}
+
 }  // namespace
 }  // namespace rejoin::membership

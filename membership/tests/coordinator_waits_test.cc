@@ -89,5 +89,21 @@ TEST(CoordinatorStatus, WhoComesBackAloneHearsWhomItsReplicaWaitsFor) {
   EXPECT_EQ(told_to(bench, 1).size(), 1u);
 }
 
+TEST(CoordinatorStatus, TrainersHearThatTheLogIsAnOlderCopy) {
+  Bench first;
+  first.start();
+  first.steps(3);
+  const auto older = first.log;
+  first.steps(2);
+  Bench again(older);
+  for (std::uint32_t replica = 0; replica < 3; ++replica) again.back_from(first, replica);
+  again.pass(5s);
+  for (std::uint32_t replica = 0; replica < 3; ++replica) {
+    const auto heard = told_to(again, replica);
+    ASSERT_EQ(heard.size(), 1u) << replica;
+    EXPECT_NE(heard[0].find("the log is an older copy"), std::string::npos) << heard[0];
+  }
+}
+
 }  // namespace
 }  // namespace rejoin::membership

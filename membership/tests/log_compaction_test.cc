@@ -171,6 +171,26 @@ TEST_F(CompactedLog, GoesOnCountingItsArchivesWhereOldOnesWereRemoved) {
   EXPECT_EQ(records->size(), 21u);
 }
 
+TEST_F(CompactedLog, RemovesTheOldestOfItsArchives) {
+  auto log = Log::open(directory).value();
+  EXPECT_EQ(log.remove_archives(1).value(), 0u) << "there are none";
+  for (std::uint64_t step = 1; step <= 12; ++step) {
+    commit(log, step, step);
+    ASSERT_TRUE(log.compact(snapshot_after(step)));
+  }
+  EXPECT_EQ(log.remove_archives(12).value(), 0u);
+  EXPECT_EQ(log.remove_archives(3).value(), 9u) << "by number, not by name";
+  for (std::uint64_t number = 1; number <= 12; ++number)
+    EXPECT_EQ(std::filesystem::exists(archive(number)), number > 9) << number;
+  EXPECT_EQ(log.remove_archives(0).value(), 2u) << "the newest stays";
+  EXPECT_TRUE(std::filesystem::exists(archive(12)));
+  commit(log, 13, 14);
+  const auto records = read_log(path);
+  ASSERT_TRUE(records) << records.error().message;
+  EXPECT_EQ(records->front().snapshot().committed(), 11u);
+  EXPECT_EQ(records->back().committed().step(), 14u);
+}
+
 // No room for the new file: the old one goes on.
 TEST_F(CompactedLog, ThatFindsNoRoomGoesOnAsItIs) {
   bool full = false;

@@ -172,6 +172,61 @@ TEST_F(LogFile, AnErrorOfTheDiskAtAnyCallStopsTheDecidingAndLosesNothingAcknowle
       }
 }
 
+// A kernel's pages: what a sync could not write is shown, and not written again before its page is written to.
+struct PageCache {
+  static constexpr std::size_t kPage = 4096;
+  const std::string& path;
+  Bytes durable;
+  std::set<std::size_t> dirty;
+  bool fails = false;
+
+  Disk disk() {
+    return {.write =
+                [this](int fd, const void* bytes, std::size_t size, off_t at) {
+                  const auto begin = static_cast<std::size_t>(at);
+                  for (std::size_t page = begin / kPage; page * kPage < begin + size; ++page) dirty.insert(page);
+                  return ::pwrite(fd, bytes, size, at);
+                },
+            .sync = [this](int) { return sync(); }};
+  }
+  int sync() {
+    const std::string shown = read_file(path);
+    durable.resize(shown.size());
+    for (std::size_t page : std::exchange(dirty, {}))
+      for (std::size_t i = page * kPage; i < std::min(shown.size(), (page + 1) * kPage) && !fails; ++i)
+        durable[i] = static_cast<std::byte>(shown[i]);
+    return fails ? (errno = EIO, -1) : 0;
+  }
+};
+
+// Its mark was written with what the sync then failed for.
+TEST_F(LogFile, AMarkThatASyncFailedForIsOnDiskBeforeWhatFollowsWhereverItsPageEnds) {
+  for (std::size_t fill = PageCache::kPage - 80; fill < PageCache::kPage - 10; ++fill) {
+    std::filesystem::remove(path);
+    PageCache pages{.path = path, .durable = {}, .dirty = {}};
+    {
+      auto log = Log::open(directory, pages.disk()).value();
+      auto record = commit(1);
+      record.mutable_epoch()->set_reason(std::string(fill, 'r'));
+      ASSERT_TRUE(log.append({record}));
+      pages.fails = true;
+      ASSERT_FALSE(log.append({commit(2)}));
+      pages.fails = false;
+    }
+    {
+      auto again = Log::open(directory, pages.disk()).value();
+      ASSERT_EQ(again.records().size(), 2u);
+      ASSERT_TRUE(again.append({commit(3)}));
+      ASSERT_TRUE(again.append({commit(4)}));
+      pages.sync();
+    }
+    put(pages.durable);  // power is lost
+    const auto log = Log::open(directory);
+    ASSERT_TRUE(log) << fill << ": " << log.error().message;
+    EXPECT_EQ(log->records().size(), 4u);
+  }
+}
+
 TEST_F(LogFile, MostAppendsChangeNoSizeOfTheFile) {
   auto log = Log::open(directory, without_sync());
   ASSERT_TRUE(log);

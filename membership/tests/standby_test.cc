@@ -1,6 +1,7 @@
 // What a standby was started with, and what it makes of the store's log.
 #include <gtest/gtest.h>
 
+#include "membership/tests/coordinator_bench.h"
 #include "membership/tests/lone_coordinator.h"
 
 namespace rejoin::membership {
@@ -237,6 +238,34 @@ TEST(ReplicatedCoordinator, WhatOthersWriteShowsThatTheStoreTakesWritesAgain) {
     job.pass(kQuiet / 4);
     EXPECT_FALSE(job.one->failing());
   }
+}
+
+// It was found silent; until the store has that its connection stays, and something more may come over it.
+TEST(ReplicatedCoordinator, WhatComesOverAConnectionThatIsToBeClosedMakesItNoNodeAnew) {
+  Alone job;
+  job.start();
+  job.pass(kQuiet / 8);
+  ASSERT_TRUE(job.leads());
+  constexpr NodeId node(5);
+  proto::FromNode hello;
+  hello.mutable_hello()->set_node("n");
+  job.carry_out(job.one->on_message(node, hello, job.now));
+  job.carry_out(job.one->on_message(node, Bench::introduction(0, 0, 1), job.now));
+  job.pass(kQuiet - kQuiet / 8);
+  job.keeps_requests = true;
+  job.pass(kQuiet / 4);
+  ASSERT_TRUE(job.unheard);
+  ASSERT_FALSE(job.one->leading()->nodes().contains(node));
+  proto::FromNode heartbeat;
+  heartbeat.mutable_heartbeat();
+  job.carry_out(job.one->on_message(node, heartbeat, job.now));
+  job.carry_out(job.one->on_message(node, Bench::introduction(1, 0, 2), job.now));
+  job.keeps_requests = false;
+  job.carry_out(job.one->on_answer(job.answer_to(*job.unheard), job.now));
+  job.pass(3 * kQuiet);
+  EXPECT_EQ(job.closed, std::vector<NodeId>{node});
+  EXPECT_FALSE(job.one->leading()->nodes().contains(node));
+  EXPECT_FALSE(job.one->leading()->replicas().contains(ReplicaId(1))) << "it comes over its next connection";
 }
 
 }  // namespace
