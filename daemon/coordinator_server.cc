@@ -25,6 +25,11 @@ membership::JobConfig with_id(membership::JobConfig job) {
 
 // Where somebody has cut or removed the log a supervisor is not to start the coordinator again: it would go on from
 // what is left, or begin another log in the place where an operator is to put the copy.
+// The log names itself, and what is wrong; where that is its disk, this is what to do.
+const char* remedy_for(ErrorCode code, const char* otherwise) {
+  return code == ErrorCode::exhausted ? "; free space and start the coordinator again" : otherwise;
+}
+
 int exit_status_for(ErrorCode code) { return code == ErrorCode::corrupt || code == ErrorCode::not_found ? 2 : 4; }
 
 bool is_of_several(const proto::LogRecord& record) { return record.has_led() || record.snapshot().position() != 0; }
@@ -52,7 +57,7 @@ Result<std::unique_ptr<CoordinatorServer>> CoordinatorServer::start(asio::io_con
                                                                     const membership::JobConfig& job,
                                                                     const JobKeys& keys) {
   auto log = membership::Log::open(options.directory);
-  if (!log) return tl::unexpected(log.error());
+  if (!log) return fail(log.error().code, "{}{}", log.error().message, remedy_for(log.error().code, ""));
   if (log->bytes_cut() > 0) spdlog::warn("decision log: a torn tail of {} bytes was cut off", log->bytes_cut());
   std::unique_ptr<CoordinatorServer> server(new CoordinatorServer(io, job, keys, std::move(*log), options));
   if (auto recovered = server->machine_.recover(server->log_.records(), server->now()); !recovered)
@@ -94,8 +99,7 @@ void CoordinatorServer::carry_out(const membership::Actions& actions) {
   const TimePoint begun = now();
   if (auto written = log_.append(actions.append); !written) {
     const auto code = written.error().code;  // of the disk, or of the file, and then the error says what to do
-    const char* remedy = ". The coordinator ends";
-    if (code == ErrorCode::exhausted) remedy = "; free space and start the coordinator again";
+    const char* remedy = remedy_for(code, ". The coordinator ends");
     if (code == ErrorCode::io)
       remedy = "; see to the disk (dmesg tells of it), copy the log directory, and start the coordinator again";
     end_of_deciding(written.error().message + remedy, exit_status_for(code));

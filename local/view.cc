@@ -47,8 +47,9 @@ Result<> View::import(Offer& offer) {
   const auto take = [](const char* what, device::Device& of, std::span<const device::Handle> handles) {
     auto imported = of.import_shared(handles);
     if (!imported)
-      return Result<device::Memory>(
-          fail(imported.error().code, "the trainer's {}: {}", what, imported.error().message));
+      return Result<device::Memory>(fail(imported.error().code,
+                                         "the daemon (process {}) can't take the trainer's {}: {}", ::getpid(), what,
+                                         imported.error().message));
     return imported;
   };
   for (std::size_t i = 0; i < offer.memory_ranges.size(); ++i) {

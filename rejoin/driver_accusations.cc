@@ -82,7 +82,7 @@ proto::Accusation& Driver::excuse(std::string why, bool excused, TimePoint since
 void Driver::look_for_stalls(TimePoint now) {
   if (now - stall_checked_ < silence_ / 16) return;
   stall_checked_ = now;
-  if (!machine_.member() || !machine_.has_contributors()) return;
+  if (finished_ || !machine_.member() || !machine_.has_contributors()) return;
   // Said once, it may have been lost with a coordinator or a daemon that was away.
   if (now - broken_reported_ >= silence_ / 4) {
     broken_reported_ = now;

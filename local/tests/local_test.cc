@@ -184,7 +184,7 @@ TEST(Offer, WhatIsNotAsItSaysIsRefused) {
   smaller.back() = *make_sealed_memfd("small", 4096);
   refused = View::make(std::move(smaller));
   ASSERT_FALSE(refused);
-  EXPECT_NE(refused.error().message.find("the trainer's state: it has 4096 bytes"), std::string::npos)
+  EXPECT_NE(refused.error().message.find("can't take the trainer's state: it has 4096 bytes"), std::string::npos)
       << refused.error().message;
 }
 

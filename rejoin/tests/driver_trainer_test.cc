@@ -244,8 +244,11 @@ TEST(Driver, WhoHasNotCaughtUpWhenTheJobEndsSaysSo) {
     message.mutable_plan()->set_step(2);
     message.mutable_plan()->set_finished(true);
     rank.driver->on_control_message(message, rank.now);
+    for (int sixteenths = 0; sixteenths < 80; ++sixteenths) rank.pass(kSilence / 16);  // trainers save, and evaluate
     set_log({});
     EXPECT_TRUE(rank.driver->finished() && !rank.driver->over());
+    EXPECT_EQ(said.find("waits for"), std::string::npos) << said;
+    for (const auto& made : rank.driver->take_reports()) EXPECT_FALSE(made.has_accusation());
     const std::string line = "the job was finished with step 1 before this replica had caught up: its state is not";
     EXPECT_EQ(said.find(line), catching_up ? 0 : std::string::npos) << said;
   }
