@@ -8,9 +8,9 @@
 #if __cplusplus <= 201703L
 #error "Rejoin's headers are C++20: compile with -std=c++20 or later. rejoin/c.h is C, and any C++"
 #endif
-#if defined(__GLIBCXX__) && !_GLIBCXX_USE_CXX11_ABI
+#if defined(_LIBCPP_VERSION) || (defined(__GLIBCXX__) && !_GLIBCXX_USE_CXX11_ABI)
 #error \
-    "librejoin is compiled with the std::string of C++11: use rejoin/c.h, or compile without -D_GLIBCXX_USE_CXX11_ABI=0"
+    "librejoin has libstdc++'s std::string of C++11: use rejoin/c.h, or no -stdlib=libc++, -D_GLIBCXX_USE_CXX11_ABI=0"
 #endif
 #ifdef _GLIBCXX_DEBUG
 #error \

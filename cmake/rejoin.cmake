@@ -84,6 +84,13 @@ function(rejoin_hide target)
   set_target_properties(${target} PROPERTIES CXX_VISIBILITY_PRESET hidden VISIBILITY_INLINES_HIDDEN ON)
 endfunction()
 
+# rejoin_own_logging(target): a shared library with fmt and spdlog in it, which its version script hides. The linker
+# finds them there first, and has no need of the distribution's.
+function(rejoin_own_logging target)
+  target_sources(${target} PRIVATE $<TARGET_OBJECTS:own_logging>)
+  target_link_options(${target} PRIVATE -Wl,--as-needed)
+endfunction()
+
 # rejoin_module(NAME SOURCES... LINK targets...): one folder's library, as an object set inside librejoin.
 function(rejoin_module name)
   cmake_parse_arguments(ARG "" "" "SOURCES;LINK" ${ARGN})

@@ -271,7 +271,7 @@ rejoin_code rejoin_group_reconfigure(rejoin_group* group, uint64_t number, const
                                      uint64_t limit_ms, int (*cancelled)(void*), void* with);
 uint32_t rejoin_group_rank(const rejoin_group* group);
 uint32_t rejoin_group_size(const rejoin_group* group);
-// Not 0: a member has given up what there was since the last reconfigure, as far as this one has heard.
+/* Not 0: a member has given up what there was since the last reconfigure, as far as this one has heard. */
 int rejoin_group_failed(const rejoin_group* group);
 rejoin_code rejoin_group_start(rejoin_group* group, const rejoin_collective_call* call, rejoin_work** work);
 rejoin_code rejoin_group_next_done(rejoin_group* group, uint64_t limit_ms, uint64_t* number);

@@ -46,6 +46,7 @@ const char* rejoin_group_handle(const rejoin_group* group) { return group->group
 rejoin_code rejoin_group_reconfigure(rejoin_group* group, uint64_t number, const char* const* members, size_t count,
                                      uint64_t limit_ms, int (*cancelled)(void*), void* with) {
   return guarded([&] {
+    if (members == nullptr && count > 0) return null_argument("a list of members that is not empty");
     for (std::size_t i = 0; i < count; ++i)
       if (members[i] == nullptr) return null_argument(fmt::format("member {} of {}", i, count));
     return code(group->group->reconfigure(number, {members, members + count}, milliseconds_of(limit_ms),

@@ -86,6 +86,10 @@ class Server final : public CheckpointServer {
     proto::CheckpointContents contents;
     contents.set_description(std::move(description));
     contents.set_slice_bytes(kSlice);
+    for (std::size_t i = 0; i < buffers.size(); ++i)
+      if (buffers[i].data() == nullptr && !buffers[i].empty())
+        return fail(ErrorCode::invalid_argument, "buffer {} of {} has {} bytes at the address 0: give it memory", i,
+                    buffers.size(), buffers[i].size());
     for (const auto& buffer : buffers) {
       auto& described = *contents.add_buffers();
       described.set_length(buffer.size());

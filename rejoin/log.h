@@ -17,9 +17,8 @@ using LogSink = std::function<void(LogLevel level, std::string_view line)>;
 
 // Has the library's lines go to `sink` from now on, and with an empty sink to standard error again; when it has
 // returned, the sink before is not called any more. One line always goes to standard error: that a REJOIN_* variable is
-// none of Rejoin's. Thread: any. The library logs to a logger of its own. In a program that uses spdlog itself, shared
-// with this library, and has set a default logger with a name before the first open(), lines go to that one, without
-// this; one without a name can't be told from spdlog's own.
+// none of Rejoin's. Thread: any. The library logs by an spdlog of its own, which a program's neither sees nor
+// disturbs: where a program uses spdlog, a sink joins the two.
 void set_log(LogSink sink);
 
 // Leaves out lines of a lower level; at first it is `info`. Thread: any.

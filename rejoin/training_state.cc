@@ -47,7 +47,7 @@ Result<BucketId> TrainingState::bucket(const std::vector<TensorId>& tensors, std
   const auto id = static_cast<BucketId>(buckets_.size());
   const auto bytes = check_bucket(id, tensors);
   if (!bytes) return tl::unexpected(bytes.error());
-  if (!own.empty() && own.size() != *bytes)
+  if (own.data() != nullptr && own.size() != *bytes)  // also where it is one of no bytes
     return fail(ErrorCode::invalid_argument, "bucket {}: its gradients are {} bytes, and the memory for them {}", id,
                 *bytes, own.size());
   const auto element = size_of(tensors_[tensors[0].index].type_of_gradient());

@@ -106,5 +106,9 @@ _ctypes.dlclose(library._handle)
 closes = subprocess.run([sys.executable, "-c", CLOSES, LIBRARY], capture_output=True, text=True, timeout=60, check=False)
 if closes.returncode != 0:
     failures.append(f"a program that has closed librejoin.so ends with {closes.returncode}: {closes.stderr}")
+# A program may have another fmt and spdlog, whose symbols would be taken for these.
+for library in (LIBRARY, build / "lib/libnccl-net-rejoin.so"):
+    failures += [f"{library.name} takes from others, or shows: {line}" for line in lines_of("nm", "-DC", library)
+                 if re.search(r"\b(fmt::|spdlog::)", line)]
 print("\n".join(sorted(set(failures))) or f"{len(shown)} symbols")
 sys.exit(1 if failures or len(shown) < 80 else 0)

@@ -90,6 +90,9 @@ TEST_P(CheckpointTransfer, NothingIsReadAfterItHasBeenWithdrawn) {
   ASSERT_FALSE(got);
   EXPECT_EQ(got.error().code, ErrorCode::unavailable) << got.error().message;
   // … and the server goes on.
+  const auto nowhere = server->publish(8, "what it is", {std::span(static_cast<const std::byte*>(nullptr), 100)});
+  ASSERT_FALSE(nowhere);
+  EXPECT_EQ(nowhere.error().message, "buffer 0 of 1 has 100 bytes at the address 0: give it memory");
   ASSERT_TRUE(server->publish(8, "what it is", views()));
   EXPECT_EQ(fetch(8), state);
 }

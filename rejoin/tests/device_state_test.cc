@@ -18,6 +18,7 @@ TEST(DeviceState, OwnMemoryOfAnotherSizeThanItsGradientsIsRefused) {
   const auto a = *state.add({.name = "a", .count = 1000}), b = *state.add({.name = "b", .count = 24});
   auto flat = *device->allocate(8192);
   const auto own = flat.bytes.subspan(64, 1024 * 4);
+  EXPECT_FALSE(state.bucket({b, a}, own.first(0))) << "it would be reduced elsewhere";
   const auto wrong = state.bucket({b, a}, own.first(4000));
   ASSERT_FALSE(wrong);
   EXPECT_NE(wrong.error().message.find("4096 bytes"), std::string::npos) << wrong.error().message;
