@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 from test_session import Job, session  # noqa: E402
 
 import rejoin  # noqa: E402
-from rejoin.torch import _attributes, _tensors  # noqa: E402
+from rejoin.torch import _attributes, _kinds  # noqa: E402
 from rejoin.torch._attributes import told  # noqa: E402
 
 
@@ -97,7 +97,7 @@ def test_a_parameter_that_an_attribute_lets_be_updated_as_a_whole_is_found_out(t
 def test_attributes_that_no_optimizer_goes_by_cost_no_trials(tmp_path, monkeypatch):
     """Such as names of parameters, which are others on each."""
     checks = []
-    monkeypatch.setattr(_tensors, "self_check", lambda *given: not checks.append(given))
+    monkeypatch.setattr(_kinds, "self_check", lambda *given: not checks.append(given))
     model = torch.nn.Sequential(*[torch.nn.Linear(3, 3, bias=False) for _ in range(20)])
     for name, parameter in model.named_parameters():
         parameter.fqn, parameter.mask = name, torch.ones(3, 3)

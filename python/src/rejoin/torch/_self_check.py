@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from rejoin.errors import InvalidArgument
-from rejoin.torch._optimizer import USE, apply, kept_by, same_bits, small, with_rate
+from rejoin.torch._optimizer import USE, Kept, apply, kept_by, same_bits, small, with_rate
 
 log = logging.getLogger("rejoin")
 
@@ -20,6 +20,11 @@ Columns = Sequence[torch.Tensor]
 # Multiples of all numbers up to 16, as a count behind the step and before it: what a rule does in each k-th step, and
 # what begins late.
 _LATE = (720_720, 720_721)
+
+# Up to so many elements a shape of the model's is tried as it is. A part of a slice or two, and shorter ones.
+_MOST = 1 << 20
+_BORDERS_OF_LARGE = (0, 64, 4096, 69_696)  # multiples of 64, as the session divides
+_DRAWN = 1 << 16
 
 
 # In each row nearly: where rules project, as AdamP's, they do so there alone, and it shows where a little is left.
@@ -31,6 +36,121 @@ def _nearly_orthogonal(gradient: torch.Tensor, weight: torch.Tensor) -> torch.Te
     left = 0.01 / math.sqrt(w.size(1)) * g.norm(dim=1, keepdim=True)
     nearly: torch.Tensor = (g + w * left).to(gradient.dtype)
     return nearly.view_as(gradient)
+
+
+class _Trial:
+    """Updates of scratch tensors: what an optimizer does there, and what it must not do."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        group: Mapping[str, Any],
+        like: torch.Tensor,
+        of: torch.Tensor | None,
+        kept: Kept,
+        scratch: Mapping[str, Any],
+    ) -> None:
+        self.name = type(optimizer).__name__
+        self._optimizer, self._group, self._like, self._of = optimizer, with_rate(group), like, of
+        self._kept, self._scratch = kept, scratch
+        self._random = torch.Generator().manual_seed(1)
+        self._late: list[
+            tuple[str, str]
+        ] = []  # what it does with its state that it did not in its first step, and when
+
+    def drawn(self, scale: float, shape: Sequence[int]) -> torch.Tensor:
+        """Draw numbers of many sizes; those of a large tensor come again and again."""
+        count = math.prod(shape)
+        several = min(count, _DRAWN)
+        exponents = torch.rand(several, generator=self._random, device="cpu") * 9 - 6
+        flat = torch.randn(several, generator=self._random, device="cpu") * scale * 10**exponents
+        if several < count:
+            flat = flat.repeat(-(-count // several))[:count]
+        return flat.view(torch.Size(shape)).to(self._like.dtype).to(self._like.device)
+
+    def made(self, shape: Sequence[int]) -> list[torch.Tensor]:
+        """Make a parameter and its moments."""
+        value = self.drawn(1.0, shape)
+        return [value] + [torch.zeros_like(value, dtype=dtype) for dtype in self._kept.types]
+
+    def update(self, step: int, *parts: tuple[Columns, torch.Tensor]) -> None:
+        """Update these, each with its gradient."""
+        try:
+            given = [
+                (self._group, self._kept, self._scratch, columns, gradient, self._of) for columns, gradient in parts
+            ]
+            told = apply(self._optimizer, given, step, with_attributes=True)
+            self._late.extend([(told, f"in step {step}")] if told else [])
+        except Exception as error:
+            self.refuse_late()
+            told = (
+                f"{self.name} can't update a part of a tensor, which has one dimension: {type(error).__name__}: {error}"
+            )
+            if isinstance(error, KeyError):
+                told += ", perhaps of state that is not there from the first step on"
+            raise InvalidArgument(f"{told}. {USE}") from error
+
+    def update_parts(self, step: int, borders: Sequence[int], columns: Columns, gradient: torch.Tensor) -> None:
+        """Update what lies between these borders, each for itself."""
+        for begin, end in zip(borders, borders[1:], strict=False):
+            self.update(step, ([column.view(-1)[begin:end] for column in columns], gradient.view(-1)[begin:end]))
+
+    def refuse_late(self, where: str | None = None, remedy: str = USE) -> None:
+        """Raise `InvalidArgument` where some of its state is not there from the first step on."""
+        if self._late:
+            told, step = self._late[0]
+            raise InvalidArgument(
+                f"{self.name} {told} {where or step}: a replica that catches up could not be given it. Let all of a "
+                f"parameter's state be there from the first step on, and be written in place. {remedy}"
+            )
+
+    def refuse_changed(self, given: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Raise `InvalidArgument` where a gradient is not what it was."""
+        if not same_bits([given], [gradient]):
+            raise InvalidArgument(
+                f"{self.name} changes the gradients that it is given, which belong to the session: let its step() "
+                "change a copy, or, of torch's own, set foreach=False"
+            )
+
+
+def _within(shape: Sequence[int], most: int) -> tuple[int, ...]:
+    sizes = list(shape)
+    for i, size in enumerate(sizes):
+        if (count := math.prod(sizes)) > most:
+            sizes[i] = max(1, size * most // count)
+    return tuple(sizes)
+
+
+def check_large(
+    optimizer: torch.optim.Optimizer,
+    group: Mapping[str, Any],
+    like: torch.Tensor,
+    of: torch.Tensor | None,
+    kept: Kept,
+    scratch: Mapping[str, Any],
+    shape: Sequence[int],
+) -> bool:
+    """Say whether parts of a tensor of this shape, the model's largest, get the bits that the whole would, where those
+    of a small one do: some rules go by a tensor's size, as those that keep moments in 8 bits from 4,096 elements on.
+
+    Of a larger one than `_MOST` elements so many are tried. Within `one_thread`, as all updates are.
+    """
+    trial = _Trial(optimizer, group, like, of, kept, scratch)
+    shape = _within(shape, _MOST)
+    count = math.prod(shape)
+    if count <= _BORDERS_OF_LARGE[1]:
+        return True
+    borders = [*(border for border in _BORDERS_OF_LARGE if border < count), count]
+    whole = trial.made(shape)
+    parts = [column.clone() for column in whole]
+    for step in (1, 2, 10_000):
+        gradient = trial.drawn(0.1, shape)
+        given = gradient.clone()
+        trial.update(step, (whole, given))
+        trial.refuse_changed(given, gradient)
+        trial.update_parts(step, borders, parts, gradient)
+    trial.refuse_late()
+    return same_bits(whole, parts)
 
 
 def self_check(
@@ -46,42 +166,9 @@ def self_check(
     Raises `InvalidArgument` where another tensor's gradient makes a difference, since a replica that catches up updates
     tensors apart from each other. Within `one_thread`, as all updates are.
     """
-    kept, scratch = kept_by(optimizer, group, like, of=of)
-    name, group, shape = type(optimizer).__name__, with_rate(group), small(like.dim())
-    count = math.prod(shape)
-    borders = (0, 64, 192, 512, 576, count)  # as the session divides: multiples of 64
-    random = torch.Generator().manual_seed(1)
-
-    def drawn(scale: float) -> torch.Tensor:
-        exponents = torch.rand(count, generator=random, device="cpu") * 9 - 6
-        flat = torch.randn(count, generator=random, device="cpu") * scale * 10**exponents
-        return flat.view(shape).to(like.dtype).to(like.device)
-
-    late: list[tuple[str, str]] = []  # what it does with its state that it did not in its first step, and when
-
-    def refuse_late(where: str | None = None, remedy: str = USE) -> None:
-        if late:
-            told, step = late[0]
-            raise InvalidArgument(
-                f"{name} {told} {where or step}: a replica that catches up could not be given it. Let all of a "
-                f"parameter's state be there from the first step on, and be written in place. {remedy}"
-            )
-
-    def update(step: int, *parts: tuple[Columns, torch.Tensor]) -> None:
-        try:
-            given = [(group, kept, scratch, columns, gradient, of) for columns, gradient in parts]
-            told = apply(optimizer, given, step, with_attributes=True)
-            late.extend([(told, f"in step {step}")] if told else [])
-        except Exception as error:
-            refuse_late()
-            told = f"{name} can't update a part of a tensor, which has one dimension: {type(error).__name__}: {error}"
-            if isinstance(error, KeyError):
-                told += ", perhaps of state that is not there from the first step on"
-            raise InvalidArgument(f"{told}. {USE}") from error
-
-    def made() -> list[torch.Tensor]:
-        value = drawn(1.0)
-        return [value] + [torch.zeros_like(value, dtype=dtype) for dtype in kept.types]
+    one = _Trial(optimizer, group, like, of, *kept_by(optimizer, group, like, of=of))
+    shape = small(like.dim())
+    borders = (0, 64, 192, 512, 576, math.prod(shape))  # as the session divides: multiples of 64
 
     # In one of the parts: rules that pass over what is zero, or not finite, go by what they find in all of a tensor.
     def filled(gradient: torch.Tensor, part: int, value: float) -> torch.Tensor:
@@ -92,56 +179,52 @@ def self_check(
     def copies(one: Columns, other: Columns) -> list[Columns]:
         return [[column.clone() for column in columns] for columns in (one, other, one, one, other)]
 
-    # Whether the gradient is as it was.
-    def trial(step: int, gradient: torch.Tensor, columns: list[Columns]) -> bool:
+    # Gives the gradient as it is behind it.
+    def trial(step: int, gradient: torch.Tensor, columns: list[Columns]) -> torch.Tensor:
         whole, other, parts, together, beside = columns
-        others, given, divided = drawn(10.0), gradient.clone(), gradient.clone().view(-1)
-        update(step, (whole, given))
-        update(step, (other, others.clone()))
-        update(step, (together, gradient.clone()), (beside, others))
-        for begin, end in zip(borders, borders[1:], strict=False):
-            update(step, ([column.view(-1)[begin:end] for column in parts], divided[begin:end]))
-        return same_bits([given], [gradient])
+        others, given = one.drawn(10.0, shape), gradient.clone()
+        one.update(step, (whole, given))
+        one.update(step, (other, others.clone()))
+        one.update(step, (together, gradient.clone()), (beside, others))
+        one.update_parts(step, borders, parts, gradient.clone())
+        return given
 
     def parts_are_as_the_whole(columns: list[Columns], remedy: str) -> bool:
         whole, other, parts, together, beside = columns
         if not (same_bits(whole, together) and same_bits(other, beside)):
             raise InvalidArgument(
-                f"{name} updates a tensor otherwise where another one is updated with it, or draws random numbers: a "
-                f"replica that catches up updates them apart, and draws others. {remedy}"
+                f"{one.name} updates a tensor otherwise where another one is updated with it, or draws random numbers: "
+                f"a replica that catches up updates them apart, and draws others. {remedy}"
             )
         return same_bits(whole, parts)
 
-    first = made()
-    columns = copies(first, made())
+    first = one.made(shape)
+    columns = copies(first, one.made(shape))
     for step in (1, 2, 3, 7, 100, 10_000, 10_001):  # some rules begin late, as RAdam's
-        gradient = drawn(0.1)
+        gradient = one.drawn(0.1, shape)
         if step > 10_000:
             gradient = filled(gradient, 2, 0.0)
         elif step > 3:
             gradient = _nearly_orthogonal(gradient, columns[0][0])
-        if not trial(step, gradient, columns):
-            raise InvalidArgument(
-                f"{name} changes the gradients that it is given, which belong to the session: let its step() change a "
-                "copy, or, of torch's own, set foreach=False"
-            )
+        one.refuse_changed(trial(step, gradient, columns), gradient)
     for step in _LATE:
         with suppress(InvalidArgument):  # a schedule of the optimizer's own may have ended long before
-            update(step, ([column.clone() for column in columns[0]], drawn(0.1)))
-    refuse_late()
+            one.update(step, ([column.clone() for column in columns[0]], one.drawn(0.1, shape)))
+    one.refuse_late()
     if same_bits(columns[0], first):
         raise InvalidArgument(
-            f"{name} does not update the parameters that it is given: where it wraps another optimizer, attach that one"
+            f"{one.name} does not update the parameters that it is given: where it wraps another optimizer, attach "
+            "that one"
         )
     same = parts_are_as_the_whole(columns, USE)
     for value in () if finite else (math.nan, math.inf, -math.inf):
         tried = copies(columns[0], columns[1])  # it would stay in them
         try:
-            trial(10_002, filled(drawn(0.1), 1, value), tried)
+            trial(10_002, filled(one.drawn(0.1, shape), 1, value), tried)
         except InvalidArgument as error:  # step() raises, as it would in the script
             log.debug("not tried with %s: %s", value, error)
             continue
         remedy = "To pass over what is not finite, attach(…, skip_nonfinite=True)"
-        refuse_late(f"where a gradient has {value}", remedy)
+        one.refuse_late(f"where a gradient has {value}", remedy)
         same &= parts_are_as_the_whole(tried, remedy)
     return same

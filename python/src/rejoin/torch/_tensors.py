@@ -11,8 +11,7 @@ import torch
 
 from rejoin.errors import InvalidArgument
 from rejoin.torch import _optimizer
-from rejoin.torch._attributes import key_of, refuse_undivided
-from rejoin.torch._self_check import self_check
+from rejoin.torch._kinds import Kinds
 from rejoin.torch._sharding import Shard, local, shards_of
 
 log = logging.getLogger("rejoin")
@@ -265,8 +264,7 @@ def parameters_of(
     tensors: list[Tensor] = []
     shards = shards_of(model)
     group_of = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
-    read: dict[tuple[Any, ...], frozenset[str]] = {}
-    elementwise: dict[tuple[Any, ...], tuple[_optimizer.Kept, dict[str, Any], bool]] = {}
+    kinds = Kinds(optimizer, device, averaged, main_grad, finite)
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
@@ -310,44 +308,20 @@ def parameters_of(
         dtype = torch.float32 if masters and parameter.dtype in (torch.bfloat16, torch.float16) else parameter.dtype
         if shard is not None and main_grad:
             raise InvalidArgument("main_grad=True of a model that fully_shard() has divided: it has no such gradients")
-        settings: dict[str, Any] = optimizer.param_groups[group]
-        like = torch.empty((0,) * parameter.dim(), dtype=dtype, device=device)
-        carries = (group, dtype, parameter.dim(), *key_of(parameter))
-        if carries not in read:
-            read[carries] = _optimizer.goes_by(optimizer, settings, like, parameter)
-        goes_by = read[carries]
-        refuse_undivided(type(optimizer).__name__, name, parameter, goes_by, main_grad)
-        key = (group, dtype, parameter.dim(), *key_of(parameter, goes_by))
-        if key not in elementwise:
-            kept, scratch = _optimizer.kept_by(optimizer, settings, like, int(averaged), parameter)
-            same = self_check(optimizer, settings, like, parameter, finite)
-            if shard is not None and not same:
-                raise InvalidArgument(
-                    f"{type(optimizer).__name__} does not update element by element, and can't be given shards"
-                    + (
-                        ""
-                        if finite
-                        else ". Where it does so but for what is not finite, attach(…, skip_nonfinite=True)"
-                    )
-                )
-            elementwise[key] = (kept, scratch, same)
-        kept, scratch, same = elementwise[key]
+        kind = kinds.of(name, parameter, group, dtype, shard)
         reduced = gradients or dtype
-        tensors.append(
-            Tensor(
-                name, parameter, same, group, kept, scratch, shard, dtype, reduced, averaged, main_grad, goes_by=goes_by
-            )
+        tensor = Tensor(
+            name, parameter, True, group, kind.kept, kind.scratch, shard, dtype, reduced, averaged, main_grad
         )
+        tensor.goes_by = kind.goes_by
+        tensors.append(tensor)
     if group_of:
         raise InvalidArgument(
             f"{len(group_of)} parameters of the optimizer are not the model's, or are frozen: they would not be "
             "kept equal on all replicas"
         )
-    if not all(same for _, _, same in elementwise.values()):
-        log.warning(
-            "%s updates parts of a tensor otherwise than the whole: a replica that catches up gets whole tensors",
-            type(optimizer).__name__,
-        )
+    for tensor, same in zip(tensors, kinds.elementwise(), strict=True):
+        tensor.elementwise = same
     if not tensors:
         raise InvalidArgument("the model has no parameter that wants a gradient")
     return tensors
