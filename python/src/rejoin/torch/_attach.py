@@ -6,6 +6,7 @@ import logging
 import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -143,33 +144,35 @@ def refuse_state_of_forward(session: Session) -> None:
     """Raise `InvalidArgument` where a step's forward() has put other parameters into the model, and in its first steps
     where it has thawed some, made buffers or changed what is no part of the session.
 
-    Of what comes later there is an error in the log alone, since all replicas would end in the same step, and what was
-    thawed is frozen again.
+    Of what comes later there is an error in the log alone, since all replicas would end in the same step, or one that
+    comes back in each of its lives, and what was thawed is frozen again.
     """
     if session._model is None or session._places is None:
         return
     assert session._step is not None and session._updates is not None
     places = session._places
     step = session._step.number
-    early_in_job = session._updates.settings.early(step)
+    early = session._updates.settings.early(step)
     try:
         changed = places.check()
     except InvalidArgument as error:
-        if early_in_job or not places.freeze_again():
+        if early or not places.freeze_again():
             raise
         changed = places.check()
         if (times := places.frozen_again) & (times - 1) == 0:
             log.error("step %d: %s. It was frozen again (so far: %d): all replicas go on as before", step, error, times)
-    early = not places.trained or early_in_job
-    try:
-        if changed or not places.trained:
-            refuse_new_buffers(session._model, session._tensors)
-        if early:
-            places.extra.check()
-    except InvalidArgument as error:
-        if early:
-            raise
-        log.error("step %d: %s", step, error)
+    looks: list[Callable[[], None]] = []
+    if changed or not places.trained:
+        looks.append(partial(refuse_new_buffers, session._model, session._tensors))
+    if early or not places.trained:
+        looks.append(places.extra.check)
+    for look in looks:
+        try:
+            look()
+        except InvalidArgument as error:
+            if early:
+                raise
+            log.error("step %d: %s", step, error)
     places.trained = True
 
 

@@ -89,12 +89,14 @@ def begin_step(session: Session) -> Step | None:
             return None
         _attach.refuse_averaged(session)  # not before: behind the last step it does no harm
         number, contributes, leads, contributors, batch, weight, epoch, settled = begun
+        assert session._updates is not None
+        session._updates.settings.begin(number, contributes)
         if contributes:
             if not session._contributed:  # what came after the last update has changed the session's memory alone
                 _refresh(session)
             session._contributed = True
             zero_grad(session)  # of a backward() before
-            session._buckets.begin(weight, early=number - session._began <= FIRST)
+            session._buckets.begin(weight, early=session._updates.settings.early(number, FIRST))
             if session._group is not None:
                 session._group.begin(number, epoch, settled, session._native.cards())
             session._step = Step(number, leads, contributors, tuple(batch), weight, session)
@@ -102,7 +104,6 @@ def begin_step(session: Session) -> Step | None:
             session._in_step, session._updated, session._beginning = True, False, False
             return session._step
         session._contributed = False
-        assert session._updates is not None
         session._updates.check(number)
         update(session, number)
         session._beginning = False
@@ -121,7 +122,7 @@ def _refuse_interrupted(session: Session) -> NoReturn:
 # The step that the loop was left in, such as by break.
 def _again(session: Session) -> Step:
     step = session._step
-    assert step is not None
+    assert step is not None and session._updates is not None
     session._native.check()
     if any(tensor.arrived for tensor in session._tensors):
         raise InvalidArgument(
@@ -130,7 +131,7 @@ def _again(session: Session) -> Step:
         )
     _refresh(session)  # of what its forward() has written to buffers
     zero_grad(session)
-    session._buckets.begin(step.weight, early=step.number - session._began <= FIRST)
+    session._buckets.begin(step.weight, early=session._updates.settings.early(step.number, FIRST))
     return step
 
 

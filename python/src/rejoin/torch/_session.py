@@ -93,7 +93,6 @@ class Session:
         self._updates: Update | None = None
         self._places: Places | None = None
         self._joined = self._finished = self._ended = self._in_step = self._updated = False
-        self._began = 0  # with the state of this step: 0, or a checkpoint's
         self._parts_left = 0  # of a step's data that data() has yet to give
         self._passes = 1  # as many backward() bring a step's gradients
         self._accumulating = self._contributed = self._averaging = self._beginning = self._warming = False
@@ -214,7 +213,7 @@ class Session:
         assert self._model is not None and self._optimizer is not None
         assert self._updates is not None and self._ranks is not None
         if self._position is not None:
-            self._began = self._updates.settings.restored = _native.position_step(self._position)
+            self._updates.settings.restored = _native.position_step(self._position)
         self._leaving.listen()
         with torch.no_grad():
             untrained = frozen(self._model, self._ranks, [tensor.value for tensor in self._tensors])

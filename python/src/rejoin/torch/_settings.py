@@ -69,8 +69,9 @@ def _now(holder: Mapping[str, Any], name: str) -> str:
 class Settings:
     """What the optimizer's groups, and attributes of parameters, have to say in all steps: what they say with attach().
 
-    A change is refused in the first steps after the state that this process has brought. Later all replicas would end
-    in the same step, with all that was trained: there it is put back, alike on all, and the log has an error.
+    A change is refused in the first steps of a job, or behind the checkpoint that it goes on from, on those that have
+    begun with it. Later all replicas would end in the same step, with all that was trained, or one that comes back in
+    each of its lives: there it is put back, alike on all, and the log has an error.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, tensors: Sequence[Tensor], lr_follows_steps: bool) -> None:
@@ -86,6 +87,8 @@ class Settings:
         ]
         self._put_back: dict[str, int] = {}  # how often, by what it was; hooks too
         self.restored = 0  # the step of the state that this process has brought
+        self._with_the_job = True  # whether it goes on from that state with the others
+        self._begun = False
 
     def check(self, step: int) -> None:
         """Refuse, or put back, what has changed before this step is applied."""
@@ -108,9 +111,15 @@ class Settings:
                 raise InvalidArgument(changed)
             self._put(what, holder, name, before, changed, step)
 
-    def early(self, step: int) -> bool:
-        """Whether little is lost where all replicas end in this step."""
-        return step <= self.restored + _EARLY
+    def begin(self, step: int, contributes: bool) -> None:
+        """Take a step that begins here: in the first one it shows whether this process comes to a job under way."""
+        if not self._begun:
+            self._with_the_job = contributes and step == self.restored + 1
+        self._begun = True
+
+    def early(self, step: int, first: int = _EARLY) -> bool:
+        """Whether little is lost where all replicas end in this step, one of so many at first."""
+        return self._with_the_job and step <= self.restored + first
 
     def _all(self) -> Iterator[tuple[str, dict[str, Any], str, _Before]]:
         for number, (group, of_group) in enumerate(zip(self._optimizer.param_groups, self._of_groups, strict=True)):
