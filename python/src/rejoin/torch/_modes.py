@@ -14,6 +14,9 @@ class Modes:
     The script calls optimizer.step() in its own blocks, such as `with torch.autocast(…)`, and a replica that catches up
     applies the same step in session.steps(), outside of them. So both are in the modes in which attach() has tried the
     optimizer: without autocast, gradients and inference mode, and with the default type and device of that moment.
+
+    Nothing is compiled there. An optimizer whose step() calls what it has compiled would have the bits of its compiler
+    for some shapes, and others behind torch's limit of recompilations, which parts of tensors, and trials, use up.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -33,6 +36,8 @@ class Modes:
                     before.enter_context(torch.autocast(kind, enabled=False))
             if _default_device() != self._device:
                 before.enter_context(self._device)
+            if (stance := getattr(torch.compiler, "set_stance", None)) is not None:  # from torch 2.6 on
+                before.enter_context(stance("force_eager"))
             if (dtype := torch.get_default_dtype()) != self._dtype:
                 before.callback(torch.set_default_dtype, dtype)
                 torch.set_default_dtype(self._dtype)
