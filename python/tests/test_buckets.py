@@ -4,6 +4,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from test_session import Job, session  # noqa: E402
+
 from rejoin.torch._buckets import Buckets  # noqa: E402
 from rejoin.torch._tensors import Tensor  # noqa: E402
 
@@ -69,3 +71,50 @@ def test_gradients_of_float16_that_are_weighed_are_warned_of_once(caplog):
         buckets.begin(weight)
     (told,) = caplog.messages
     assert "multiplied by theirs, 42 here" in told and "'narrow', are infinite from 1560 on" in told
+
+
+def raise_error(_):
+    raise MemoryError("within backward()")
+
+
+def test_a_backward_that_has_raised_in_its_midst_is_an_error_in_the_log(tmp_path, monkeypatch, caplog):
+    """What it has brought can't be taken back. One that raises before, or is none of those that count, does no harm."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    model[2].bias.requires_grad_(False)
+    one, native = session(tmp_path), Job(9)
+    one.attach(model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]))
+    for of in (one, one._buckets, one._updates):
+        monkeypatch.setattr(of, "_native", native)
+    monkeypatch.setattr(one, "_joined", True)
+
+    def backward(raises=None, of=model):
+        if raises is None:
+            of(torch.ones(1, 2)).sum().backward()
+            return
+        hook = raises.register_hook(raise_error)
+        with pytest.raises(MemoryError):
+            of(torch.ones(1, 2)).sum().backward()
+        hook.remove()
+
+    told = {}
+    for step, _ in one.steps():
+        caplog.clear()
+        if step.number == 1:
+            backward(of=model[1:])  # the first layer is not used
+        elif step.number == 2:
+            with one.accumulate():
+                backward()
+                backward()
+        elif step.number in (3, 4, 5, 6):
+            backward(model[1].weight)
+        elif step.number == 7:
+            backward(model[2].weight)  # the first that comes
+        elif step.number == 8:
+            with one.accumulate():
+                backward(model[1].weight)
+            one._optimizer.zero_grad()
+            backward()
+        one._optimizer.step()
+        told[step.number] = [record.getMessage() for record in caplog.records]
+    assert one.finished and [step for step in told if told[step]] == [3, 4, 6], "the first, second and fourth time"
+    assert "a backward() has raised when 2 of 5 parameters had their gradients" in told[3][0]

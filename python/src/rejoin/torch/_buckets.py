@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 
 import torch
 
@@ -36,6 +37,8 @@ class Buckets:
         self._told = False  # that gradients were written to which are what they were
         self._changes = self._changed_in = 0  # steps with gradients that were changed nevertheless, and the last one
         self._steps = 0
+        self._in_backward = False  # also behind one that has raised
+        self._halves = 0  # steps of which a backward() has raised when it had brought some gradients
         self._newest: dict[int, int] = {}  # by storage: the version of the gradient in it that came last in this step
         # What backward() queues after a hand-over is not to wait for it. By turns, so that one bucket's gradients are
         # known to be there while the one before is under way.
@@ -62,6 +65,7 @@ class Buckets:
         self._missing, self._next, self._holds_last = [len(bucket) for bucket in self._buckets], 0, True
         self._came_on = [set() for _ in self._buckets]
         self._newest.clear()
+        self._in_backward = False
 
     def _warn_of_float16(self, weight: int) -> None:
         narrow = [t.name for bucket in self._buckets for t in bucket if t.gradient.dtype == torch.float16]
@@ -72,6 +76,31 @@ class Buckets:
                 "float16, such as that of '%s', are infinite from %d on; attach(gradients=torch.float32) has room, and "
                 "loss_scale= lowers the scale then",
                 weight, narrow[0], 65504 // weight + 1,
+            )  # fmt: skip
+
+    def note_backward(self) -> None:
+        """Take it that a gradient comes: whether its backward() ends is known by what is called behind it."""
+        if self._in_backward:
+            return
+        with suppress(RuntimeError):  # where something else than autograd's engine calls hooks
+            torch.autograd.Variable._execution_engine.queue_callback(self.forget_backward)  # type: ignore[attr-defined]
+            self._in_backward = True
+
+    def forget_backward(self) -> None:
+        """Take it that none has raised, or that nothing of it counts."""
+        self._in_backward = False
+
+    # It can't be taken back: some of it is with the others. Whoever raised again and again would end again and again.
+    def _tell_of_half(self) -> None:
+        self._in_backward = False
+        self._halves += 1
+        if self._halves & (self._halves - 1) == 0:
+            every = [tensor for bucket in self._buckets for tensor in bucket if tensor.is_parameter]
+            log.error(
+                "a backward() has raised when %d of %d parameters had their gradients: these count in the step, and "
+                "the others as zeros (so far in %d steps). Let what it raises end this process, which is started "
+                "again, and the step is taken without it",
+                sum(tensor.arrived or tensor.value.grad is not None for tensor in every), len(every), self._halves,
             )  # fmt: skip
 
     def bring(self, tensor: Tensor) -> None:
@@ -108,6 +137,8 @@ class Buckets:
     def bring_rest(self) -> None:
         """Take what no backward() has brought: buffers, metrics, and parameters that were not used."""
         contributions: list[tuple[Tensor, torch.Tensor]] = []
+        if self._in_backward:
+            self._tell_of_half()
         with torch.no_grad():
             for bucket in self._buckets:  # before the rest goes out, so that nobody commits what is refused
                 for tensor in bucket:

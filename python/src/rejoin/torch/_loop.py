@@ -150,6 +150,7 @@ def on_gradient(session: Session, tensor: Tensor) -> None:
     """Take what backward() has brought, and hand over what is complete with it."""
     if session._ended or not session._in_step or session._updated:  # another session may have the model by now
         return
+    session._buckets.note_backward()
     tensor.came += not session._accumulating
     if (session._accumulating or tensor.came < session._passes) and not tensor.arrived:
         if tensor.main_grad:
@@ -168,6 +169,8 @@ def on_gradient(session: Session, tensor: Tensor) -> None:
 def zero_grad(session: Session) -> None:
     """Take back the gradients that have not been handed over: the optimizer's zero_grad(), as the script calls it."""
     drop_gradients(session._sharded)
+    if not any(tensor.arrived for tensor in session._tensors):
+        session._buckets.forget_backward()
     for tensor in session._tensors:
         if tensor.is_parameter:
             tensor.value.grad = None
