@@ -205,7 +205,8 @@ def test_where_the_job_ends_a_rank_without_metrics_waits_for_those_that_have_som
 
     def ends(ranks: _ranks.Ranks, names: list[str]) -> None:
         session = SimpleNamespace(
-            _ranks=ranks, _in_step=False, _leaving=_leaving.Leaving(), _contributed=True, _beginning=False, _group=None,
+            _ranks=ranks, _in_step=False, _leaving=_leaving.Leaving(), _contributed=True, _beginning=False,
+            _may_have_begun=False, _group=None,
             _native=SimpleNamespace(begin_step=lambda: None),
             _metrics=SimpleNamespace(names=names, keep=lambda: None),
         )  # fmt: skip

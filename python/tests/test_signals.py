@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 from test_session import Job, session  # noqa: E402
 
 import rejoin  # noqa: E402
-from rejoin.torch import _leaving, _signals  # noqa: E402
+from rejoin.torch import _buckets, _leaving, _signals  # noqa: E402
 
 
 class Updating(Job):
@@ -226,6 +226,55 @@ def test_a_step_whose_beginning_was_interrupted_is_not_taken_for_the_one_before(
     for _ in range(2):
         with pytest.raises(rejoin.InvalidArgument, match="beginning of a step was interrupted.*: end this process"):
             next(one.steps())
+
+
+@pytest.mark.parametrize("behind", [False, True])
+def test_an_interrupt_behind_the_native_sessions_beginning_of_a_step_is_named_and_one_in_its_wait_is_none(
+    in_a_job, monkeypatch, behind
+):
+    one, native = in_a_job
+    one._optimizer.step()
+    begin, begun = native.begin_step, []
+
+    def interrupted():
+        if behind and begun:
+            raise rejoin.InvalidArgument("begin_step() in step 2, which commit() has not ended yet")
+        if behind:
+            begun.append(begin())
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as within:
+        within.setattr(native, "begin_step", interrupted)
+        for _ in range(2):
+            told = pytest.raises(
+                rejoin.InvalidArgument, match="beginning of a step was interrupted.*: end this process"
+            )
+            with told if begun else pytest.raises(KeyboardInterrupt):
+                next(one.steps())
+    if not behind:
+        assert next(one.steps())[0].number == 2
+
+
+@pytest.mark.parametrize("within", ["_arrive", "_hand_over", "_add_up", "check_sums"])
+def test_an_interrupt_within_the_hand_over_of_gradients_is_named_by_what_comes_behind_it(in_a_job, monkeypatch, within):
+    one, native = in_a_job
+    calls = []
+
+    def interrupted(*given):
+        calls.append(given)
+        if within == "_hand_over":
+            native.all_reduce(given[0], None)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_buckets if within == "check_sums" else one._buckets, within, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            one._model(torch.ones(1, 2)).sum().backward()
+            one._optimizer.step()
+    assert len(calls) == 1
+    for _ in range(2):
+        with pytest.raises(rejoin.InvalidArgument, match="hand-over of gradients was interrupted.*: end this process"):
+            one._optimizer.step()
 
 
 def test_state_dict_within_an_update_is_refused(in_a_job, monkeypatch):

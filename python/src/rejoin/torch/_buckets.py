@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 import torch
 
 from rejoin import _native
 from rejoin._memory import bytes_of
-from rejoin.errors import InvalidArgument
+from rejoin.errors import InvalidArgument, RejoinError
 from rejoin.torch._buffers import check_sums
+from rejoin.torch._refusals import refuse_interrupted
 from rejoin.torch._sharding import local
 from rejoin.torch._tensors import Tensor
 
@@ -38,6 +40,7 @@ class Buckets:
         self._changes = self._changed_in = 0  # steps with gradients that were changed nevertheless, and the last one
         self._steps = 0
         self._in_backward = False  # also behind one that has raised
+        self._in_the_midst = False  # of what nothing may interrupt
         self._halves = 0  # steps of which a backward() has raised when it had brought some gradients
         self._newest: dict[int, int] = {}  # by storage: the version of the gradient in it that came last in this step
         # What backward() queues after a hand-over is not to wait for it. By turns, so that one bucket's gradients are
@@ -65,7 +68,20 @@ class Buckets:
         self._missing, self._next, self._holds_last = [len(bucket) for bucket in self._buckets], 0, True
         self._came_on = [set() for _ in self._buckets]
         self._newest.clear()
-        self._in_backward = False
+        self._in_backward = self._in_the_midst = False
+
+    # What a signal's handler raises within leaves the flag, and is named with the next gradient or optimizer.step().
+    @contextmanager
+    def _uninterrupted(self) -> Iterator[None]:
+        if self._in_the_midst:
+            refuse_interrupted(self._native.check, "the hand-over of gradients")
+        self._in_the_midst = True
+        try:
+            yield
+        except RejoinError:
+            self._in_the_midst = False
+            raise
+        self._in_the_midst = False
 
     def _warn_of_float16(self, weight: int) -> None:
         narrow = [t.name for bucket in self._buckets for t in bucket if t.gradient.dtype == torch.float16]
@@ -105,11 +121,19 @@ class Buckets:
 
     def bring(self, tensor: Tensor) -> None:
         """Take a parameter's gradient, and hand over the buckets that are full with it."""
-        self.add_up(tensor)
-        self._arrive(tensor)
+        with self._uninterrupted():
+            self._bring(tensor)
 
     def add_up(self, tensor: Tensor) -> None:
         """Take a parameter's gradient, to which others of this step may be added where it is a `main_grad`."""
+        with self._uninterrupted():
+            self._add_up(tensor)
+
+    def _bring(self, tensor: Tensor) -> None:
+        self._add_up(tensor)
+        self._arrive(tensor)
+
+    def _add_up(self, tensor: Tensor) -> None:
         gradient = tensor.value.grad
         with torch.no_grad():
             if not tensor.main_grad:
@@ -136,6 +160,10 @@ class Buckets:
 
     def bring_rest(self) -> None:
         """Take what no backward() has brought: buffers, metrics, and parameters that were not used."""
+        with self._uninterrupted():
+            self._bring_rest()
+
+    def _bring_rest(self) -> None:
         contributions: list[tuple[Tensor, torch.Tensor]] = []
         if self._in_backward:
             self._tell_of_half()
@@ -151,7 +179,7 @@ class Buckets:
                     if tensor.arrived:
                         continue
                     if tensor.is_parameter and tensor.value.grad is not None:  # of accumulate() alone
-                        self.bring(tensor)
+                        self._bring(tensor)
                         continue
                     if not tensor.is_parameter:
                         contributions.append((tensor, tensor.contribution()))

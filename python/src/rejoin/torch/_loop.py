@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shlex
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -16,7 +14,8 @@ from rejoin.errors import InvalidArgument, RejoinError
 from rejoin.torch import _attach
 from rejoin.torch._buckets import FIRST
 from rejoin.torch._data import LONGEST_WAIT, Fetcher
-from rejoin.torch._leaving import Terminated, kept_back
+from rejoin.torch._leaving import Terminated
+from rejoin.torch._refusals import refuse_interrupted
 from rejoin.torch._sharding import check_reduced, drop_gradients, gather_again
 from rejoin.torch._step import Step
 from rejoin.torch._tensors import Tensor
@@ -59,6 +58,20 @@ def fetch(session: Session, fetcher: Fetcher, step: Step) -> Any:
         return fetcher.fetch(step.samples, session._native.upcoming)
 
 
+# What is raised within comes out of the native session's wait, in which no step has begun, or from behind it.
+def _begun(session: Session) -> tuple[int, bool, bool, int, list[tuple[int, int]], int, int, bool] | None:
+    before, session._may_have_begun = session._may_have_begun, True
+    try:
+        begun = session._native.begin_step()
+    except InvalidArgument:
+        if before:
+            refuse_interrupted(session._native.check, "the beginning of a step")
+        raise
+    session._beginning = begun is not None
+    session._may_have_begun = False
+    return begun
+
+
 def begin_step(session: Session) -> Step | None:
     """Give the next step that this replica contributes to, and go through those before, in which it catches up."""
     assert session._ranks is not None
@@ -73,13 +86,12 @@ def begin_step(session: Session) -> Step | None:
     while not session._leaving.is_set() or (session._ranks.several and session._contributed):
         if session._in_step:
             return _again(session)
-        if session._beginning:
-            _refuse_interrupted(session)
+        if session._beginning:  # something was raised between the native session's beginning of a step and the loop's
+            refuse_interrupted(session._native.check, "the beginning of a step")
         if session._group is not None:
             session._group.end_step()
         with session._leaving.waiting(at_once=not (session._ranks.several and session._contributed)):
-            begun = session._native.begin_step()
-            session._beginning = begun is not None
+            begun = _begun(session)
         if begun is None:
             session._finished = True
             if session._metrics.names:
@@ -108,15 +120,6 @@ def begin_step(session: Session) -> Step | None:
         update(session, number)
         session._beginning = False
     return None
-
-
-# Something was raised, such as by a signal's handler, between the native session's beginning of a step and the loop's.
-def _refuse_interrupted(session: Session) -> NoReturn:
-    session._native.check()
-    raise InvalidArgument(
-        "the beginning of a step was interrupted, such as by what a signal's handler raises, and can't be made up for: "
-        "end this process, it is started again. Let handlers set a flag for the loop's body"
-    )
 
 
 # The step that the loop was left in, such as by break.
@@ -185,44 +188,6 @@ def _refresh(session: Session) -> None:
     with torch.no_grad():
         session._updates.refresh()
     gather_again(session._sharded)
-
-
-# As a shell takes it.
-def _cache_of_compiler() -> str:
-    try:
-        from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-        return shlex.quote(str(cache_dir()))
-    except (ImportError, OSError):  # older releases of torch have it elsewhere
-        return f'"${{TORCHINDUCTOR_CACHE_DIR:-{tempfile.gettempdir()}/torchinductor_$USER}}"'
-
-
-@contextmanager
-def warmed_up(session: Session) -> Iterator[None]:
-    """Leave no trace of what is done within this block: `Session.warm_up()`."""
-    if session._model is None or session._joined:
-        raise InvalidArgument("warm_up() comes after attach() and before join()")
-    before = [(buffer, buffer.clone()) for buffer in session._model.buffers()]
-    devices = [session.device] if session.device.type == "cuda" else []
-    session._warming = True
-    try:
-        with kept_back("warm_up()"), torch.random.fork_rng(devices=devices):  # a compiler's files are written there
-            yield
-    except Exception as error:
-        if "file too short" in str(error):
-            log.error(
-                "a file in the compiler's cache is cut off, as by a process that was killed while it compiled, and "
-                "ends each start: find %s -name '*.so' -size -64c -delete, or remove the cache",
-                _cache_of_compiler(),
-            )
-        raise
-    finally:
-        session._warming = False
-        with torch.no_grad():
-            for buffer, value in before:
-                buffer.copy_(value)
-        zero_grad(session)
-        gather_again(session._sharded)
 
 
 @contextmanager

@@ -4,8 +4,8 @@ class and settings, which no copy of it for parts would have."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
@@ -19,6 +19,15 @@ LR = (
     "give attach() lr=, a function of the step, so that a replica that catches up knows those of before; one that "
     "follows the loss, as ReduceLROnPlateau's, can't be had"
 )
+
+
+def refuse_interrupted(check: Callable[[], None], what: str) -> NoReturn:
+    """Raise `InvalidArgument`, or what `check` does: what a signal's handler has raised in the midst of `what`."""
+    check()
+    raise InvalidArgument(
+        f"{what} was interrupted, such as by what a signal's handler raises, and can't be made up for: end this "
+        "process, it is started again. Let handlers set a flag for the loop's body"
+    )
 
 
 def refuse_no_number(name: str, value: object) -> None:

@@ -16,7 +16,7 @@ from rejoin import _native
 from rejoin._daemon import local_daemon
 from rejoin.errors import InvalidArgument, RejoinError
 from rejoin.launch import place_given
-from rejoin.torch import _attach, _loop, _standing
+from rejoin.torch import _attach, _loop, _standing, _warm_up
 from rejoin.torch._attributes import told
 from rejoin.torch._buckets import Buckets
 from rejoin.torch._busy import Busy
@@ -95,7 +95,8 @@ class Session:
         self._joined = self._finished = self._ended = self._in_step = self._updated = False
         self._parts_left = 0  # of a step's data that data() has yet to give
         self._passes = 1  # as many backward() bring a step's gradients
-        self._accumulating = self._contributed = self._averaging = self._beginning = self._warming = False
+        self._accumulating = self._contributed = self._averaging = self._warming = False
+        self._beginning = self._may_have_begun = False  # a step, in the native session and not yet here
         self._step: Step | None = None
         self._modes: Modes | None = None  # of attach()
         self._leaving = Leaving()
@@ -274,7 +275,7 @@ class Session:
         gradients there, and updates nothing. They are dropped afterwards, too; the model's buffers and torch's random
         numbers are what they were. The others wait for nothing, and SIGTERM for the end (for compilers' caches).
         """
-        return _loop.warmed_up(self)
+        return _warm_up.warmed_up(self)
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
