@@ -1,10 +1,11 @@
-"""Optimizers that go by a tensor's size."""
+"""Optimizers that go by a tensor's size, or by how large what is in it is."""
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from rejoin.torch import Session  # noqa: E402
+import rejoin  # noqa: E402
+from rejoin.torch import Session, _self_check  # noqa: E402
 
 
 class In8Bits(torch.optim.Optimizer):
@@ -44,3 +45,64 @@ def test_an_optimizer_that_goes_by_the_size_of_a_tensor_is_found_out(tmp_path, s
     one = Session(replica=0, rank=0, socket=tmp_path / "nobody")
     one.attach(model, In8Bits(model.parameters(), least))
     assert [tensor.elementwise for tensor in one._tensors] == [elementwise] * 3
+
+
+def skipping(p, state):
+    return p.grad if p.grad.norm() < 1e3 else torch.zeros_like(p.grad)
+
+
+def clipping(p, state):
+    return p.grad * (1e5 / p.grad.norm()).clamp(max=1)
+
+
+def clipping_in_place(p, state):
+    torch.nn.utils.clip_grad_norm_(p, 1e3)
+    return p.grad
+
+
+def bounding(p, state):
+    if p.norm() > 1e4:
+        p.mul_(1e4 / p.norm())
+    return p.grad
+
+
+def late(p, state):
+    return p.grad * p.norm() if state["step"] > 20_000 else p.grad
+
+
+def clipping_each(p, state):
+    return p.grad.clamp(-1e3, 1e3)
+
+
+class Bounded(torch.optim.Optimizer):
+    def __init__(self, parameters, rule):
+        super().__init__(parameters, {"lr": 0.1})
+        self.rule = rule
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            state.setdefault("momentum", torch.zeros_like(p))
+            state["step"] = state.get("step", 0) + 1
+            state["momentum"].mul_(0.9).add_(self.rule(p, state))
+            p.sub_(state["momentum"], alpha=0.1)
+
+
+@pytest.mark.parametrize("finite", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("rule", "elementwise"),
+    [(skipping, False), (clipping, False), (bounding, False), (late, False), (clipping_each, True)],
+)
+def test_an_optimizer_that_goes_by_a_bound_of_the_whole_is_found_out(rule, elementwise, dtype, finite):
+    p = torch.nn.Parameter(torch.zeros(4, 4, dtype=dtype))
+    optimizer = Bounded([p], rule)
+    assert _self_check.self_check(optimizer, optimizer.param_groups[0], p, finite=finite) == elementwise
+
+
+def test_an_optimizer_that_changes_a_huge_gradient_is_refused():
+    p = torch.nn.Parameter(torch.zeros(4, 4))
+    optimizer = Bounded([p], clipping_in_place)
+    with pytest.raises(rejoin.InvalidArgument, match="Bounded changes the gradients that it is given"):
+        _self_check.self_check(optimizer, optimizer.param_groups[0], p)

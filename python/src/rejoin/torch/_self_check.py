@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -20,6 +19,8 @@ Columns = Sequence[torch.Tensor]
 # Multiples of all numbers up to 16, as a count behind the step and before it: what a rule does in each k-th step, and
 # what begins late.
 _LATE = (720_720, 720_721)
+
+_HUGE = (1e4, 1e10)  # elements, by which a tensor's norm is beyond bounds that rules have
 
 # Up to so many elements a shape of the model's is tried as it is. A part of a slice or two, and shorter ones.
 _MOST = 1 << 20
@@ -207,9 +208,6 @@ def self_check(
         elif step > 3:
             gradient = _nearly_orthogonal(gradient, columns[0][0])
         one.refuse_changed(trial(step, gradient, columns), gradient)
-    for step in _LATE:
-        with suppress(InvalidArgument):  # a schedule of the optimizer's own may have ended long before
-            one.update(step, ([column.clone() for column in columns[0]], one.drawn(0.1, shape)))
     one.refuse_late()
     if same_bits(columns[0], first):
         raise InvalidArgument(
@@ -217,14 +215,29 @@ def self_check(
             "that one"
         )
     same = parts_are_as_the_whole(columns, USE)
-    for value in () if finite else (math.nan, math.inf, -math.inf):
-        tried = copies(columns[0], columns[1])  # it would stay in them
+
+    # On from there, with copies, in which it would stay. What step() raises it raises in the script, too.
+    def also(step: int, gradient: torch.Tensor, where: str | None, remedy: str, begin: Columns = columns[0]) -> bool:
+        tried = copies(begin, columns[1])
         try:
-            trial(10_002, filled(one.drawn(0.1, shape), 1, value), tried)
-        except InvalidArgument as error:  # step() raises, as it would in the script
-            log.debug("not tried with %s: %s", value, error)
-            continue
+            given = trial(step, gradient, tried)
+        except InvalidArgument as error:
+            log.debug("not tried %s: %s", where or f"in step {step}", error)
+            return True
+        one.refuse_late(where, remedy)
+        if bool(gradient.isfinite().all()):
+            one.refuse_changed(given, gradient)
+        return parts_are_as_the_whole(tried, remedy)
+
+    for step in _LATE:  # a schedule of the optimizer's own may have ended long before
+        same &= also(step, one.drawn(0.1, shape), None, USE)
+    one.refuse_late()
+    for value in _HUGE:  # some rules pass over or clip what is beyond a bound
+        value = min(value, torch.finfo(like.dtype).max / 4)
+        same &= also(10_002, filled(one.drawn(0.1, shape), 1, value), f"where a gradient has {value:g}", USE)
+        weights = [filled(columns[0][0].clone(), 1, value), *columns[0][1:]]
+        same &= also(10_002, one.drawn(0.1, shape), f"where a weight is {value:g}", USE, weights)
+    for value in () if finite else (math.nan, math.inf, -math.inf):
         remedy = "To pass over what is not finite, attach(…, skip_nonfinite=True)"
-        one.refuse_late(f"where a gradient has {value}", remedy)
-        same &= parts_are_as_the_whole(tried, remedy)
+        same &= also(10_002, filled(one.drawn(0.1, shape), 1, value), f"where a gradient has {value}", remedy)
     return same
