@@ -81,6 +81,21 @@ def test_what_the_script_is_busy_with_covers_what_the_session_is():
     ]  # fmt: skip
 
 
+def test_what_ends_a_block_is_not_replaced_by_the_end_of_the_session():
+    """Such as SIGTERM's own exception, whose status is 0, behind leave()."""
+
+    def left():
+        raise errors.Cancelled("this session has left the job")
+
+    for within in ("with_scripts", "with_ours"):
+        for raised, told in ((SystemExit(0), SystemExit), (None, errors.Cancelled)):
+            native = Native()
+            native.done = left
+            with pytest.raises(told), getattr(Busy(native), within)("compiling", 60):
+                if raised is not None:
+                    raise raised
+
+
 @pytest.mark.parametrize(
     ("reason", "seconds", "told"),
     [

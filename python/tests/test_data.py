@@ -336,3 +336,16 @@ def test_the_workers_of_a_trainer_that_is_killed_end_with_it(system, tmp_path):
         assert time.monotonic() < deadline, "they have outlived it"
         time.sleep(0.05)
     trainer.wait()
+
+
+@pytest.mark.parametrize(("methods", "told"), [(["fork", "spawn"], "are forked"), (["forkserver", "fork"], None)])
+def test_workers_begin_as_python_begins_processes_where_nobody_says(monkeypatch, methods, told):
+    """From Python 3.14 on by a server."""
+    monkeypatch.setattr(multiprocessing, "get_all_start_methods", lambda: methods)
+    monkeypatch.setattr(torch.multiprocessing, "get_start_method", lambda allow_none=False: None)
+    loader = DataLoader(DATA, batch_sampler=Batches(101), num_workers=1)
+    if told is None:
+        Fetcher(loader)
+    else:
+        with pytest.raises(InvalidArgument, match=f"DataLoader workers.*{told[4:]}"):
+            Fetcher(loader)

@@ -1,4 +1,4 @@
-"""Optimizers that go by a tensor's size, or by how large what is in it is."""
+"""Optimizers that go by a tensor's size, by how large what is in it is, or by its group's number."""
 
 import pytest
 
@@ -106,3 +106,31 @@ def test_an_optimizer_that_changes_a_huge_gradient_is_refused():
     optimizer = Bounded([p], clipping_in_place)
     with pytest.raises(rejoin.InvalidArgument, match="Bounded changes the gradients that it is given"):
         _self_check.self_check(optimizer, optimizer.param_groups[0], p)
+
+
+class Numbered(torch.optim.SGD):
+    """Goes by the number of a group, of which parts of a tensor may be the only one."""
+
+    def __init__(self, parameters, lr=0.1):
+        parameters = list(parameters)
+        super().__init__([{"params": parameters[:1]}, {"params": parameters[1:]}], lr=lr)
+        self.rates = [1.0, 0.5]
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for number, group in enumerate(self.param_groups):
+            for p in group["params"]:
+                p.sub_(p.grad, alpha=group["lr"] * self.rates[number])
+
+
+def test_an_optimizer_that_goes_by_the_number_of_a_group_is_refused(tmp_path):
+    model, one = torch.nn.Linear(2, 2), Session(replica=0, rank=0, socket=tmp_path / "nobody")
+    with pytest.raises(rejoin.InvalidArgument, match="Numbered updates a tensor otherwise where another one .* before"):
+        one.attach(model, Numbered(model.parameters()))
+
+
+def test_an_optimizer_of_one_group_may_go_by_the_number_that_this_has():
+    p = torch.nn.Parameter(torch.zeros(4, 4))
+    optimizer = Numbered([p])
+    del optimizer.param_groups[1], optimizer.rates[1]
+    assert _self_check.self_check(optimizer, optimizer.param_groups[0], p)

@@ -75,13 +75,24 @@ class Busy:
             return
         if ours is not None:
             self._end()
-        self._begin(_With(self._native.busy, reason, seconds, is_ours=False))
+        with self._within(_With(self._native.busy, reason, seconds, is_ours=False), ours):
+            yield
+
+    @contextmanager
+    def _within(self, what: _With, before: _With | None = None) -> Iterator[None]:
+        self._begin(what)
         try:
             yield
-        finally:
-            self._end()
-            if ours is not None and not ours.over:
-                self._begin(ours)
+        except BaseException:
+            with suppress(RejoinError):  # of a session at its end, in the place of what has ended it
+                self._go_back_to(before)
+            raise
+        self._go_back_to(before)
+
+    def _go_back_to(self, before: _With | None) -> None:
+        self._end()
+        if before is not None and not before.over:
+            self._begin(before)
 
     @contextmanager
     def with_ours(self, reason: str, seconds: float, in_step: bool = False) -> Iterator[None]:
@@ -90,11 +101,8 @@ class Busy:
             yield
             return
         how = self._native.busy_in_step if in_step else self._native.busy
-        self._begin(_With(how, reason, seconds, is_ours=True))
-        try:
+        with self._within(_With(how, reason, seconds, is_ours=True)):
             yield
-        finally:
-            self._end()
 
     def begin_step(self, size: int) -> None:
         """Be busy where a step's batch is the first of its size: it may be compiled for, and not equally fast on all.

@@ -239,7 +239,7 @@ class Fetcher:
                 "that each sample is trained once, whatever replica is lost"
             )
         context: Any = loader.multiprocessing_context or torch.multiprocessing
-        method = context.get_start_method(allow_none=True) or "fork"
+        method = context.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
         if loader.num_workers > 0 and method in _UNFIT:
             raise InvalidArgument(
                 f"DataLoader workers {_UNFIT[method]}: give the DataLoader multiprocessing_context='forkserver'"

@@ -297,7 +297,8 @@ def parameters_of(
         if shard is None and not parameter.is_contiguous():
             raise InvalidArgument(
                 f"parameter '{name}' is not contiguous, as channels_last weights are not: make it so before attach(), "
-                "by model.to(memory_format=torch.contiguous_format) or a clone()"
+                "by model.to(memory_format=torch.contiguous_format) or a clone(); let forward() make what is a view of "
+                "another one, as a tied weight that is transposed"
             )
         group = group_of.pop(id(parameter), None)
         if group is None:
