@@ -28,7 +28,7 @@ void Coordinator::forgive_all(Duration pause) {
   for (auto& [place, stranger] : strangers_)
     if (stranger.lost_at) forgive(*stranger.lost_at, pause, now_);
   for (auto& [edge, about] : accusations_) {
-    forgive(about.since, pause, now_);
+    for (auto& [rank, since] : about.counting) forgive(since, pause, now_);
     forgive(about.waits_since, pause, now_);
     forgive(about.heard, pause, now_);
     if (about.excused) forgive(*about.excused, pause, now_);

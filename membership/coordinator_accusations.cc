@@ -34,7 +34,6 @@ void Coordinator::on_accusation(NodeId node, const proto::Accusation& accusation
   if (!current) return;
   auto [edge, fresh] = accusations_.try_emplace({ReplicaId(accusation.replica()), ReplicaId(accusation.suspect())});
   Accusation& about = edge->second;
-  if (fresh || (!about.counts && !accusation.only_waiting())) about.since = now_;
   const TimePoint waits_since =
       now_ - std::chrono::milliseconds(std::min<std::uint64_t>(accusation.waited_ms(), 1 << 30));
   about.waits_since = fresh ? waits_since : std::min(about.waits_since, waits_since);
@@ -51,7 +50,7 @@ void Coordinator::on_accusation(NodeId node, const proto::Accusation& accusation
     about.what = shortened(accusation.what(), kLongestReason);
   about.lost |= accusation.lost();
   about.found |= accusation.lost() && accusation.found();
-  about.counts |= !accusation.only_waiting();
+  if (!accusation.only_waiting() && !rank.empty()) about.counting.try_emplace(accusation.rank(), now_);
   if (accusation.excused() && accusation.suspect() == accusation.replica()) about.excused = now_;
   if (judges_now() && mended_.empty() && broke_at_both_ends(accusations_, edge->first)) mend();
 }
@@ -65,8 +64,9 @@ bool Coordinator::mend() {
   bool at_once = false;
   const bool first = mended_.empty();
   for (const auto& [edge, about] : accusations_) {
-    const bool due = now_ - about.since >= config_.silence / 16;
-    if (!about.lost || !(due || (first && broke_at_both_ends(accusations_, edge)))) continue;
+    if (!about.lost || !about.counts()) continue;
+    const bool due = now_ - about.since() >= config_.silence / 16;
+    if (!(due || (first && broke_at_both_ends(accusations_, edge)))) continue;
     const MemberState *one = members_.find(edge.from), *other = members_.find(edge.to);
     if (one == nullptr || other == nullptr || one == other) continue;
     if (!present(one->replica, one->incarnation) || !present(other->replica, other->incarnation)) continue;
@@ -110,11 +110,11 @@ void Coordinator::judge() {
   for (const auto& [edge, about] : accusations_) {
     // The step waits for a trainer that may take its time, and so all others may.
     if (about.excused && now_ - *about.excused <= config_.silence) return;
-    if (edge.from != edge.to && (about.counts || now_ - about.heard <= patience)) {
+    if (edge.from != edge.to && (about.counts() || now_ - about.heard <= patience)) {
       waiting.insert(edge.from);
-      if (!about.counts) patient.push_back(edge);
+      if (!about.counts()) patient.push_back(edge);
     }
-    if (about.counts && now_ - about.since >= patience) ++accused[edge.to];
+    if (about.counts() && now_ - about.since() >= patience) ++accused[edge.to];
   }
   if (accused.empty()) return;
   for (std::size_t before = 0; before != accused.size();) {
@@ -146,7 +146,7 @@ void Coordinator::judge() {
   const Known known = known_of(*m);
   bool for_long = false;
   for (const auto& [edge, about] : accusations_)
-    for_long |= edge.to == guilty && about.counts && now_ - about.since > patience + config_.silence;
+    for_long |= edge.to == guilty && about.counts() && now_ - about.since() > patience + config_.silence;
   if (known == Known::nothing && !for_long) return;
   std::string what;
   bool explained = disconnected.decides();  // … or by its own library

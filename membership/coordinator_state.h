@@ -177,9 +177,9 @@ struct Edge {
 struct Accusation {
   std::string what;
   bool lost = false;
-  bool found = false;   // … as the member has found itself; otherwise it was told by the other end
-  bool counts = false;  // it has lasted too long
-  TimePoint since{};    // since when it counts
+  bool found = false;  // … as the member has found itself; otherwise it was told by the other end
+  // Of ranks that it has lasted too long for: since when it counts, for each of them.
+  std::map<std::uint32_t, TimePoint> counting{};
   TimePoint waits_since{};
   TimePoint heard{};                   // when the member last said so
   std::optional<TimePoint> excused{};  // when the member last excused itself
@@ -187,6 +187,10 @@ struct Accusation {
   RankSet unconnected;                 // … and wait for a connection, and not for what the other member does
   bool untold = false;                 // a rank of before waits, which can't say whether for a connection
 
+  bool counts() const { return !counting.empty(); }
+  TimePoint since() const {  // of what counts
+    return std::ranges::min_element(counting, {}, [](const auto& one) { return one.second; })->second;
+  }
   bool of_connection() const { return lost || !unconnected.empty(); }
 };
 

@@ -9,10 +9,12 @@
 namespace rejoin::membership {
 
 void on_connected(std::map<Edge, Accusation>& accusations, ReplicaId replica, const RankSet& ranks) {
-  for (auto& [edge, about] : accusations) {
-    if (edge.from != replica || about.unconnected.empty()) continue;
-    about.unconnected.remove(ranks);
-    about.counts &= about.of_connection();
+  for (auto at = accusations.lower_bound({replica, {}}); at != accusations.end() && at->first.from == replica; ++at) {
+    Accusation& about = at->second;
+    const RankSet now = about.unconnected.common(ranks);
+    if (now.empty()) continue;
+    about.unconnected.remove(now);
+    if (!about.lost) std::erase_if(about.counting, [&](const auto& one) { return now.contains(one.first); });
   }
 }
 
@@ -21,12 +23,12 @@ Disconnected::Disconnected(const std::map<Edge, Accusation>& accusations, const 
     : accusations_(accusations), members_(members) {
   for (const auto& [edge, about] : accusations) {
     untold_ |= about.untold;
-    const bool holds = about.of_connection() && (about.counts || now - about.heard <= patience);
+    const bool holds = about.of_connection() && (about.counts() || now - about.heard <= patience);
     if (edge.from == edge.to || !holds) continue;
     if (members.find(edge.from) == nullptr || members.find(edge.to) == nullptr) continue;
     all_[edge.from].insert(edge.to);
     all_[edge.to].insert(edge.from);
-    stands_ |= about.counts && now - about.since >= patience;
+    stands_ |= about.counts() && now - about.since() >= patience;
   }
 }
 

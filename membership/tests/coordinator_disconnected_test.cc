@@ -48,6 +48,16 @@ struct Job : Bench {
     a.set_tells_connections(!said.older);
     send(said.who, message);
   }
+  void reduced_by(std::uint32_t replica, std::uint32_t rank) {
+    proto::FromNode message;
+    auto& done = *message.mutable_reduced();
+    done.set_replica(replica);
+    done.set_epoch(coordinator.epoch().value);
+    done.set_step(coordinator.committed().value + 1);
+    done.set_incarnation(incarnations[replica]);
+    RankSet(rank).to(done.mutable_ranks());
+    send(replica, message);
+  }
   // All of it, with or without a tick between each two, until somebody is out; who that is, and why.
   std::pair<std::uint32_t, std::string> out(const std::vector<Said>& all, Duration between = 1ms) {
     for (int i = 0; i < 40 && coordinator.suspended().empty(); ++i) {
@@ -144,6 +154,35 @@ TEST(CoordinatorDisconnected, AnotherRankThatLacksAConnectionStillDoes) {
   job.say({0, 1}), job.say({.who = 0, .suspect = 1, .rank = 1});
   const auto [out, why] = job.out({flush(0, 2), flush(3, 2)});
   EXPECT_EQ(out, 1u) << why;
+}
+
+// Two ranks of replica 0: a relay says once what the second one waits for, whatever becomes of the first one's
+// connection.
+TEST(CoordinatorDisconnected, WhatAnotherRankWaitsForCountsStillWhereALateConnectionHasCome) {
+  for (const bool reduced : {false, true}) {
+    Job job(2);
+    job.say({0, 1}), job.say(flush(0, 1, 1));
+    job.pass(100ms, job.nodes);
+    if (reduced) job.reduced_by(0, 0);
+    else job.say({.who = 0, .suspect = 1, .unconnected = false, .only_waiting = true});
+    job.pass(200ms, job.nodes);
+    ASSERT_EQ(job.coordinator.suspended().size(), 1u) << "nobody is judged; reduced " << reduced;
+    EXPECT_EQ(job.coordinator.suspended()[0].replica, ReplicaId(1));
+  }
+}
+
+// The patience that a wait has is not over because another one, which is over, lasted longer.
+TEST(CoordinatorDisconnected, WhatIsLeftOfAWaitStandsSinceItWasSaidItself) {
+  Job job(2);
+  job.say({0, 1});
+  job.pass(125ms, job.nodes);
+  job.say(flush(0, 1, 1));
+  job.pass(62500us, job.nodes);
+  job.reduced_by(0, 0);
+  job.pass(125ms, job.nodes);
+  EXPECT_TRUE(job.coordinator.suspended().empty()) << job.warnings;
+  job.pass(125ms, job.nodes);
+  EXPECT_EQ(job.coordinator.suspended().size(), 1u);
 }
 
 TEST(CoordinatorDisconnected, OfThoseWhoDoNotSayItTheMostAccusedIsOutAsBefore) {
