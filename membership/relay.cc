@@ -236,36 +236,6 @@ Relay::Actions Relay::on_node_message(NodeId node, const proto::FromNode& messag
   return take();
 }
 
-// That one lost another counts at once; of waiting ranks the first of each kind speaks for all of the replica, until it
-// has the connection that it lacked. What a replica reports of itself is passed on again and again, from any of its
-// ranks.
-bool Relay::passes_on(const proto::Accusation& accusation, TimePoint now) {
-  if (accusation.epoch() != plan_.first) return false;
-  if (accusation.suspect() != accusation.replica()) {
-    const bool connected = !accusation.lost() && !accusation.unconnected() && hear_others_than(accusation);
-    const Accusing which{accusation.replica(), accusation.suspect(), accusation.only_waiting(),
-                         accusation.unconnected()};
-    return accused_.try_emplace(which, accusation.rank()).second || connected || accusation.lost();
-  }
-  const auto [before, first] = of_themselves_.try_emplace({accusation.replica(), accusation.excused()}, now);
-  if (!first && now - before->second < silence_ / 16) return false;
-  before->second = now;
-  return true;
-}
-
-// A rank that waits for what others do has all connections. Where its word that it lacked one has gone up, those who
-// lack that one still, or wait for that member, are heard again. False: it has said nothing of the kind.
-bool Relay::hear_others_than(const proto::Accusation& accusation) {
-  std::set<std::uint32_t> lacked;
-  const auto begin = accused_.lower_bound({accusation.replica(), 0, false, false});
-  auto end = begin;
-  for (; end != accused_.end() && std::get<0>(end->first) == accusation.replica(); ++end)
-    if (std::get<3>(end->first) && end->second == accusation.rank()) lacked.insert(std::get<1>(end->first));
-  for (auto one = begin; one != end;)
-    one = lacked.contains(std::get<1>(one->first)) ? accused_.erase(one) : std::next(one);
-  return !lacked.empty();
-}
-
 // Its ranks may still run: they have `silence` to come back through another connection. Where this process was stopped,
 // what was sent over this one may have been heard behind what was sent over that other one.
 Relay::Actions Relay::on_node_lost(NodeId node, TimePoint now) {

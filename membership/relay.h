@@ -12,8 +12,9 @@
 //   3. For each replica it sends one ReplicaStatus for all of its ranks, again whenever that changes.
 //   4. It passes Peers, Prospect, Plan and Waits down, to each daemon what concerns its ranks.
 //   5. When all ranks of a replica behind it have reduced a step it sends one Reduced.
-//   6. It passes the Accusations on that are new in the epoch, RankDown when a rank or its daemon is lost, and Details,
-//      Drift, Declaration, Alive and Report as they come.
+//   6. It passes the Accusations on that are new in the epoch, or of waits that are not too long yet, RankDown when a
+//   rank
+//      or its daemon is lost, and Details, Drift, Declaration, Alive and Report as they come.
 // Heartbeats go both ways on each of its connections.
 //
 // It decides nothing, and what it knows is worth nothing without the coordinator that it has told. When it has lost
@@ -102,7 +103,7 @@ class Relay {
   static void note_places(NodeState& of, const proto::FromNode& message);
   void ask_to_introduce(std::vector<NodeId> nodes);
   bool passes_on(const proto::Accusation& accusation, TimePoint now);
-  bool hear_others_than(const proto::Accusation& accusation);
+  bool hear_others_than(std::uint32_t replica, const RankSet& connected);
   void on_rank_up(NodeId node, const proto::RankUp& up);
   RankState& take_place(const RankKey& key, NodeId node, std::uint64_t instance);
   void take_place(const RankKey& key, const RankState& claim);
@@ -147,7 +148,11 @@ class Relay {
   std::optional<TimePoint> alone_since_;  // without a coordinator
   bool alone_reported_ = false;
   std::uint64_t introductions_ = 0;
-  std::map<Accusing, std::uint32_t> accused_;  // in that epoch, and the rank whose word has gone up
+  struct Passed {
+    RankSet ranks;  // whose words have gone up
+    TimePoint last{};
+  };
+  std::map<Accusing, Passed> accused_;                                 // in that epoch
   std::map<std::pair<std::uint32_t, bool>, TimePoint> of_themselves_;  // replicas, excused or not: passed on last
   Actions actions_;
 };

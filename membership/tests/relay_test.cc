@@ -28,14 +28,14 @@ struct Ranks {
   }
   // How many messages go up for this one.
   std::size_t send(std::uint32_t rank, std::uint32_t suspect, bool excused, std::uint64_t epoch = 3,
-                   bool unconnected = false) {
+                   bool unconnected = false, bool only_waiting = true) {
     proto::FromNode message;
     auto& accusation = *message.mutable_accusation();
     accusation.set_replica(1);
     accusation.set_rank(rank);
     accusation.set_epoch(epoch);
     accusation.set_suspect(suspect);
-    accusation.set_only_waiting(true);
+    accusation.set_only_waiting(only_waiting);
     accusation.set_excused(excused);
     accusation.set_unconnected(unconnected);
     return relay.on_node_message(NodeId(rank), message, now).to_coordinator.size();
@@ -46,11 +46,32 @@ TEST(Relay, OfRanksThatWaitForAnotherReplicaTheFirstSpeaksForAll) {
   Ranks ranks;
   EXPECT_EQ(ranks.send(0, 2, false), 1u);
   EXPECT_EQ(ranks.send(1, 2, false), 0u);
-  ranks.now += 1s;
-  EXPECT_EQ(ranks.send(0, 2, false), 0u);
   EXPECT_EQ(ranks.send(0, 2, false, 2), 0u) << "of an epoch that is over";
   EXPECT_EQ(ranks.send(2, 2, false, 3, /*unconnected=*/true), 1u) << "another kind of wait";
   EXPECT_EQ(ranks.send(3, 2, false, 3, /*unconnected=*/true), 0u);
+}
+
+// To the coordinator that is worth something for a quarter of a silence, and what counts for as long as the step lasts.
+TEST(Relay, ThatOneWaitsIsPassedOnForAsLongAsItIsSaidAndThatItWaitsTooLongOnce) {
+  for (const Duration between : {1600ms / 16, 1600ms / 10, 1600ms / 8}) {  // two words of one rank
+    Ranks ranks;
+    std::size_t passed = 0;
+    Duration longest{};
+    const TimePoint begun = ranks.now;
+    for (TimePoint last = begun; ranks.now - begun < 16s; ranks.now += between / 8)
+      for (std::uint32_t rank = 0; rank < 8; ++rank) {
+        if ((ranks.now - begun) / (between / 8) % 8 != rank % 2) continue;  // two of them at a time
+        if (ranks.send(rank, 2, false) == 0) continue;
+        ++passed;
+        longest = std::max(longest, ranks.now - std::exchange(last, ranks.now));
+      }
+    EXPECT_LE(longest, 1600ms / 8) << milliseconds(between);
+    EXPECT_LE(passed, 108u) << "of 1,280 and more";
+    EXPECT_EQ(ranks.send(0, 2, false, 3, false, /*only_waiting=*/false), 1u);
+    for (int i = 0; i < 64; ++i, ranks.now += between)
+      for (std::uint32_t rank = 0; rank < 8; ++rank)
+        EXPECT_EQ(ranks.send(rank, 2, false, 3, false, /*only_waiting=*/false), 0u);
+  }
 }
 
 // The coordinator knows of the one whose word has gone up that it lacks a connection, and not of those who say it, too.
@@ -65,6 +86,19 @@ TEST(Relay, WhereTheOneThatSpokeHasAllConnectionsWhoStillLacksOneIsHeard) {
   EXPECT_EQ(ranks.send(1, 3, false), 1u);
   EXPECT_EQ(ranks.send(2, 2, false), 1u) << "it waits for the same one";
   for (std::uint32_t rank = 0; rank < 8; ++rank) EXPECT_EQ(ranks.send(rank, 2, false), 0u) << rank;
+}
+
+// Of each whose word has gone up the coordinator has to hear that it has its connection.
+TEST(Relay, WhoeverSpokeForAConnectionIsHeardWhenItHasIt) {
+  Ranks ranks;
+  EXPECT_EQ(ranks.send(0, 2, false, 3, /*unconnected=*/true), 1u);
+  ranks.now += 200ms;
+  EXPECT_EQ(ranks.send(1, 2, false, 3, true), 1u);
+  EXPECT_EQ(ranks.send(2, 3, false), 1u);
+  EXPECT_EQ(ranks.send(0, 3, false), 1u);
+  EXPECT_EQ(ranks.send(2, 2, false, 3, true), 0u) << "that 1 lacks it is known";
+  EXPECT_EQ(ranks.send(1, 3, false), 1u);
+  EXPECT_EQ(ranks.send(2, 2, false, 3, true), 1u);
 }
 
 // Whoever hears of it no more judges: so it is passed on for as long as it is said, but not of each rank.
