@@ -230,6 +230,7 @@ Node::Actions Node::on_rank_message(RankConnection connection, const proto::From
     report_status(rank, actions);
   } else if ((message.has_accusation() || message.has_details() || message.has_drift() || message.has_declaration()) &&
              coordinator_up_) {
+    if (message.accusation().unconnected()) rank.unconnected_in = message.accusation().epoch();
     actions.to_coordinator.push_back(message);
   }
   return actions;
@@ -283,8 +284,11 @@ void Node::report_status(const RankInfo& one, Actions& actions) {
     actions.to_coordinator.push_back(std::move(message));
 }
 
-// One report for all ranks of the replica on this node, when the last of them is done.
-void Node::gather(const RankInfo& last, Actions& actions) {
+// One report for all ranks of the replica on this node, when the last of them is done. Who had said that it lacked a
+// connection is reported at once, with those who are done by then: that is how the coordinator hears that it has it.
+void Node::gather(RankInfo& last, Actions& actions) {
+  const bool at_once = last.unconnected_in != 0 && last.unconnected_in == last.up.reduced_epoch();
+  if (at_once) last.unconnected_in = 0;
   proto::FromNode message;
   auto& reduced = *message.mutable_reduced();
   reduced.set_replica(last.up.replica());
@@ -296,7 +300,10 @@ void Node::gather(const RankInfo& last, Actions& actions) {
   DigestTable digests;
   for (const auto& [connection, rank] : ranks_) {
     if (!are_one_replica(rank, last)) continue;
-    if (rank.up.reduced_epoch() != last.up.reduced_epoch() || rank.up.reduced_step() != last.up.reduced_step()) return;
+    if (rank.up.reduced_epoch() != last.up.reduced_epoch() || rank.up.reduced_step() != last.up.reduced_step()) {
+      if (!at_once) return;
+      continue;
+    }
     together.add(RankSet(rank.up.rank()));
     computed.add(rank.compute_us);
     if (rank.up.rank() < kMostRanks) digests.put(rank.up.rank(), {rank.up.results_digest(), rank.up.state_digest()});

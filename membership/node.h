@@ -8,7 +8,9 @@
 //   3. From the ranks' Links, and CaughtUp of the stream, it makes one ReplicaStatus for each replica, again whenever
 //      that changes.
 //   4. It passes Peers, Prospect, Plan and Waits on to the ranks, all peers to one that is new and then what changes.
-//   5. From the ranks' Reduced it makes one for all ranks of a replica that are here, when the last has come.
+//   5. From the ranks' Reduced it makes one for all ranks of a replica that are here, when the last has come, or
+//   earlier
+//      for one that had said that it lacks a connection.
 //   6. It passes Accusations, Details, Drift and Declarations on as they come, and sends RankDown when a rank ends or
 //      is silent.
 // It answers Inquiry with Alive or RankDown. After Introduce, or a new connection, it begins again with 1, and says
@@ -55,7 +57,8 @@ class Node {
     LinkRates rates;
     std::uint64_t compute_us = 0;  // of the last reduction, as in Reduced
     bool caught_up = false;
-    bool knows_peers = false;  // it has been told of all; from then on of what changes
+    std::uint64_t unconnected_in = 0;  // the epoch in which it has said that it lacks a connection; 0: none
+    bool knows_peers = false;          // it has been told of all; from then on of what changes
   };
 
   // `id`: random, another one for each process. `location`: where it stands (base/location.h), if that is told.
@@ -98,7 +101,7 @@ class Node {
 
  private:
   static bool are_one_replica(const RankInfo& one, const RankInfo& other);
-  void gather(const RankInfo& rank, Actions& actions);
+  void gather(RankInfo& rank, Actions& actions);
   void report_status(const RankInfo& rank, Actions& actions);
   bool concerns_nobody(std::uint64_t job) const;
   void tell_of_peers(RankConnection rank, RankInfo& info, const proto::Peers& news, Actions& actions) const;

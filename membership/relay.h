@@ -11,7 +11,8 @@
 //      Evicted) down.
 //   3. For each replica it sends one ReplicaStatus for all of its ranks, again whenever that changes.
 //   4. It passes Peers, Prospect, Plan and Waits down, to each daemon what concerns its ranks.
-//   5. When all ranks of a replica behind it have reduced a step it sends one Reduced.
+//   5. When all ranks of a replica behind it have reduced a step it sends one Reduced; earlier, where one of them had
+//      said that it lacks a connection.
 //   6. It passes the Accusations on that are new in the epoch, or of waits that are not too long yet, RankDown when a
 //   rank
 //      or its daemon is lost, and Details, Drift, Declaration, Alive and Report as they come.
@@ -118,7 +119,7 @@ class Relay {
   bool is_of_strangers(NodeId node, std::uint32_t replica, std::uint64_t incarnation) const;
   void on_replica_status(NodeId node, const proto::ReplicaStatus& status);
   void add_reduced_ranks(const proto::Reduced& reduced);
-  void report_reduced(const GroupKey& key, const Group& group);
+  void report_reduced(const GroupKey& key, const Group& group, bool at_once = false);
   void report_status(const GroupKey& key);
   void tell_that_it_is_alone(TimePoint now);
   proto::ToNode alone() const;

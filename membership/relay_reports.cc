@@ -4,7 +4,8 @@
 
 namespace rejoin::membership {
 
-// One report, when these were the last that it waited for.
+// One report, when these were the last that it waited for; and at once where that is how the coordinator hears that
+// they have the connections which they lacked.
 void Relay::add_reduced_ranks(const proto::Reduced& theirs) {
   const GroupKey key{theirs.replica(), theirs.incarnation()};
   const std::uint64_t epoch = theirs.epoch(), step = theirs.step();
@@ -15,14 +16,16 @@ void Relay::add_reduced_ranks(const proto::Reduced& theirs) {
   if (reported < known || epoch == 0) return;
   if (reported > known) group.reduced.clear(), group.digests.clear(), group.computed = {};
   std::tie(group.epoch, group.step) = reported;
-  group.reduced.add(RankSet(theirs.ranks(), kNoLimit));
+  const RankSet ranks(theirs.ranks(), kNoLimit);
+  group.reduced.add(ranks);
   group.digests.take(theirs, kMostRanks);
   group.computed.add(theirs.compute_us());
-  report_reduced(key, group);
+  const bool connected = reported == std::pair(plan_.first, plan_.second + 1) && hear_others_than(key.first, ranks);
+  report_reduced(key, group, connected);
 }
 
-void Relay::report_reduced(const GroupKey& key, const Group& group) {
-  if (group.reduced.empty() || !group.reduced.includes(group.registered)) return;
+void Relay::report_reduced(const GroupKey& key, const Group& group, bool at_once) {
+  if (group.reduced.empty() || !(at_once || group.reduced.includes(group.registered))) return;
   auto& reduced = *up().mutable_reduced();
   reduced.set_replica(key.first);
   reduced.set_incarnation(key.second);

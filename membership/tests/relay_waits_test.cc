@@ -1,4 +1,5 @@
 // Who is judged where what some ranks say of their waits comes through a relay.
+#include "membership/node.h"
 #include "membership/relay.h"
 #include "membership/tests/coordinator_bench.h"
 
@@ -50,6 +51,16 @@ struct Relayed : Bench {
     a.set_tells_connections(true);
     say(who, rank, message);
   }
+  void reduced_by(std::uint32_t replica, std::uint32_t rank) {
+    proto::FromNode message;
+    auto& done = *message.mutable_reduced();
+    done.set_replica(replica);
+    done.set_epoch(coordinator.epoch().value);
+    done.set_step(coordinator.committed().value + 1);
+    done.set_incarnation(incarnations[replica]);
+    RankSet(rank).to(done.mutable_ranks());
+    say(replica, rank, message);
+  }
   // A tick, in which all are heard.
   void tick() {
     now += config.silence / 16;
@@ -80,6 +91,67 @@ TEST(RelayWaits, WhoWaitsWithPatienceBehindARelayIsNotTakenForOneThatHangs) {
     }
     EXPECT_EQ(job.out().find("replica 2: it hangs: "), 0u) << "relayed " << relayed << ": " << job.out();
   }
+}
+
+// Behind one daemon: that a rank has reduced the step takes back what it has said of a connection.
+TEST(RelayWaits, WhoLackedAConnectionIsReportedWhenItHasReducedAndDoesNotWaitForTheOthers) {
+  Node node("node", 1s, 1);
+  (void)node.on_coordinator_up(TimePoint{1s});
+  // The ranks of the reports that go up.
+  const auto says = [&](std::uint64_t rank, const proto::FromNode& message) {
+    std::string reported;
+    for (const auto& sent : node.on_rank_message(RankConnection(rank), message, TimePoint{1s}).to_coordinator)
+      if (sent.has_reduced()) reported += RankSet(sent.reduced().ranks(), 8).text();
+    return reported;
+  };
+  const auto reduces = [&](std::uint64_t rank, std::uint64_t epoch) {
+    proto::FromNode message;
+    message.mutable_reduced()->set_epoch(epoch);
+    message.mutable_reduced()->set_step(epoch);
+    return says(rank, message);
+  };
+  for (std::uint32_t rank = 0; rank < 3; ++rank) (void)says(rank, Bench::introduction(0, rank, 1));
+  proto::FromNode lacks;
+  lacks.mutable_accusation()->set_epoch(3);
+  lacks.mutable_accusation()->set_suspect(1);
+  lacks.mutable_accusation()->set_unconnected(true);
+  (void)says(0, lacks);
+  EXPECT_EQ(reduces(1, 3), "");
+  EXPECT_EQ(reduces(0, 3), "0-1");
+  EXPECT_EQ(reduces(2, 3), "0-2");
+  EXPECT_EQ(reduces(0, 4), "") << "it lacked one in an earlier epoch";
+}
+
+// One rank of replica 1 gets its connection with 0, reduces, and says nothing more. The other one waits for a trainer.
+TEST(RelayWaits, AConnectionThatCameLateBehindARelayIsNobodysLack) {
+  for (const bool relayed : {false, true}) {
+    Relayed job(relayed, 2);
+    job.waits(1, 0, 0, false, /*unconnected=*/true);
+    job.tick();
+    job.reduced_by(1, 0);
+    EXPECT_EQ(job.coordinator.members()[1].reduced, RankSet(0));
+    for (int i = 0; i < 32; ++i) {
+      job.waits(1, 1, 2, true), job.waits(0, 1, 2, true);
+      job.tick();
+    }
+    EXPECT_EQ(job.out(), "") << "relayed " << relayed;
+    if (!relayed) continue;
+    for (std::uint32_t replica : {0u, 2u}) job.reduced(replica);
+    job.reduced_by(1, 1);
+    EXPECT_EQ(job.coordinator.committed(), Step(1));
+  }
+}
+
+// … whose own word is no longer heard, also where the relay has passed on another rank's.
+TEST(RelayWaits, OfRanksThatLackAConnectionEachHasItForItself) {
+  Relayed job(true, 3);
+  job.waits(1, 0, 0, false, /*unconnected=*/true);
+  job.waits(1, 1, 0, false, true);
+  job.reduced_by(1, 0);
+  job.waits(1, 1, 0, false, true);
+  job.reduced_by(1, 1);
+  for (int i = 0; i < 32; ++i) job.waits(1, 2, 2, true), job.tick();
+  EXPECT_EQ(job.out(), "");
 }
 
 }  // namespace
