@@ -43,11 +43,26 @@ Result<std::unique_ptr<Reducer>> Reducer::make(Device& device, const ReducerOpti
   reducer->relay_ = reinterpret_cast<Relay*>(reducer->on_device_.bytes.data());
   if (auto cleared = reducer->kernel_->clear(reducer->on_device_.bytes.data(), sizeof(Relay)); !cleared)
     return tl::unexpected(cleared.error());
-  // A kernel's first launch may wait for the whole device, which later may wait for this kernel.
-  reducer->leave(1);
-  if (auto loaded = reducer->launch(Duration::zero()); !loaded) return tl::unexpected(loaded.error());
-  if (auto loaded = reducer->kernel_->synchronize(); !loaded) return tl::unexpected(loaded.error());
+  if (auto loaded = reducer->load(); !loaded) return tl::unexpected(loaded.error());
   return reducer;
+}
+
+// A kernel's first launch may wait for the whole device, which later may wait for this kernel. Where launches return
+// when their kernels have ended, hold() would never return; one that was held up so long elsewhere is tried again.
+Result<> Reducer::load() {
+  constexpr int tries = 8;
+  constexpr auto patience = std::chrono::milliseconds(20);
+  for (int i = 0; i < tries; ++i) {
+    if (auto launched = launch(patience); !launched) return launched;
+    const bool runs_beside = acquire(mailbox_->left) < launches_;
+    leave(launches_);
+    if (auto loaded = kernel_->synchronize(); !loaded) return loaded;
+    if (runs_beside || !options_.external_launcher) return {};
+  }
+  return fail(ErrorCode::unavailable,
+              "a launch returns here only when its kernel has ended, so that none can run beside the trainer's: unset "
+              "CUDA_LAUNCH_BLOCKING, and let no debugger or profiler launch kernels one by one; to find an error, use "
+              "compute-sanitizer, or the host's memory (REJOIN_DEVICE=host)");
 }
 
 Reducer::~Reducer() {

@@ -33,7 +33,7 @@ struct ReducerOptions {
 class Reducer {
  public:
   // Launches the kernel once, so that it is loaded. Errors: `invalid_argument` (a grid that can't be); `unavailable`
-  // (no kernels); of the device.
+  // (no kernels, or with an external launcher: none that runs while the CPU goes on); of the device.
   static Result<std::unique_ptr<Reducer>> make(Device& device, const ReducerOptions& options);
   ~Reducer();  // waits for what the kernel has begun
 
@@ -78,6 +78,7 @@ class Reducer {
   Result<std::uint64_t> give(Given&& given, std::uint64_t bytes);
   Result<> post_waiting();
   bool a_kernel_takes_it() const;
+  Result<> load();
   Result<> launch(Duration patience);
   Result<> look();
   Result<> failure() const;

@@ -34,6 +34,7 @@ std::optional<Options> chosen;
 
 Options options_of_environment() {
   Options options;
+  options.blocking = launches_block();
   const char* said = options_said();
   std::istringstream words(said == nullptr ? "" : said);
   for (std::string word; words >> word;) {
@@ -161,7 +162,7 @@ int cuLaunchKernel(const char* function, unsigned blocks, unsigned, unsigned, un
                    Stream* stream, void** arguments, void**) {
   if (no_context()) return kInvalidContext;
   if (options().no_launch) return kNotSupported;
-  const Queueing call("cuLaunchKernel");
+  std::optional<Queueing> call(std::in_place, "cuLaunchKernel");
   bool first = false;
   {
     std::scoped_lock lock(mutex);
@@ -169,13 +170,16 @@ int cuLaunchKernel(const char* function, unsigned blocks, unsigned, unsigned, un
   }
   if (first) wait_for_device();  // it is loaded only now
   const std::string_view kernel = function;
+  std::uint64_t number = 0;
   if (kernel == "rejoin_digest") {
     stand_if_wanted();
-    stream->add([given = *static_cast<kernels::DigestArguments*>(arguments[0])] { run_digest(given); });
+    number = stream->add([given = *static_cast<kernels::DigestArguments*>(arguments[0])] { run_digest(given); });
   } else {
     const auto run = kernel == "rejoin_code" ? run_code : run_reduce;
-    stream->add([=, given = *static_cast<kernels::ReduceArguments*>(arguments[0])] { run(blocks, given); });
+    number = stream->add([=, given = *static_cast<kernels::ReduceArguments*>(arguments[0])] { run(blocks, given); });
   }
+  call.reset();
+  if (options().blocking) stream->wait_for(number);
   return kSuccess;
 }
 

@@ -123,6 +123,10 @@ inline void HardwareQueue::run() {
 
 // Words, with blanks between them: options() of fake_check.h.
 inline const char* options_said() { return std::getenv("REJOIN_FAKE_CUDA"); }
+inline bool launches_block() {
+  const char* said = std::getenv("CUDA_LAUNCH_BLOCKING");
+  return said != nullptr && std::strcmp(said, "0") != 0;
+}
 
 // As many as CUDA_DEVICE_MAX_CONNECTIONS says; not said: 8, as with the real one.
 inline HardwareQueue* next_hardware_queue() {

@@ -13,6 +13,7 @@
 #include "device/kernels/mailbox.h"
 #include "device/reducer.h"
 #include "device/tests/elements.h"
+#include "device/tests/fake_control.h"
 #include "device/tests/library.h"
 #include "device/tests/reducer_peer.h"
 
@@ -296,6 +297,20 @@ TEST_F(Kernels, GridsThatCantBeAreRefused) {
   const auto on_host = Reducer::make(*make_host(), {});
   ASSERT_FALSE(on_host);
   EXPECT_EQ(on_host.error().code, ErrorCode::unavailable);
+}
+
+// Whoever held a kernel would wait in its launch until somebody lets it go, who has not heard of it.
+TEST_F(Kernels, LaunchesThatWaitForTheirKernelsAreRefusedWhereOneWouldBeHeld) {
+  const fake::Control fake{cuda_library().c_str()};
+  if (fake.set_options == nullptr) GTEST_SKIP() << "a real driver does so from its start or never";
+  fake.set_options({.blocking = true});
+  const auto held = Reducer::make(*device, {.blocks = 2, .threads = 64, .external_launcher = true});
+  const auto not_held = Reducer::make(*device, {.blocks = 2, .threads = 64});
+  fake.set_options({});
+  EXPECT_TRUE(not_held);
+  ASSERT_FALSE(held);
+  EXPECT_EQ(held.error().code, ErrorCode::unavailable);
+  EXPECT_NE(held.error().message.find("unset CUDA_LAUNCH_BLOCKING"), std::string::npos) << held.error().message;
 }
 
 TEST_F(Kernels, DigestsAreTheCpus) {
