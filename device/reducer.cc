@@ -242,8 +242,7 @@ void Reducer::let_go() {
 
 Result<> Reducer::launch_if_wanted() {
   const std::lock_guard launching(launching_);
-  if (holds_ > 0) return {};
-  if (auto looked = look(); !looked) return looked;
+  if (auto looked = look(); !looked || holds_ > 0) return looked;
   return wanted_.exchange(false) ? launch(options_.patience) : Result<>();
 }
 

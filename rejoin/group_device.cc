@@ -50,6 +50,8 @@ Result<std::unique_ptr<GroupDevice>> GroupDevice::open(std::shared_ptr<device::D
   opened->device_ = std::move(device);
   opened->reducer_ = std::move(*reducer);
   opened->flags_ = *flags;
+  opened->launcher_ = std::make_unique<KernelLauncher>(opened->reducer_);
+  if (auto started = opened->launcher_->start(); !started) return tl::unexpected(started.error());
   return opened;
 }
 

@@ -9,6 +9,7 @@
 
 #include "collectives/group.h"
 #include "device/reducer.h"
+#include "rejoin/kernel_launcher.h"
 #include "rejoin/stream_flags.h"
 
 namespace rejoin {
@@ -42,8 +43,8 @@ class StreamedOperation {
 
 class GroupDevice {
  public:
-  // Errors: of the device; `unavailable`: it has no kernels, or its streams wait for no flags.
-  // `exports`: the transport takes dma-bufs.
+  // Errors: of the device; `unavailable`: it has no kernels, or its streams wait for no flags; `exhausted`: the system
+  // gives no thread. `exports`: the transport takes dma-bufs.
   static Result<std::unique_ptr<GroupDevice>> open(std::shared_ptr<device::Device> device, bool exports);
 
   const std::shared_ptr<device::Device>& device() const { return device_; }
@@ -63,6 +64,7 @@ class GroupDevice {
   StreamFlags* flags_ = nullptr;
   bool exports_ = false;
   std::vector<device::Memory> scratch_;
+  std::unique_ptr<KernelLauncher> launcher_;  // goes before the memory, whose freeing waits for the device
 };
 
 }  // namespace rejoin

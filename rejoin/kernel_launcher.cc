@@ -1,12 +1,14 @@
 #include "rejoin/kernel_launcher.h"
 
+#include <pthread.h>
+
 #include "base/log.h"
 #include "base/start_thread.h"
 
 namespace rejoin {
 
 namespace {
-constexpr auto kLook = std::chrono::milliseconds(200);  // at a kernel that nobody launches: it may have died
+constexpr auto kLook = std::chrono::milliseconds(200);  // at a kernel that may have died
 }  // namespace
 
 KernelLauncher::KernelLauncher(std::shared_ptr<device::Reducer> reducer) : reducer_(std::move(reducer)) {}
@@ -35,6 +37,7 @@ void KernelLauncher::call() {
 }
 
 void KernelLauncher::run() {
+  (void)::pthread_setname_np(::pthread_self(), "rejoin-launch");  // for people, and for the driver of software
   for (bool failed = false;;) {
     {
       std::unique_lock lock(mutex_);

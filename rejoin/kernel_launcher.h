@@ -1,6 +1,6 @@
 // The kernel launcher owns a thread that launches a reducer's kernel whenever one is wanted and no stream waits, and
-// sees whether it has died. This thread may stand in the driver for as long as the driver likes, while the progress
-// thread goes on.
+// sees within a fifth of a second whether it has died, held or not: whoever has given it work hears of that. This
+// thread may stand in the driver for as long as the driver likes, while those who give work go on.
 #pragma once
 
 #include <condition_variable>

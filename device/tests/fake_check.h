@@ -38,11 +38,14 @@ inline bool is_called(const char* name) {
 }
 // The calling thread is a device::MemoryServer's or a SideThread: nobody waits for it who has to turn.
 inline bool may_stand_still() { return is_called("rejoin-memory") || is_called("rejoin-audit"); }
+// … or a KernelLauncher's, which looks whether its kernel has died.
+inline bool may_look() { return is_called("rejoin-launch"); }
 
 // Flags that streams have written, ever. Who has seen one, perhaps by another address of the same memory, sees all that
 // its stream has done before: with his next call of the driver, TSan knows it, too.
 inline std::atomic<std::uint64_t> flags_written{0};
 
+inline std::atomic<bool> dead{false};  // Options::dead, for kernels that run
 inline Counters& counters = *new Counters;
 inline std::atomic<Hook> hook{nullptr};
 inline std::atomic<bool> counts_only{false};  // what is refused

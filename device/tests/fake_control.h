@@ -29,6 +29,7 @@ struct Options {
   bool exclusive = false;  // compute mode EXCLUSIVE_PROCESS, and another process has the device
   bool no_launch = false;  // no kernel is launched any more
   bool full = false;       // nothing can be allocated any more
+  bool dead = false;       // its context is: an illegal access, or an assertion of a kernel's
   bool blocking = false;   // a launch returns when its kernel has ended, as with CUDA_LAUNCH_BLOCKING=1
   // The first digest of a thread that hands nothing over, once any has, stands in the driver for so long.
   std::chrono::milliseconds slow_digest{0};

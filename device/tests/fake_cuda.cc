@@ -79,6 +79,7 @@ void fake_cuda_count_only(bool only) { counts_only = only; }
 void fake_cuda_set_options(Options given) {
   std::scoped_lock lock(mutex);
   chosen = given;
+  dead = given.dead;
 }
 void fake_cuda_hands_over() { hands_over = true; }
 void fake_cuda_forget_kernels() {
@@ -88,7 +89,10 @@ void fake_cuda_forget_kernels() {
 
 int cuInit(unsigned) { return kSuccess; }
 int cuGetErrorString(int status, const char** text) {
-  *text = status == kOutOfMemory ? "out of memory" : status == kInvalidContext ? "invalid context" : "some error";
+  *text = status == kOutOfMemory      ? "out of memory"
+          : status == kInvalidContext ? "invalid context"
+          : status == kIllegalAddress ? "an illegal memory access was encountered"
+                                      : "some error";
   return kSuccess;
 }
 int cuDeviceGetCount(int* count) { return *count = 1, kSuccess; }
@@ -160,7 +164,7 @@ int cuModuleGetFunction(const char** function, void*, const char* name) {
 }
 int cuLaunchKernel(const char* function, unsigned blocks, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
                    Stream* stream, void** arguments, void**) {
-  if (no_context()) return kInvalidContext;
+  if (const int refused = refusal(); refused != kSuccess) return refused;
   if (options().no_launch) return kNotSupported;
   std::optional<Queueing> call(std::in_place, "cuLaunchKernel");
   bool first = false;

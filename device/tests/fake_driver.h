@@ -11,12 +11,14 @@
 namespace rejoin::device::fake {
 
 constexpr int kSuccess = 0, kInvalidValue = 1, kOutOfMemory = 2, kInvalidContext = 201, kNotReady = 600;
-constexpr int kDeviceUnavailable = 46, kNotSupported = 801;
+constexpr int kDeviceUnavailable = 46, kIllegalAddress = 700, kNotSupported = 801;
 
 inline std::mutex mutex;  // of what the driver knows: its memory, its streams, its kernels
 inline bool dma_buf = false;
 inline thread_local std::vector<void*> contexts;
 inline bool no_context() { return contexts.empty(); }
+// Of a call that works with the context: why it can't; 0: it can.
+inline int refusal() { return no_context() ? kInvalidContext : dead ? kIllegalAddress : kSuccess; }
 
 // ---- memory
 

@@ -19,6 +19,19 @@ void make_reachable(Pointer& pointer, std::size_t size) {
   if (pointer != nullptr) pointer = reinterpret_cast<Pointer>(resolve(reinterpret_cast<std::uintptr_t>(pointer), size));
 }
 
+// The context is dead, and all its kernels with it.
+struct Dead {};
+void live() {
+  if (dead) throw Dead();
+}
+template <typename Part>
+void until_dead(Part part) {
+  try {
+    part();
+  } catch (const Dead&) {  // what it had to do is never done
+  }
+}
+
 // A warp of a kernel, of one lane: one thread of the CPU, which does what all of a block's would.
 template <bool kPasses>
 struct Warp {
@@ -31,8 +44,14 @@ struct Warp {
   unsigned lanes() const { return 1; }
   unsigned workers() const { return count; }
   std::uint64_t now() const { return kernels::ptx::nanoseconds(); }
-  void relax(unsigned) { look_away(++looks); }
-  std::uint64_t acquire(const std::uint64_t& from) const { return kernels::ptx::acquire_system(from); }
+  void relax(unsigned) {
+    live();
+    look_away(++looks);
+  }
+  std::uint64_t acquire(const std::uint64_t& from) const {
+    live();
+    return kernels::ptx::acquire_system(from);
+  }
   void release(std::uint64_t& to, std::uint64_t value) const { kernels::ptx::release_system(to, value); }
   std::uint64_t acquire_device(const std::uint64_t& from) const { return kernels::ptx::acquire_device(from); }
   void release_device(std::uint64_t& to, std::uint64_t value) {
@@ -41,7 +60,10 @@ struct Warp {
   }
   std::uint64_t peek(const std::uint64_t& from) const { return kernels::ptx::peek(from); }
   void poke(std::uint64_t& to, std::uint64_t value) const { kernels::ptx::poke(to, value); }
-  std::uint64_t claim(std::uint64_t& from) const { return kernels::ptx::claim(from); }
+  std::uint64_t claim(std::uint64_t& from) const {
+    live();
+    return kernels::ptx::claim(from);
+  }
   std::uint64_t add(std::uint64_t& to, std::uint64_t more) const { return kernels::ptx::add(to, more); }
   template <typename T>
   T load(std::uint64_t address) const {
@@ -120,10 +142,10 @@ void run(unsigned blocks, kernels::ReduceArguments arguments) {
   for (unsigned b = 0; b < blocks; ++b)
     running.emplace_back([=] {
       Warp<kPasses> warp{.count = blocks};
-      kernels::serve(warp, arguments);
+      until_dead([&] { kernels::serve(warp, arguments); });
     });
   Warp<kPasses> warp{.count = blocks};
-  kernels::watch(warp, arguments);
+  until_dead([&] { kernels::watch(warp, arguments); });
   for (auto& thread : running) thread.join();
 }
 

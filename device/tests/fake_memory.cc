@@ -109,7 +109,7 @@ void fake_cuda_set_dma_buf(bool supported) { dma_buf = supported; }
 
 int cuMemAlloc_v2(unsigned long long* address, std::size_t size) {
   check("cuMemAlloc");
-  if (no_context()) return kInvalidContext;
+  if (const int refused = refusal(); refused != kSuccess) return refused;
   if (options().full) return kOutOfMemory;
   std::scoped_lock lock(mutex);
   if (size == 0) return kInvalidValue;
@@ -154,7 +154,7 @@ int cuMemGetAllocationGranularity(std::size_t* granularity, const void*, int) {
 }
 int cuMemCreate(unsigned long long* handle, std::size_t size, const void*, unsigned long long) {
   check("cuMemCreate");
-  if (no_context()) return kInvalidContext;
+  if (const int refused = refusal(); refused != kSuccess) return refused;
   if (size == 0 || size % 65536 != 0) return kInvalidValue;
   const int fd = ::memfd_create("fake device memory", MFD_CLOEXEC);
   if (fd < 0 || size > kDeviceBytes || ::ftruncate(fd, static_cast<off_t>(size)) != 0) return kOutOfMemory;
@@ -223,7 +223,7 @@ int cuMemRetainAllocationHandle(unsigned long long* handle, void* address) {
 }
 
 int cuMemHostAlloc(void** address, std::size_t size, unsigned) {
-  if (no_context()) return kInvalidContext;
+  if (const int refused = refusal(); refused != kSuccess) return refused;
   check("cuMemHostAlloc");
   *address = ::aligned_alloc(4096, (size + 4095) / 4096 * 4096);
   if (*address == nullptr) return kOutOfMemory;
@@ -244,7 +244,7 @@ int cuMemFreeHost(void* address) {
 // The host's memory, by whole pages.
 int cuMemHostRegister_v2(void* address, std::size_t size, unsigned) {
   check("cuMemHostRegister");
-  if (no_context()) return kInvalidContext;
+  if (const int refused = refusal(); refused != kSuccess) return refused;
   const auto at = reinterpret_cast<std::uintptr_t>(address);
   if (at % 4096 != 0 || size == 0) return kInvalidValue;
   std::scoped_lock lock(mutex);

@@ -77,7 +77,7 @@ using namespace rejoin::device::fake;
 extern "C" {
 
 int cuStreamCreateWithPriority(Stream** stream, unsigned, int priority) {
-  if (no_context()) return kInvalidContext;
+  if (const int refused = refusal(); refused != kSuccess) return refused;
   check("cuStreamCreateWithPriority");
   std::scoped_lock lock(mutex);
   auto made = std::make_shared<Stream>(next_hardware_queue(), priority < 0);
@@ -97,16 +97,18 @@ int cuStreamDestroy_v2(Stream* stream) {
   return kSuccess;
 }
 int cuStreamQuery(Stream* stream) {
-  check("cuStreamQuery");
+  if (dead) return kIllegalAddress;
+  if (!may_look()) check("cuStreamQuery");
   std::scoped_lock lock(stream->lock);
   return stream->done == stream->queued ? kSuccess : kNotReady;
 }
 int cuStreamSynchronize(Stream* stream) {
-  check("cuStreamSynchronize");
-  stream->wait();
-  return kSuccess;
+  if (!dead) check("cuStreamSynchronize");
+  stream->wait();  // where it is dead, until its kernel has stopped, too
+  return dead ? kIllegalAddress : kSuccess;
 }
 int cuLaunchHostFunc(Stream* stream, void (*function)(void*), void* data) {
+  if (dead) return kIllegalAddress;
   const Queueing call("cuLaunchHostFunc");
   host_functions.enter();
   stream->add([=] {
@@ -116,7 +118,7 @@ int cuLaunchHostFunc(Stream* stream, void (*function)(void*), void* data) {
   return kSuccess;
 }
 int cuMemcpyAsync(unsigned long long to, unsigned long long from, std::size_t size, Stream* stream) {
-  if (no_context()) return kInvalidContext;
+  if (const int refused = refusal(); refused != kSuccess) return refused;
   const Queueing call("cuMemcpyAsync");
   const auto number =
       stream->add([=, target = resolve(to, size), source = resolve(from, size), in_the_open = !is_seqlocked(to, size)] {
@@ -128,7 +130,7 @@ int cuMemcpyAsync(unsigned long long to, unsigned long long from, std::size_t si
 }
 
 int cuStreamWaitValue64_v2(Stream* stream, unsigned long long address, std::uint64_t value, unsigned) {
-  if (no_context()) return kInvalidContext;
+  if (const int refused = refusal(); refused != kSuccess) return refused;
   if (options().no_flags) return kNotSupported;
   hands_over = true;
   ++counters.waits_for_flags;
@@ -141,7 +143,7 @@ int cuStreamWaitValue64_v2(Stream* stream, unsigned long long address, std::uint
   }
   stream->add(
       [=] {
-        while (!wait.written()) look_away();
+        while (!wait.written() && !dead) look_away();
         std::scoped_lock lock(awaited_mutex);
         awaited.erase(listed);
       },
@@ -149,7 +151,7 @@ int cuStreamWaitValue64_v2(Stream* stream, unsigned long long address, std::uint
   return kSuccess;
 }
 int cuStreamWriteValue64_v2(Stream* stream, unsigned long long address, std::uint64_t value, unsigned) {
-  if (no_context()) return kInvalidContext;
+  if (const int refused = refusal(); refused != kSuccess) return refused;
   const Queueing call("cuStreamWriteValue64");
   stream->add([=] {
     flags_written.fetch_add(1, std::memory_order_release);
@@ -159,7 +161,7 @@ int cuStreamWriteValue64_v2(Stream* stream, unsigned long long address, std::uin
 }
 
 int cuStreamWaitEvent(Stream* stream, Event* event, unsigned) {
-  if (no_context()) return kInvalidContext;
+  if (const int refused = refusal(); refused != kSuccess) return refused;
   const Queueing call("cuStreamWaitEvent");
   std::uint64_t until = 0;
   {
@@ -175,7 +177,7 @@ int cuStreamWaitEvent(Stream* stream, Event* event, unsigned) {
   return kSuccess;
 }
 int cuMemsetD8Async(unsigned long long to, unsigned char value, std::size_t size, Stream* stream) {
-  if (no_context()) return kInvalidContext;
+  if (const int refused = refusal(); refused != kSuccess) return refused;
   const Queueing call("cuMemsetD8Async");
   stream->add([=, target = resolve(to, size)] { std::memset(target, value, size); });
   return kSuccess;
@@ -194,6 +196,7 @@ int cuEventDestroy_v2(Event* event) {
   return kSuccess;
 }
 int cuEventRecord(Event* event, Stream* stream) {
+  if (dead) return kIllegalAddress;
   const Queueing call("cuEventRecord");
   std::uint64_t number = 0;
   {
@@ -208,6 +211,7 @@ int cuEventRecord(Event* event, Stream* stream) {
   return kSuccess;
 }
 int cuEventQuery(Event* event) {
+  if (dead) return kIllegalAddress;
   check("cuEventQuery");
   std::scoped_lock lock(event->lock);
   return event->done == event->recorded ? kSuccess : kNotReady;

@@ -286,6 +286,27 @@ TEST_F(Kernels, OneWithALauncherIsLaunchedByThatAlone) {
   reducer->rest();
 }
 
+// As with an assertion that fails in one of the trainer's kernels: nobody else would ever say so.
+TEST_F(Kernels, WhoeverLaunchesSeesThatAKernelThatIsHeldHasDied) {
+  const fake::Control fake{cuda_library().c_str()};
+  if (fake.set_options == nullptr) GTEST_SKIP() << "the context of a real driver stays dead";
+  auto reducer = *Reducer::make(*device, {.blocks = 2, .threads = 64, .external_launcher = true});
+  auto memory = *device->allocate(4096);
+  ASSERT_TRUE(reducer->hold());
+  ASSERT_TRUE(reducer->launch_if_wanted());
+  fake.set_options({.dead = true});
+  const auto given = reducer->copy(memory.bytes.data(), memory.bytes.data() + 2048, 1024);
+  const auto looked = reducer->launch_if_wanted();
+  const auto done = reducer->done();
+  reducer->let_go();
+  reducer.reset();
+  fake.set_options({});
+  EXPECT_TRUE(given);
+  EXPECT_FALSE(looked);
+  ASSERT_FALSE(done);
+  EXPECT_NE(done.error().message.find("CUDA error 700"), std::string::npos) << done.error().message;
+}
+
 TEST_F(Kernels, GridsThatCantBeAreRefused) {
   for (const auto& options :
        {ReducerOptions{.blocks = 0}, ReducerOptions{.blocks = 5000}, ReducerOptions{.threads = 1024},

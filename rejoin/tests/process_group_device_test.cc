@@ -165,6 +165,31 @@ TEST_P(DeviceProcessGroups, AKernelThatIsNotLaunchedFailsTheGroup) {
   for (const auto& stream : streams) ASSERT_TRUE(stream->synchronize());
 }
 
+// Copies and additions that were given are never done, and no call of the group's thread would say so.
+TEST_P(DeviceProcessGroups, AGpuThatDiesFailsTheGroupWhichCanBeClosed) {
+  const device::fake::Control fake{device::cuda_library().c_str()};
+  if (fake.set_options == nullptr) GTEST_SKIP() << "the context of a real driver stays dead";
+  configured(1);
+  for (std::size_t i = 0; i < 3; ++i) {
+    buffers.push_back(*device->allocate(400'000));
+    fill(i, std::vector<float>(100'000, 1.0f));
+    ASSERT_TRUE(streams[i]->synchronize());
+  }
+  ASSERT_TRUE(streams[2]->wait_until(&held(), 1));
+  std::vector<std::shared_ptr<Work>> works;
+  for (std::size_t i = 0; i < 3; ++i) works.push_back(start(i));
+  fake.set_options({.dead = true});
+  let_go();
+  std::vector<Result<>> results;
+  for (const auto& work : works) results.push_back(work->wait(kPatience));
+  groups.clear();
+  fake.set_options({});
+  for (const auto& result : results) {
+    ASSERT_FALSE(result);
+    EXPECT_THAT(result.error().message, HasSubstr("CUDA error 700"));
+  }
+}
+
 TEST_P(DeviceProcessGroups, WhatCanNotBeIsRefusedByName) {
   groups.resize(1);
   groups.push_back(open("host"));
