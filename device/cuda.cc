@@ -147,6 +147,11 @@ class CudaDevice final : public Device {
     return {};
   }
 
+  Result<> synchronize() override {
+    Current current(*primary_);
+    return driver_.check(driver_.synchronize_context(), "waiting for all work on the GPU");
+  }
+
   Result<std::unique_ptr<Stream>> adopt_stream(CudaStream handle) override {
     return make_cuda_stream(primary_, handle, false);
   }

@@ -37,6 +37,7 @@ Result<std::shared_ptr<const Driver>> load_driver(const std::string& name) {
   find(driver->release_context, "cuDevicePrimaryCtxRelease_v2");
   find(driver->push_context, "cuCtxPushCurrent_v2");
   find(driver->pop_context, "cuCtxPopCurrent_v2");
+  find(driver->synchronize_context, "cuCtxSynchronize");
   find(driver->allocate, "cuMemAlloc_v2");
   find(driver->free, "cuMemFree_v2");
   find(driver->allocate_host, "cuMemHostAlloc");

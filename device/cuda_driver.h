@@ -73,6 +73,7 @@ struct Driver {
   Status (*release_context)(Ordinal);
   Status (*push_context)(Context);
   Status (*pop_context)(Context*);
+  Status (*synchronize_context)();
   Status (*allocate)(DevicePointer*, std::size_t);
   Status (*free)(DevicePointer);
   Status (*allocate_host)(void**, std::size_t, unsigned flags);

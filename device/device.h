@@ -111,6 +111,8 @@ class Device {
   virtual Result<std::unique_ptr<Access>> make_access(Priority priority) = 0;
   // Loads the kernels, which may wait for everything that runs on the device: before any of them is needed.
   virtual Result<> prepare_kernels() = 0;
+  // Waits for all that this process has queued on the device, on whatever stream. The host queues nothing.
+  virtual Result<> synchronize() { return {}; }
   // A stream of somebody else's, which must live as long as this. The host has none.
   virtual Result<std::unique_ptr<Stream>> adopt_stream(CudaStream handle) = 0;
   // Whether its streams can wait for flags and write them. Errors: `unavailable`.

@@ -136,7 +136,8 @@ rejoin_code rejoin_moment(rejoin_session* session, uint32_t tensor, uint32_t ind
 rejoin_code rejoin_gradient(rejoin_session* session, uint32_t tensor, rejoin_memory* memory);
 rejoin_code rejoin_reduced(rejoin_session* session, uint32_t tensor, rejoin_memory* memory);
 
-/* `position` is what rejoin_position() gave when the state was saved, or null for a fresh job. With `compare` 0 the
+/* What fills the state may still be queued on the GPU: all streams of this process are waited for.
+ * `position` is what rejoin_position() gave when the state was saved, or null for a fresh job. With `compare` 0 the
  * state may differ from the one that was saved (Position::without_digest()). */
 rejoin_code rejoin_join(rejoin_session* session, const char* position, int compare);
 /* Gives the step that a position is of. */

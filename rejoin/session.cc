@@ -73,6 +73,7 @@ class SessionImpl final : public Session {
       return fail(ErrorCode::invalid_argument, "join() from the position of step {}: steps are numbered up to {}",
                   version, kMostSteps);
     if (auto started = state_.start(version); !started) return started;
+    if (auto filled = state_.wait_for_device(); !filled) return filled;
     const SteadyClock clock;
     const TimePoint before = clock.now();
     const auto digest = state_.digest();
@@ -203,9 +204,9 @@ class SessionImpl final : public Session {
   }
   Result<std::uint64_t> state_digest() const override {
     if (torn_) return tl::unexpected(*ended_);
-    if (progress_)
-      if (auto updated = progress_->wait_for_update(ProgressThread::Interruptible::no); !updated)
-        return tl::unexpected(updated.error());
+    const auto there =
+        progress_ ? progress_->wait_for_update(ProgressThread::Interruptible::no) : state_.wait_for_device();
+    if (!there) return tl::unexpected(there.error());
     return state_.digest();
   }
 

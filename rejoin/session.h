@@ -199,7 +199,8 @@ class Session {
     return {reinterpret_cast<T*>(bytes.data()), bytes.size() / sizeof(T)};
   }
 
-  // Registers with the daemon, and waits until the coordinator has taken this rank: the state is initialised. Restored
+  // Registers with the daemon, and waits until the coordinator has taken this rank: the state is initialised, or what
+  // initialises it is queued: on a GPU all that this process has queued there is waited for, on any stream. Restored
   // from a checkpoint, it comes with the position that was saved beside it. From here on it may be written to by the
   // daemon, until begin_step() gives a step to contribute to. Errors: `unavailable` (no daemon there), `mismatch`
   // (versions of library and daemon, or the state is not the one that the position was taken with), `refused` (the job
@@ -367,7 +368,8 @@ class Session {
   // which is `cancelled`, or the device's.
   virtual Result<Position> position() const = 0;
   // Returns the digest of weights and moments, which is equal on all replicas at the same version. It waits for the
-  // last commit's stream. Errors: of the device; `invalid_argument` before allocate().
+  // last commit's stream, and before join() for all that this process has queued on the GPU. Errors: of the device;
+  // `invalid_argument` before allocate().
   virtual Result<std::uint64_t> state_digest() const = 0;
 
   // ---- ending

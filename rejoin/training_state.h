@@ -31,6 +31,8 @@ class TrainingState {
   std::span<std::byte> column(TensorId tensor, std::uint32_t index);  // 0: the weight; then the moments
   std::span<std::byte> gradient(TensorId tensor);
   std::span<const std::byte> reduced(TensorId tensor) const;
+  // What fills the state may be queued on any of the trainer's streams: before a digest that no update comes before.
+  Result<> wait_for_device() const { return owner_ ? owner_->device()->synchronize() : Result<>(); }
   Result<std::uint64_t> digest() const;        // of the state
   std::string name_of(BucketId bucket) const;  // with its tensors' names, for people
   std::string names_of_all_but(const std::vector<bool>& buckets) const;

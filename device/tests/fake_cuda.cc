@@ -140,6 +140,13 @@ int cuCtxPopCurrent_v2(void** context) {
   return kSuccess;
 }
 
+int cuCtxSynchronize() {
+  if (const int refused = refusal(); refused != kSuccess) return refused;
+  const Queueing call("cuCtxSynchronize");
+  wait_for_device();
+  return dead ? kIllegalAddress : kSuccess;
+}
+
 int cuFlushGPUDirectRDMAWrites(int, int) {
   check("cuFlushGPUDirectRDMAWrites");
   return no_context() ? kInvalidContext : kSuccess;

@@ -3,14 +3,19 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <atomic>
 
 #include "base/digest.h"
 #include "device/digester.h"
+#include "device/tests/fake_control.h"
 #include "device/tests/library.h"
+#include "rejoin/session.h"
 #include "rejoin/training_state.h"
 
 namespace rejoin {
 namespace {
+
+using namespace std::chrono_literals;
 
 TEST(DeviceState, OwnMemoryOfAnotherSizeThanItsGradientsIsRefused) {
   const auto device = device::test_gpu();
@@ -79,6 +84,65 @@ TEST(DeviceState, ItIsZeroAtFirstAndItsDigestIsTheHostsOne) {
   };
   TrainingState on_gpu(16 << 20, device::test_gpu()), on_host(16 << 20);
   EXPECT_EQ(fill(on_gpu), fill(on_host));
+}
+
+// What fills the state is still queued on a stream of the trainer's, as a framework's copies are. No daemon is there.
+struct FilledState : testing::Test {
+  static constexpr std::size_t kBytes = 1 << 20;
+  static inline std::atomic<std::uint64_t*> held = nullptr;
+  static void let_go() {
+    if (auto* flag = held.exchange(nullptr)) std::atomic_ref(*flag).store(1);
+  }
+  static void on_call(const char* call) {
+    if (std::string_view(call) == "cuCtxSynchronize") let_go();
+  }
+  std::shared_ptr<device::Device> device = device::test_gpu();  // loaded by its path, and found by its name later
+  const device::fake::Control fake{device::cuda_library().c_str()};
+  device::Memory flag = *device->allocate_pinned(64), bytes = *device->allocate_pinned(kBytes);
+  std::unique_ptr<device::Stream> stream = *device->make_stream();
+
+  void SetUp() override {
+    if (fake.set_hook == nullptr) GTEST_SKIP() << "a real driver does not tell when it is called";
+    fake.set_hook(on_call);
+    for (std::size_t i = 0; i < kBytes; ++i) bytes.bytes[i] = static_cast<std::byte>(i * 17 >> 3);
+  }
+  ~FilledState() override {  // also of a test that has failed in the middle
+    if (fake.set_hook == nullptr) return;
+    let_go();
+    fake.set_hook(nullptr);
+    EXPECT_TRUE(stream->synchronize());
+  }
+  std::unique_ptr<Session> open() {
+    SessionConfig config;
+    config.device = "cuda:0";
+    config.socket = "no-daemon-is-here.socket";
+    config.flight = "off";
+    config.patience = 0ms;
+    auto session = *Session::open(config);
+    const auto w = *session->add({.name = "w", .count = kBytes / 4});
+    EXPECT_TRUE(session->bucket({w}) && session->allocate());
+    auto& held_up = *reinterpret_cast<std::uint64_t*>(flag.bytes.data());
+    held_up = 0;
+    held = &held_up;
+    EXPECT_TRUE(stream->wait_until(&held_up, 1));
+    EXPECT_TRUE(stream->copy(session->weight(w)->data(), bytes.bytes.data(), kBytes));
+    return session;
+  }
+};
+
+TEST_F(FilledState, IsDigestedWhenTheTrainersStreamsHaveFilledIt) {
+  const auto session = open();
+  const auto first = session->state_digest();
+  ASSERT_TRUE(first) << first.error().message;
+  let_go();
+  ASSERT_TRUE(stream->synchronize());
+  EXPECT_EQ(*first, *session->state_digest());
+  // A session with the same state, filled likewise, joins from the position.
+  const auto other = open();
+  const auto joined = other->join(Position(7, {}, *first));
+  let_go();
+  ASSERT_FALSE(joined);
+  EXPECT_EQ(joined.error().code, ErrorCode::unavailable) << joined.error().message;
 }
 
 }  // namespace
