@@ -26,6 +26,9 @@ class CudaDevice final : public Device {
   MemoryKind kind() const override { return MemoryKind::cuda; }
   std::string name() const override { return name_; }
   std::string address() const override { return "cuda:" + pci_; }
+  unsigned multiprocessors() const override {
+    return static_cast<unsigned>(std::max(0, attribute(cuda::kAttributeMultiprocessors)));
+  }
 
   Result<Memory> allocate(std::size_t size) override {
     Current current(*primary_);

@@ -50,13 +50,17 @@ struct Primary {
   }
 };
 
-// The calling thread's context, while this lives.
+// The calling thread's context, while this lives. The trainer may be capturing a graph meanwhile, on any thread: what
+// is called here is no part of that, and the driver would otherwise refuse it and spoil the graph.
 class Current {
  public:
   explicit Current(const Primary& primary)
-      : driver_(*primary.driver), pushed_(driver_.push_context(primary.context) == cuda::kSuccess) {}
+      : driver_(*primary.driver), pushed_(driver_.push_context(primary.context) == cuda::kSuccess) {
+    exchanged_ = driver_.exchange_capture_mode(&capture_mode_) == cuda::kSuccess;
+  }
   Current(const Current&) = delete;
   ~Current() {
+    if (exchanged_) (void)driver_.exchange_capture_mode(&capture_mode_);
     cuda::Context popped = nullptr;
     if (pushed_) (void)driver_.pop_context(&popped);
   }
@@ -64,6 +68,8 @@ class Current {
  private:
   const cuda::Driver& driver_;
   bool pushed_;  // if not, the call that follows says why
+  bool exchanged_ = false;
+  int capture_mode_ = cuda::kCaptureRelaxed;  // from then on the thread's own
 };
 
 // cuda_access.cc.

@@ -38,6 +38,7 @@ Result<std::shared_ptr<const Driver>> load_driver(const std::string& name) {
   find(driver->push_context, "cuCtxPushCurrent_v2");
   find(driver->pop_context, "cuCtxPopCurrent_v2");
   find(driver->synchronize_context, "cuCtxSynchronize");
+  find(driver->exchange_capture_mode, "cuThreadExchangeStreamCaptureMode");
   find(driver->allocate, "cuMemAlloc_v2");
   find(driver->free, "cuMemFree_v2");
   find(driver->allocate_host, "cuMemHostAlloc");
@@ -62,6 +63,7 @@ Result<std::shared_ptr<const Driver>> load_driver(const std::string& name) {
   find(driver->stream_create, "cuStreamCreateWithPriority");
   find(driver->stream_destroy, "cuStreamDestroy_v2");
   find(driver->stream_query, "cuStreamQuery");
+  find(driver->stream_is_capturing, "cuStreamIsCapturing");
   find(driver->stream_synchronize, "cuStreamSynchronize");
   find(driver->launch_host, "cuLaunchHostFunc");
   find(driver->event_create, "cuEventCreate");

@@ -31,6 +31,8 @@ constexpr int kFlushByHost = 1;
 constexpr int kAttributeStreamFlags = 122;  // CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS
 constexpr int kAttributeComputeMode = 20;   // CU_DEVICE_ATTRIBUTE_COMPUTE_MODE
 constexpr int kExclusiveProcess = 3;
+constexpr int kAttributeMultiprocessors = 16;  // CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
+constexpr int kCaptureRelaxed = 2;             // CU_STREAM_CAPTURE_MODE_RELAXED
 constexpr int kFlushCurrentContext = 0, kFlushToOwner = 100;
 constexpr int kAttributeDmaBuf = 124;  // CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED
 constexpr int kRangeHandleDmaBuf = 1;  // CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
@@ -74,6 +76,7 @@ struct Driver {
   Status (*push_context)(Context);
   Status (*pop_context)(Context*);
   Status (*synchronize_context)();
+  Status (*exchange_capture_mode)(int* mode);  // the calling thread's
   Status (*allocate)(DevicePointer*, std::size_t);
   Status (*free)(DevicePointer);
   Status (*allocate_host)(void**, std::size_t, unsigned flags);
@@ -98,6 +101,7 @@ struct Driver {
   Status (*stream_create)(StreamHandle*, unsigned flags, int priority);
   Status (*stream_destroy)(StreamHandle);
   Status (*stream_query)(StreamHandle);
+  Status (*stream_is_capturing)(StreamHandle, int* capturing);
   Status (*stream_synchronize)(StreamHandle);
   Status (*launch_host)(StreamHandle, void (*)(void*), void*);
   Status (*event_create)(EventHandle*, unsigned flags);

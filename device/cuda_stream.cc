@@ -3,6 +3,7 @@
 
 #include <deque>
 
+#include "base/fail.h"
 #include "device/cuda_context.h"
 
 namespace rejoin::device {
@@ -115,6 +116,17 @@ class DriverStream final : public Stream {
   }
 
   cuda::StreamHandle handle() override { return stream_; }
+
+  Result<> takes_work() override {
+    Current current(*primary_);
+    int capturing = 0;
+    if (auto asked = driver_.check(driver_.stream_is_capturing(stream_, &capturing), "asking for a stream's capture");
+        !asked || capturing == 0)
+      return asked;
+    return fail(ErrorCode::invalid_argument,
+                "this CUDA stream is being captured into a graph, which can't have what the CPU does meanwhile: hand "
+                "over outside of the capture (torch.cuda.graph() and make_graphed_callables() capture)");
+  }
 
  private:
   struct Mark {

@@ -80,6 +80,8 @@ class Stream {
   virtual Result<bool> idle() = 0;     // all that is queued is done; errors: as reached()
   virtual Result<> synchronize() = 0;  // waits for it
   virtual CudaStream handle() = 0;     // null on the host
+  // Errors: `invalid_argument` where what is queued goes into a graph that is being captured; of the device.
+  virtual Result<> takes_work() { return {}; }
 };
 
 // Any thread.
@@ -90,6 +92,7 @@ class Device {
   // "host", "cuda:0000:19:00.0": what open_device() opens the same device by, in any process of this machine.
   virtual std::string address() const = 0;
   virtual std::string name() const = 0;                          // "NVIDIA H200 (CUDA device 0, 0000:19:00.0)"
+  virtual unsigned multiprocessors() const { return 0; }         // 0: it has none, or does not say
   virtual Result<Memory> allocate(std::size_t size) = 0;         // the device's own memory
   virtual Result<Memory> allocate_pinned(std::size_t size) = 0;  // the host's, which the device copies at full speed
   // The device's own memory in several allocations of this size side by side (a GPU's: a multiple of 2 MiB), as

@@ -19,9 +19,30 @@ void release(std::uint64_t& flag, std::uint64_t value) {
 
 std::uint64_t address(const std::byte* bytes) { return reinterpret_cast<std::uint64_t>(bytes); }
 
+// What the trainer runs between two buckets needs multiprocessors that no kernel stays on: it would never start where
+// all are taken, and the kernel would never leave.
+Result<unsigned> blocks_beside_the_trainers(const Device& device, unsigned wanted) {
+  constexpr unsigned usual = 8;
+  const unsigned there = device.multiprocessors();
+  if (wanted == 0) return there == 0 ? usual : std::clamp(there / 4, 1u, usual);
+  const unsigned most = std::max(1u, there / 2);
+  if (there == 0 || wanted <= most) return wanted;
+  return fail(
+      ErrorCode::invalid_argument,
+      "{} blocks for reductions (--reduce-blocks, REJOIN_REDUCE_BLOCKS) on {} multiprocessors of {}: at most {}, "
+      "half of them, so that the trainer's kernels have the others; 0 takes as many as suit it",
+      wanted, there, device.name(), most);
+}
+
 }  // namespace
 
-Result<std::unique_ptr<Reducer>> Reducer::make(Device& device, const ReducerOptions& options) {
+Result<std::unique_ptr<Reducer>> Reducer::make(Device& device, const ReducerOptions& wanted) {
+  ReducerOptions options = wanted;
+  if (wanted.external_launcher) {
+    const auto blocks = blocks_beside_the_trainers(device, wanted.blocks);
+    if (!blocks) return tl::unexpected(blocks.error());
+    options.blocks = *blocks;
+  }
   constexpr unsigned most_blocks = 1024;
   if (options.blocks < 1 || options.blocks > most_blocks)
     return fail(ErrorCode::invalid_argument, "{} blocks for reductions: 1 to {} can be", options.blocks, most_blocks);

@@ -18,8 +18,9 @@
 namespace rejoin::device {
 
 struct ReducerOptions {
-  // The kernel takes this much from the trainer's kernels while gradients are reduced. Two blocks of 512 threads are
-  // the least that keep up with a NIC of 400 Gb/s.
+  // The kernel takes this much from the trainer's kernels while gradients are reduced: each block of 512 threads has a
+  // multiprocessor to itself. Two are the least that keep up with a NIC of 400 Gb/s. With an external launcher, where
+  // the kernel stays beside the trainer's, they are at most half of the device's; 0: 8, or a quarter of the device's.
   unsigned blocks = 8, threads = 512;
   // The kernel leaves when nothing has come for so long, and is launched again when something does: whatever becomes of
   // the other members, whoever waits for the whole device waits no longer than this.
@@ -65,6 +66,7 @@ class Reducer {
   Result<> launch_if_wanted();
 
   bool codes() const { return options_.codes; }
+  unsigned blocks() const { return options_.blocks; }
   std::uint64_t launches() const { return launches_; }  // of the kernel, ever
 
  private:

@@ -11,6 +11,7 @@ template <typename Use>
 Result<> on(device::Device& device, CudaStream handle, const Use& use) {
   const auto stream = device.adopt_stream(handle);
   if (!stream) return tl::unexpected(stream.error());
+  if (auto takes = (*stream)->takes_work(); !takes) return takes;
   return use(**stream);
 }
 
@@ -44,7 +45,7 @@ Result<std::unique_ptr<GroupDevice>> GroupDevice::open(std::shared_ptr<device::D
   std::unique_ptr<GroupDevice> opened(new GroupDevice);
   auto flags = StreamFlags::of(device);
   if (!flags) return tl::unexpected(flags.error());
-  auto reducer = device::Reducer::make(*device, {.external_launcher = true});
+  auto reducer = device::Reducer::make(*device, {.blocks = 0, .external_launcher = true});
   if (!reducer) return tl::unexpected(reducer.error());
   opened->exports_ = exports && device->remote_writes() == device::Device::RemoteWrites::ordered;
   opened->device_ = std::move(device);

@@ -220,6 +220,7 @@ Result<> ProgressThread::all_reduce(std::uint32_t bucket, CudaStream stream) {
   if (!streams_)
     return rejoin::fail(ErrorCode::invalid_argument,
                         "a CUDA stream for a bucket in the host's memory: set SessionConfig::device");
+  if (auto takes = streams_->takes(stream); !takes) return takes;
   std::uint64_t step = 0;
   {
     const std::lock_guard lock(mutex_);

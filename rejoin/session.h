@@ -53,8 +53,9 @@ struct SessionConfig {
   std::uint32_t chunks_in_flight = 4;             // … and how many per neighbour
   std::uint64_t gradient_log_budget = 256 << 20;  // bytes of gradients kept while catching up
   // On a GPU a kernel adds while gradients are reduced: so many blocks, of so many threads each. Two of 512 are the
-  // least that keep up with 400 Gb/s.
-  std::uint32_t reduce_blocks = 8, reduce_threads = 512;
+  // least that keep up with 400 Gb/s. Each takes a multiprocessor, and they are half of the GPU's at most; 0: 8, or a
+  // quarter of the GPU's where that is less.
+  std::uint32_t reduce_blocks = 0, reduce_threads = 512;
   // "auto": on a machine with several NUMA nodes the progress thread runs on that of the GPU, or of the NICs, and
   // staging memory is there; "off": wherever this process runs.
   std::string numa = "auto";

@@ -52,7 +52,9 @@ void SessionConfig::bind(CommandLine& line) {
   line.setting("--coding-error", coding_error, "REJOIN_CODING_ERROR",
                "--coding auto: 4 bits where a hop loses at most this (root mean square, in relation to the values), "
                "otherwise 8");
-  line.setting("--reduce-blocks", reduce_blocks, "REJOIN_REDUCE_BLOCKS", "all-reduce on a GPU: blocks of its kernel");
+  line.setting(
+      "--reduce-blocks", reduce_blocks, "REJOIN_REDUCE_BLOCKS",
+      "all-reduce on a GPU: blocks of its kernel, at most half of the multiprocessors; 0: 8, or a quarter of them");
   line.setting("--reduce-threads", reduce_threads, "REJOIN_REDUCE_THREADS", "… and threads of each");
   line.setting("--numa", numa, "REJOIN_NUMA",
                "auto: the progress thread runs on the NUMA node of the GPU, or of the NICs; off: anywhere");

@@ -73,6 +73,11 @@ Result<device::Stream*> StreamOrder::adopted(CudaStream handle) {
   return stream.get();
 }
 
+Result<> StreamOrder::takes(CudaStream handle) {
+  const auto stream = adopted(handle);
+  return stream ? (*stream)->takes_work() : tl::unexpected(stream.error());
+}
+
 void StreamOrder::await(const Reached& what) {
   bool first = false;
   {
@@ -116,6 +121,7 @@ Result<> StreamOrder::hold(std::uint32_t bucket, std::uint64_t step, device::Str
 Result<> StreamOrder::updated(std::uint64_t step, bool contributed, CudaStream handle) {
   const auto stream = adopted(handle);
   if (!stream) return tl::unexpected(stream.error());
+  if (auto takes = (*stream)->takes_work(); !takes) return takes;
   if (auto queued = (*stream)->write(&flags(held_.size()).ready, step); !queued) return queued;
   await({.step = step, .contributed = contributed});
   return {};

@@ -26,6 +26,7 @@ class StreamOrder {
   ~StreamOrder();  // lets all streams go on, and waits until they are past what they waited for
 
   // ---- the trainer's threads, one at a time. Streams are cudaStream_t. Errors: of the device.
+  Result<> takes(CudaStream stream);  // `invalid_argument` where it is being captured into a graph
   // The bucket, at this step, is ready when the stream comes here. What is queued on it later waits until on_reduced().
   Result<> hand_over(std::uint32_t bucket, std::uint64_t step, CudaStream stream);
   // The update of a step is done when the stream comes here.

@@ -253,6 +253,31 @@ TEST(Cuda, WithoutDmaBufSupportExportSaysSo) {
   EXPECT_EQ(exported.error().code, ErrorCode::unreachable);
 }
 
+// As torch.cuda.graph() does, while other threads look after the session.
+TEST(Cuda, CallsDoNotSpoilAGraphThatTheTrainerCaptures) {
+  if (is_real()) GTEST_SKIP() << "a real one is not told to capture here";
+  const fake::Control fake{cuda_library().c_str()};
+  const auto device = test_gpu();
+  const auto captured = *device->make_stream(), other = *device->make_stream();
+  const auto mark = *other->mark();
+  fake.begin_capture(captured->handle());
+  const auto adopted = *device->adopt_stream(captured->handle());
+  const auto taken = adopted->takes_work();
+  std::thread([&] {
+    EXPECT_TRUE(other->idle());
+    EXPECT_TRUE(other->synchronize());
+    EXPECT_EQ(*other->reached(), mark);
+    EXPECT_TRUE(device->allocate(4096));
+    EXPECT_TRUE(device->allocate_pinned(4096));
+    EXPECT_TRUE(other->takes_work());
+  }).join();
+  EXPECT_TRUE(fake.end_capture(captured->handle())) << "the graph is spoilt";
+  ASSERT_FALSE(taken);
+  EXPECT_EQ(taken.error().code, ErrorCode::invalid_argument);
+  EXPECT_NE(taken.error().message.find("captured into a graph"), std::string::npos) << taken.error().message;
+  EXPECT_TRUE(adopted->takes_work());
+}
+
 // A device's memory outlives the handle of the device.
 TEST(Cuda, MemoryKeepsItsDevice) {
   auto memory = *test_gpu()->allocate(4096);

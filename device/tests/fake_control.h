@@ -8,6 +8,8 @@
 #include <cstdint>
 #include <stdexcept>
 
+#include "device/stream_handle.h"
+
 namespace rejoin::device::fake {
 
 // Called on a caller's thread as its call begins, and as one begins to wait for the device.
@@ -29,8 +31,9 @@ struct Options {
   bool exclusive = false;  // compute mode EXCLUSIVE_PROCESS, and another process has the device
   bool no_launch = false;  // no kernel is launched any more
   bool full = false;       // nothing can be allocated any more
-  bool dead = false;       // its context is: an illegal access, or an assertion of a kernel's
-  bool blocking = false;   // a launch returns when its kernel has ended, as with CUDA_LAUNCH_BLOCKING=1
+  unsigned multiprocessors = 132;
+  bool dead = false;      // its context is: an illegal access, or an assertion of a kernel's
+  bool blocking = false;  // a launch returns when its kernel has ended, as with CUDA_LAUNCH_BLOCKING=1
   // The first digest of a thread that hands nothing over, once any has, stands in the driver for so long.
   std::chrono::milliseconds slow_digest{0};
 };
@@ -39,11 +42,13 @@ struct Options {
 struct Control {
   Counters& (*counters)() = nullptr;
   void (*set_hook)(Hook) = nullptr;
-  void (*count_only)(bool) = nullptr;      // refused calls don't end the program
-  void (*set_options)(Options) = nullptr;  // instead of the environment's
-  void (*set_dma_buf)(bool) = nullptr;     // whether the driver gives its memory out
-  void (*hands_over)() = nullptr;          // the calling thread is one of the trainer's
-  void (*forget_kernels)() = nullptr;      // each kernel's next launch loads it
+  void (*count_only)(bool) = nullptr;           // refused calls don't end the program
+  void (*set_options)(Options) = nullptr;       // instead of the environment's
+  void (*set_dma_buf)(bool) = nullptr;          // whether the driver gives its memory out
+  void (*hands_over)() = nullptr;               // the calling thread is one of the trainer's
+  void (*forget_kernels)() = nullptr;           // each kernel's next launch loads it
+  void (*begin_capture)(CudaStream) = nullptr;  // of a graph, in the default mode
+  bool (*end_capture)(CudaStream) = nullptr;    // false: somebody's call has spoilt it
   explicit Control(const char* library) {
     void* driver = ::dlopen(library, RTLD_NOW);
     if (driver == nullptr) throw std::runtime_error(::dlerror());
@@ -57,6 +62,8 @@ struct Control {
     find(set_dma_buf, "fake_cuda_set_dma_buf");
     find(hands_over, "fake_cuda_hands_over");
     find(forget_kernels, "fake_cuda_forget_kernels");
+    find(begin_capture, "fake_cuda_begin_capture");
+    find(end_capture, "fake_cuda_end_capture");
   }
 };
 

@@ -112,6 +112,7 @@ int cuDeviceGetAttribute(int* value, int attribute, int) {
   const Options now = options();
   *value = 0;
   switch (attribute) {
+    case 16: *value = static_cast<int>(now.multiprocessors); break;
     case 20: *value = now.exclusive ? 3 : 0; break;   // the compute mode
     case 117: *value = now.unordered ? 0 : 1; break;  // flushes of NICs' writes
     case 118: *value = now.ordered ? 100 : 0; break;  // … which it needs for none of its owner's
@@ -142,6 +143,7 @@ int cuCtxPopCurrent_v2(void** context) {
 
 int cuCtxSynchronize() {
   if (const int refused = refusal(); refused != kSuccess) return refused;
+  if (captures > 0) return captures_spoilt = true, kCaptureUnsupported;  // whatever the thread's mode
   const Queueing call("cuCtxSynchronize");
   wait_for_device();
   return dead ? kIllegalAddress : kSuccess;

@@ -1,6 +1,7 @@
 // What the parts of the software driver (fake_cuda.cc) share.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -19,6 +20,18 @@ inline thread_local std::vector<void*> contexts;
 inline bool no_context() { return contexts.empty(); }
 // Of a call that works with the context: why it can't; 0: it can.
 inline int refusal() { return no_context() ? kInvalidContext : dead ? kIllegalAddress : kSuccess; }
+
+// Captures of graphs in the mode that is the default: meanwhile no thread whose own mode is the default, too, may make
+// a call that could be unsafe. It is refused, and the captures are spoilt.
+constexpr int kCaptureUnsupported = 900;
+inline std::atomic<int> captures{0};
+inline std::atomic<bool> captures_spoilt{false};
+inline thread_local int capture_mode = 0;
+inline int capture_refusal() {
+  if (captures == 0 || capture_mode != 0) return kSuccess;
+  captures_spoilt = true;
+  return kCaptureUnsupported;
+}
 
 // ---- memory
 

@@ -110,6 +110,7 @@ void fake_cuda_set_dma_buf(bool supported) { dma_buf = supported; }
 int cuMemAlloc_v2(unsigned long long* address, std::size_t size) {
   check("cuMemAlloc");
   if (const int refused = refusal(); refused != kSuccess) return refused;
+  if (const int refused = capture_refusal(); refused != kSuccess) return refused;
   if (options().full) return kOutOfMemory;
   std::scoped_lock lock(mutex);
   if (size == 0) return kInvalidValue;
@@ -224,6 +225,7 @@ int cuMemRetainAllocationHandle(unsigned long long* handle, void* address) {
 
 int cuMemHostAlloc(void** address, std::size_t size, unsigned) {
   if (const int refused = refusal(); refused != kSuccess) return refused;
+  if (const int refused = capture_refusal(); refused != kSuccess) return refused;
   check("cuMemHostAlloc");
   *address = ::aligned_alloc(4096, (size + 4095) / 4096 * 4096);
   if (*address == nullptr) return kOutOfMemory;
@@ -245,6 +247,7 @@ int cuMemFreeHost(void* address) {
 int cuMemHostRegister_v2(void* address, std::size_t size, unsigned) {
   check("cuMemHostRegister");
   if (const int refused = refusal(); refused != kSuccess) return refused;
+  if (const int refused = capture_refusal(); refused != kSuccess) return refused;
   const auto at = reinterpret_cast<std::uintptr_t>(address);
   if (at % 4096 != 0 || size == 0) return kInvalidValue;
   std::scoped_lock lock(mutex);

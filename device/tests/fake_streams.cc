@@ -76,6 +76,17 @@ using namespace rejoin::device::fake;
 
 extern "C" {
 
+void fake_cuda_begin_capture(Stream* stream) {
+  stream->captured = true;
+  captures_spoilt = false;
+  ++captures;
+}
+bool fake_cuda_end_capture(Stream* stream) {
+  stream->captured = false;
+  --captures;
+  return !captures_spoilt;
+}
+
 int cuStreamCreateWithPriority(Stream** stream, unsigned, int priority) {
   if (const int refused = refusal(); refused != kSuccess) return refused;
   check("cuStreamCreateWithPriority");
@@ -98,14 +109,20 @@ int cuStreamDestroy_v2(Stream* stream) {
 }
 int cuStreamQuery(Stream* stream) {
   if (dead) return kIllegalAddress;
+  if (const int refused = capture_refusal(); refused != kSuccess) return refused;
   if (!may_look()) check("cuStreamQuery");
   std::scoped_lock lock(stream->lock);
   return stream->done == stream->queued ? kSuccess : kNotReady;
 }
 int cuStreamSynchronize(Stream* stream) {
+  if (const int refused = capture_refusal(); refused != kSuccess) return refused;
   if (!dead) check("cuStreamSynchronize");
   stream->wait();  // where it is dead, until its kernel has stopped, too
   return dead ? kIllegalAddress : kSuccess;
+}
+int cuThreadExchangeStreamCaptureMode(int* mode) { return std::swap(capture_mode, *mode), kSuccess; }
+int cuStreamIsCapturing(Stream* stream, int* status) {
+  return *status = stream->captured ? 1 : 0, no_context() ? kInvalidContext : kSuccess;
 }
 int cuLaunchHostFunc(Stream* stream, void (*function)(void*), void* data) {
   if (dead) return kIllegalAddress;
@@ -212,6 +229,7 @@ int cuEventRecord(Event* event, Stream* stream) {
 }
 int cuEventQuery(Event* event) {
   if (dead) return kIllegalAddress;
+  if (const int refused = capture_refusal(); refused != kSuccess) return refused;
   check("cuEventQuery");
   std::scoped_lock lock(event->lock);
   return event->done == event->recorded ? kSuccess : kNotReady;

@@ -59,6 +59,7 @@ struct Stream : std::enable_shared_from_this<Stream> {
   std::uint64_t queued = 0, done = 0;
   std::uint64_t begun = 0;  // the hardware queue's
   bool ended = false;
+  std::atomic<bool> captured = false;
   std::thread thread{[this] {
     std::unique_lock held(lock);
     while (true) {

@@ -320,6 +320,26 @@ TEST_F(Kernels, GridsThatCantBeAreRefused) {
   EXPECT_EQ(on_host.error().code, ErrorCode::unavailable);
 }
 
+// Each block has a multiprocessor to itself for as long as it stays.
+TEST_F(Kernels, OnesThatStayLeaveTheTrainersAtLeastHalfOfTheDevice) {
+  const fake::Control fake{cuda_library().c_str()};
+  if (fake.set_options == nullptr) GTEST_SKIP() << "a real device has as many multiprocessors as it has";
+  const auto made = [&](unsigned multiprocessors, unsigned blocks, bool stays) {
+    fake.set_options({.multiprocessors = multiprocessors});
+    auto reducer = Reducer::make(*device, {.blocks = blocks, .threads = 64, .external_launcher = stays});
+    fake.set_options({});
+    return reducer;
+  };
+  for (const auto& [there, chosen] : {std::pair{132u, 8u}, {14u, 3u}, {8u, 2u}, {1u, 1u}})
+    EXPECT_EQ((*made(there, 0, true))->blocks(), chosen) << there;
+  EXPECT_EQ((*made(14, 7, true))->blocks(), 7u);
+  EXPECT_TRUE(made(14, 14, false)) << "nobody else is there";
+  const auto all = made(14, 8, true);
+  ASSERT_FALSE(all);
+  EXPECT_EQ(all.error().code, ErrorCode::invalid_argument);
+  EXPECT_NE(all.error().message.find("at most 7"), std::string::npos) << all.error().message;
+}
+
 // Whoever held a kernel would wait in its launch until somebody lets it go, who has not heard of it.
 TEST_F(Kernels, LaunchesThatWaitForTheirKernelsAreRefusedWhereOneWouldBeHeld) {
   const fake::Control fake{cuda_library().c_str()};

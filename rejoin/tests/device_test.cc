@@ -81,6 +81,17 @@ TEST_F(Streams, AFailedSessionLetsThemGoOn) {
   EXPECT_EQ(order->hand_over(1, 9, stream->handle()).error().code, ErrorCode::cancelled);
 }
 
+// The kernel would be in the graph, and not on the device.
+TEST_F(Streams, OneThatIsBeingCapturedIsRefused) {
+  if (fake.begin_capture == nullptr) GTEST_SKIP() << "a real driver is not told to capture here";
+  EXPECT_TRUE(order->takes(stream->handle()));
+  fake.begin_capture(stream->handle());
+  EXPECT_EQ(order->takes(stream->handle()).error().code, ErrorCode::invalid_argument);
+  EXPECT_EQ(order->updated(1, true, stream->handle()).error().code, ErrorCode::invalid_argument);
+  EXPECT_TRUE(fake.end_capture(stream->handle()));
+  EXPECT_FALSE(order->waits_for_streams());
+}
+
 TEST_F(Streams, AStreamMayEndBeforeItsSession) {
   ASSERT_TRUE(order->hand_over(0, 9, stream->handle()));
   order->on_reduced(0, 9);

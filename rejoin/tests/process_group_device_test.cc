@@ -208,6 +208,22 @@ TEST_P(DeviceProcessGroups, WhatCanNotBeIsRefusedByName) {
                                       .stream = streams[0]->handle()});
   ASSERT_FALSE(work);
   EXPECT_THAT(work.error().message, HasSubstr("opened without a device"));
+  const device::fake::Control fake{device::cuda_library().c_str()};
+  if (fake.begin_capture != nullptr) {
+    const auto on_gpu = open();
+    const std::vector<std::string> alone{on_gpu->handle()};
+    ASSERT_TRUE(on_gpu->reconfigure(1, alone, kPatience, {}));
+    fake.begin_capture(streams[0]->handle());
+    const auto captured = on_gpu->start({.kind = Collective::all_reduce,
+                                         .inputs = {buffers[0].bytes},
+                                         .outputs = {},
+                                         .limit = 1s,
+                                         .on_device = true,
+                                         .stream = streams[0]->handle()});
+    EXPECT_TRUE(fake.end_capture(streams[0]->handle()));
+    ASSERT_FALSE(captured);
+    EXPECT_THAT(captured.error().message, HasSubstr("captured into a graph"));
+  }
   const auto barrier = *groups[0]->start({.kind = Collective::barrier, .inputs = {}, .outputs = {}, .limit = 1s});
   EXPECT_THAT(barrier->wait_on(streams[0]->handle()).error().message, HasSubstr("wait() for this"));
   const auto none = ProcessGroup::open({.transport = GetParam(), .listen = "127.0.0.1:0", .advertise = {}}, "cuda:99");
