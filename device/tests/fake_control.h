@@ -8,8 +8,6 @@
 #include <cstdint>
 #include <stdexcept>
 
-#include "device/stream_handle.h"
-
 namespace rejoin::device::fake {
 
 // Called on a caller's thread as its call begins, and as one begins to wait for the device.
@@ -42,13 +40,13 @@ struct Options {
 struct Control {
   Counters& (*counters)() = nullptr;
   void (*set_hook)(Hook) = nullptr;
-  void (*count_only)(bool) = nullptr;           // refused calls don't end the program
-  void (*set_options)(Options) = nullptr;       // instead of the environment's
-  void (*set_dma_buf)(bool) = nullptr;          // whether the driver gives its memory out
-  void (*hands_over)() = nullptr;               // the calling thread is one of the trainer's
-  void (*forget_kernels)() = nullptr;           // each kernel's next launch loads it
-  void (*begin_capture)(CudaStream) = nullptr;  // of a graph, in the default mode
-  bool (*end_capture)(CudaStream) = nullptr;    // false: somebody's call has spoilt it
+  void (*count_only)(bool) = nullptr;             // refused calls don't end the program
+  void (*set_options)(Options) = nullptr;         // instead of the environment's
+  void (*set_dma_buf)(bool) = nullptr;            // whether the driver gives its memory out
+  void (*hands_over)() = nullptr;                 // the calling thread is one of the trainer's
+  void (*forget_kernels)() = nullptr;             // each kernel's next launch loads it
+  void (*begin_capture)(void* stream) = nullptr;  // of a graph, in the default mode
+  bool (*end_capture)(void* stream) = nullptr;    // false: somebody's call has spoilt it
   explicit Control(const char* library) {
     void* driver = ::dlopen(library, RTLD_NOW);
     if (driver == nullptr) throw std::runtime_error(::dlerror());

@@ -76,13 +76,13 @@ using namespace rejoin::device::fake;
 
 extern "C" {
 
-void fake_cuda_begin_capture(Stream* stream) {
-  stream->captured = true;
+void fake_cuda_begin_capture(void* stream) {
+  static_cast<Stream*>(stream)->captured = true;
   captures_spoilt = false;
   ++captures;
 }
-bool fake_cuda_end_capture(Stream* stream) {
-  stream->captured = false;
+bool fake_cuda_end_capture(void* stream) {
+  static_cast<Stream*>(stream)->captured = false;
   --captures;
   return !captures_spoilt;
 }
