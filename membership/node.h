@@ -8,9 +8,8 @@
 //   3. From the ranks' Links, and CaughtUp of the stream, it makes one ReplicaStatus for each replica, again whenever
 //      that changes.
 //   4. It passes Peers, Prospect, Plan and Waits on to the ranks, all peers to one that is new and then what changes.
-//   5. From the ranks' Reduced it makes one for all ranks of a replica that are here, when the last has come, or
-//   earlier
-//      for one that had said that it lacks a connection.
+//   5. From the ranks' Reduced it makes one for all ranks of a replica that are here, when the last has come; or
+//      earlier, for one that had said that it lacks a connection.
 //   6. It passes Accusations, Details, Drift and Declarations on as they come, and sends RankDown when a rank ends or
 //      is silent.
 // It answers Inquiry with Alive or RankDown. After Introduce, or a new connection, it begins again with 1, and says

@@ -14,8 +14,7 @@
 //   5. When all ranks of a replica behind it have reduced a step it sends one Reduced; earlier, where one of them had
 //      said that it lacks a connection.
 //   6. It passes the Accusations on that are new in the epoch, or of waits that are not too long yet, RankDown when a
-//   rank
-//      or its daemon is lost, and Details, Drift, Declaration, Alive and Report as they come.
+//      rank or its daemon is lost, and Details, Drift, Declaration, Alive and Report as they come.
 // Heartbeats go both ways on each of its connections.
 //
 // It decides nothing, and what it knows is worth nothing without the coordinator that it has told. When it has lost
