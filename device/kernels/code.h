@@ -188,7 +188,8 @@ class PassOf {
     });
   }
 
-  // A NaN that has been coded has the same bits everywhere, also where a machine's own instructions make others.
+  // A NaN that has been coded has the same bits everywhere, also where a machine's own instructions make others: so
+  // what is decoded alone goes through none.
   REJOIN_INLINE Storage stored(float value, bool finite) const {
     return finite ? m_.template stored<Element>(value) : Element::store(value);
   }
@@ -221,7 +222,7 @@ class PassOf {
           value = pass_.arrived != nullptr ? value + own : own;
         }
         if (pass_.feedback != nullptr) value += before(p, e);
-        value *= reciprocal_;
+        if (divisor_ != 1) value = m_.product(value, reciprocal_);
       });
     });
     float wanted[kParts * kCount];

@@ -66,6 +66,7 @@ class Gpu {
     else return Element::store(value);
   }
 
+  __device__ float product(float one, float other) const { return one * other; }
   template <unsigned kCount, typename Body>
   __device__ void unrolled(Body body) const {
 #pragma unroll
