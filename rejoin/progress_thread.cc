@@ -216,11 +216,14 @@ Result<> ProgressThread::all_reduce(std::uint32_t bucket) {
   return {};
 }
 
+Result<> ProgressThread::takes(CudaStream stream) {
+  if (streams_) return streams_->takes(stream);
+  return rejoin::fail(ErrorCode::invalid_argument,
+                      "a CUDA stream for what is in the host's memory: set SessionConfig::device");
+}
+
 Result<> ProgressThread::all_reduce(std::uint32_t bucket, CudaStream stream) {
-  if (!streams_)
-    return rejoin::fail(ErrorCode::invalid_argument,
-                        "a CUDA stream for a bucket in the host's memory: set SessionConfig::device");
-  if (auto takes = streams_->takes(stream); !takes) return takes;
+  if (auto may = takes(stream); !may) return may;
   std::uint64_t step = 0;
   {
     const std::lock_guard lock(mutex_);
@@ -240,9 +243,6 @@ void ProgressThread::scale_feedback(std::uint64_t step, float factor) {
 }
 
 Result<> ProgressThread::end_update(std::uint64_t step, bool contributed, CudaStream stream) {
-  if (!streams_)
-    return rejoin::fail(ErrorCode::invalid_argument,
-                        "a CUDA stream for a state in the host's memory: set SessionConfig::device");
   {
     const std::lock_guard lock(mutex_);
     ++updates_;

@@ -74,8 +74,10 @@ class ProgressThread {
   // The trainer says what it is busy with from now on, for at most `limit`, and by done() that it is not any more.
   Result<> busy(const Busy& busy);
   Result<> done();
+  // Errors: `invalid_argument`, which changes nothing (no stream for this state, or one that is being captured).
+  Result<> takes(CudaStream stream);
   // For a state on a GPU: end_update() has the update end when the stream has done it, and wait_for_update() waits
-  // until the last update has ended.
+  // until the last update has ended. takes() comes first.
   Result<> end_update(std::uint64_t step, bool contributed, CudaStream stream);
   enum class Interruptible : bool { no, yes };
   Result<> wait_for_update(Interruptible how);

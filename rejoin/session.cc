@@ -125,7 +125,7 @@ class SessionImpl final : public Session {
     return commit(optimizer, [this] { return end_update(); });
   }
   Result<> commit(const std::function<void(const Update&)>& optimizer, CudaStream stream) override {
-    return commit(optimizer, [&] { return end_update(stream); });
+    return takes(stream).and_then([&] { return commit(optimizer, [&] { return end_update(stream); }); });
   }
 
   Result<std::optional<std::vector<Update>>> begin_update() override {
@@ -143,7 +143,9 @@ class SessionImpl final : public Session {
     });
   }
   Result<> end_update(CudaStream stream) override {
-    return end_update([&](bool contributed) { return progress_->end_update(step_, contributed, stream); });
+    return takes(stream).and_then([&] {
+      return end_update([&](bool contributed) { return progress_->end_update(step_, contributed, stream); });
+    });
   }
   Error abandon_update(const std::string& what) override {
     if (ended_) return *ended_;
@@ -258,6 +260,7 @@ class SessionImpl final : public Session {
     return handed;
   }
 
+  Result<> takes(CudaStream stream) { return progress_ ? progress_->takes(stream) : Result<>(); }
   // The others would wait for what is missing, and could tell nobody but after seconds.
   Result<> check_buckets() const {
     if (stage_ != Stage::contributing) return {};

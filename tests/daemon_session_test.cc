@@ -130,6 +130,9 @@ TEST(Session, AStateOfManyTensorsInManyAllocationsIsServed) {
   std::uint64_t steps = 0, updates = 0;
   for (auto step = session->begin_step(); step && *step; step = session->begin_step(), ++steps) {
     ASSERT_TRUE(session->all_reduce(0));
+    const auto refused = session->commit([&](const Update&) { ++updates; }, CudaStream{});
+    ASSERT_FALSE(refused) << "its state is the host's";
+    EXPECT_EQ(refused.error().code, ErrorCode::invalid_argument) << "and nothing is changed by that";
     ASSERT_TRUE(session->commit([&](const Update&) { ++updates; }));
   }
   EXPECT_EQ(steps, 3u);
