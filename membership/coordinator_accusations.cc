@@ -97,29 +97,29 @@ bool Coordinator::could_say(const MemberState& m) const {
 }
 
 // The wait-for graph: who is waited for, but waits for nobody, is the one that hangs. Who has been in the job for few
-// steps has more patience than others: it says whom it waits for all the same, and then that one hangs, if anybody. But
-// where members have no connection with each other, all waits follow from that: it is the one that most others have
-// none with, and of two that both have others (Disconnected); unless ranks of before wait, who can't say for what. Of
-// one that is not heard it isn't known whether it waits: within a silence it is heard again or lost, and as long nobody
-// is judged who does wait.
+// steps has more patience than others, or has lost its own a moment after them: it says whom it waits for all the same,
+// and then that one hangs, if anybody. But where members have no connection with each other, all waits follow from
+// that: it is the one that most others have none with, and of two that both have others (Disconnected); unless ranks of
+// before wait, who can't say for what. Of one that is not heard it isn't known whether it waits: within a silence it is
+// heard again or lost, and as long nobody is judged who does wait.
 void Coordinator::judge() {
   const Duration patience = config_.silence / 4;
   std::map<ReplicaId, int> accused;
   std::set<ReplicaId> waiting;
-  std::vector<Edge> patient;
+  std::vector<Edge> current;
   for (const auto& [edge, about] : accusations_) {
     // The step waits for a trainer that may take its time, and so all others may.
     if (about.excused && now_ - *about.excused <= config_.silence) return;
     if (edge.from != edge.to && (about.counts() || now_ - about.heard <= patience)) {
       waiting.insert(edge.from);
-      if (!about.counts()) patient.push_back(edge);
+      current.push_back(edge);
     }
     if (about.counts() && now_ - about.since() >= patience) ++accused[edge.to];
   }
   if (accused.empty()) return;
   for (std::size_t before = 0; before != accused.size();) {
     before = accused.size();
-    for (const auto& edge : patient)
+    for (const auto& edge : current)
       if (accused.contains(edge.from)) accused.try_emplace(edge.to, 0);
   }
   const Disconnected disconnected(accusations_, members_, now_, patience);

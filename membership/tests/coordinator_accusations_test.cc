@@ -68,6 +68,18 @@ TEST(Coordinator, OfWhoHasNotWaitedForTooLongItIsTheOneThatItWaitsForThatHangs) 
   EXPECT_EQ(bench.coordinator.suspended()[0].replica, ReplicaId(1));
 }
 
+// Its patience is over a moment after that of who waits for it.
+TEST(Coordinator, OfWhoHasWaitedForTooLongJustNowItIsTheOneThatItWaitsForThatHangs) {
+  Bench bench;
+  bench.start();
+  bench.accuse(0, 1);
+  bench.pass(63ms);
+  bench.accuse(1, 2);
+  bench.pass(500ms);
+  ASSERT_EQ(bench.coordinator.suspended().size(), 1u);
+  EXPECT_EQ(bench.coordinator.suspended()[0].replica, ReplicaId(2)) << bench.coordinator.suspended()[0].reason;
+}
+
 // What it waited for has come since.
 TEST(Coordinator, AWaitThatWasNotTooLongAndIsOverTellsNothing) {
   Bench bench;
