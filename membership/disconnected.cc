@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "base/fail.h"
 #include "base/text.h"
 
 namespace rejoin::membership {
