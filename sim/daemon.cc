@@ -125,6 +125,20 @@ void Daemon::on_report(membership::RankConnection rank, const proto::FromNode& r
   if (ranks_.contains(rank)) carry_out(machine_.on_rank_message(rank, report, local_now()));
 }
 
+// It is answered when the stream's thread has let go of its memory.
+void Daemon::on_leave(membership::RankConnection rank) {
+  const auto found = ranks_.find(rank);
+  if (found == ranks_.end()) return;
+  const std::uint64_t leaver = found->second.trainer;
+  drop(rank, machine_.plan().finished() ? "the job is finished" : "of its own accord", membership::Node::Gone::left);
+  post([this, rank, leaver](catchup::Service&, TimePoint) {
+    world_.send(*this, [this, rank, leaver] {
+      if (Trainer* trainer = world_.trainer(leaver))
+        world_.deliver(*trainer, random.between(1us, 20us), [trainer, rank] { trainer->on_left(rank); });
+    });
+  });
+}
+
 void Daemon::drop(membership::RankConnection rank, const std::string& reason, membership::Node::Gone how) {
   auto gone = ranks_.extract(rank);
   if (gone.empty()) {
@@ -135,7 +149,7 @@ void Daemon::drop(membership::RankConnection rank, const std::string& reason, me
   LocalRank& local = gone.mapped();
   post([key = local.key](catchup::Service& service, TimePoint) { service.remove_rank(key); });
   carry_out(machine_.on_rank_gone(rank, reason, how));
-  to_trainer(local, 50us, [rank](Trainer& to) { to.on_daemon_gone(rank); });
+  if (how != membership::Node::Gone::left) to_trainer(local, 50us, [rank](Trainer& to) { to.on_daemon_gone(rank); });
 }
 
 void Daemon::to_trainer(const LocalRank& rank, Duration most, std::function<void(Trainer&)> message) {

@@ -18,6 +18,7 @@ class Daemon final : public Process {
   Duration until_run() override;
   void on_hello(std::uint64_t trainer, membership::RankConnection connection, const proto::RankUp& up);
   void on_report(membership::RankConnection rank, const proto::FromNode& report);
+  void on_leave(membership::RankConnection rank);
   void drop(membership::RankConnection rank, const std::string& reason, membership::Node::Gone how);
   bool knows(membership::RankConnection rank) const { return ranks_.contains(rank) || silent_.contains(rank); }
   bool hears_who_decides() const { return machine_.coordinator_up(); }

@@ -31,6 +31,12 @@ struct Settings {
   Options options;
 };
 
+// A job of chosen faults ends as that of drawn ones.
+Options with_its_end(Options options) {
+  if (!options.steps && options.plant == Plant::none) options.steps = Shape::of(options.seed).steps;
+  return options;
+}
+
 // Leaves faults out as long as the same invariant still breaks: halves, quarters, … and at last one by one.
 std::vector<Fault> minimised(const Options& options, std::vector<Fault> faults, const std::string& invariant) {
   const auto breaks = [&](const std::vector<Fault>& some) {
@@ -53,10 +59,10 @@ std::vector<Fault> minimised(const Options& options, std::vector<Fault> faults, 
 
 void show_failure(const Options& options, const Outcome& outcome, bool minimise) {
   fmt::print("seed {} breaks {}: {}\n", options.seed, outcome.violation->invariant, outcome.violation->what);
-  Options again = options;
+  Options again = with_its_end(options);
   again.trace = true;
   if (minimise) {
-    again.faults = minimised(options, outcome.faults, outcome.violation->invariant);
+    again.faults = minimised(again, outcome.faults, outcome.violation->invariant);
     fmt::print("of its {} faults these are enough:\n", outcome.faults.size());
     for (const auto& fault : *again.faults) fmt::print("  {}\n", to_string(fault));
   }
@@ -309,6 +315,7 @@ int main(int argc, char** argv) {
   line.flag("--trace", settings.trace, "with --seed: everything that happened");
   line.flag("!--no-minimise", settings.minimise, "of a failure: don't look for the faults that are enough");
   line.add("--often", settings.often, "this kind of fault as often as all others together");
+  line.add("--steps", settings.options.steps, "after so many the job is finished; otherwise as each seed has it");
   line.add("--plant", settings.plant, "a bug built in on purpose, to see it found").show_default();
   line.add("--ignore", settings.options.ignore, "an invariant not to check, to see what else breaks");
   line.flag("--stalls", settings.stalls, "instead: what one failure of each kind costs the others, as JSON");

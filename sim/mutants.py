@@ -168,6 +168,12 @@ MUTANTS = [
      "if (screen_log(node, up) == Screened::handled) return Screened::handled;  // also",
      "if (up.replica() < config_.replicas && up.rank() < config_.ranks &&\n"
      "      screen_log(node, up) == Screened::handled)\n    return Screened::handled;  // also"),
+    ("the last step is not applied", "rejoin/driver.cc",
+     "if (meaning == Meaning::committed || meaning == Meaning::finished) {", "if (meaning == Meaning::committed) {"),
+    ("who leaves a finished job is put out", "membership/coordinator_absence.cc",
+     "if (finished()) {\n    if (forget_registration(id))", "if (false) {\n    if (forget_registration(id))"),
+    ("who comes to a finished job does not hear of it", "membership/rank.cc",
+     "if (plan.finished() && !was_part && incarnation_ != Incarnation{}) return Meaning::over;", ""),
     ("a mean over one too many", "ftar/communicator.cc", ": contributors_;", ": contributors_ + 1;"),
 ]
 

@@ -20,6 +20,7 @@ struct Options {
   Plant plant = Plant::none;
   std::string ignore;                        // an invariant that is not checked, to see what else breaks
   std::optional<std::vector<Fault>> faults;  // otherwise drawn from the seed
+  std::optional<std::uint64_t> steps;        // otherwise as the seed has it, where its faults are drawn, too; 0: no end
   std::optional<FaultKind> often;            // … this kind as often as all others together
   bool trace = false;                        // keep all of it, not only the end
   const Model* model = nullptr;              // otherwise noise_model()

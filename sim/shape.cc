@@ -23,6 +23,7 @@ constexpr std::array<std::optional<std::uint32_t>, 8> kFullMesh{
 constexpr std::array<std::uint32_t, 3> kSpares{0, 1, 2};
 constexpr std::array<std::uint32_t, 3> kRanks{1, 2, 3};
 constexpr std::array<std::uint64_t, 3> kCheckpointSteps{0, 1, 10};
+constexpr std::uint64_t kFewestSteps = 3, kFewSteps = 20, kManySteps = 120;  // of jobs that end
 constexpr std::array<std::uint32_t, 8> kRelays{0, 0, 0, 0, 0, 1, 2, 3};
 constexpr std::array<Codings, 8> kCodingsDrawn{Codings::off,   Codings::off,  Codings::off,       Codings::off,
                                                Codings::eight, Codings::four, Codings::automatic, Codings::mixed};
@@ -39,6 +40,7 @@ Shape Shape::of(std::uint64_t seed) {
   const auto often = [&](std::string_view dimension, std::uint64_t one_in) {
     return Random(seed, dimension).one_in(one_in);
   };
+  const std::uint64_t steps = kFewestSteps + Random(seed, "steps").pick(often("few steps", 2) ? kFewSteps : kManySteps);
   const LinkRule links{.full_mesh_members = one_of(kFullMesh, seed, "full mesh"),
                        .spares = one_of(kSpares, seed, "spares")};
   return {.replicas = one_of(kReplicas, seed, "replicas") + (links.full_mesh_members ? kMoreReplicas : 0),
@@ -67,6 +69,7 @@ Shape Shape::of(std::uint64_t seed) {
           .codings = one_of(kCodingsDrawn, seed, "codings"),
           .clips = often("clips", 2),
           .stages = often("stages", 3),
+          .steps = often("ends", 6) ? steps : 0,
           .old = often("old", 3)};
 }
 
@@ -104,6 +107,7 @@ std::map<std::string, std::string> Shape::values() const {
           {"codings", std::string(kCodingsNames[static_cast<std::size_t>(codings)])},
           {"clips", clips ? "y" : "n"},
           {"stages", stages ? "y" : "n"},
+          {"ends", steps > 0 ? "y" : "n"},
           {"old", old ? "y" : "n"}};
 }
 
@@ -111,7 +115,7 @@ std::map<std::string, std::string> Shape::values() const {
 std::uint64_t direct_bytes(const Shape& shape) { return !shape.direct ? 0 : shape.coded() ? 1024 : 32768; }
 
 std::size_t pairs_of_values() {
-  constexpr std::array<std::size_t, 28> sizes{kReplicas.size(),
+  constexpr std::array<std::size_t, 29> sizes{kReplicas.size(),
                                               kRanks.size(),
                                               2,
                                               2,
@@ -127,6 +131,7 @@ std::size_t pairs_of_values() {
                                               kSpares.size(),
                                               kCheckpointSteps.size(),
                                               kCodings,
+                                              2,
                                               4,  // numbers of relays
                                               2,
                                               2,

@@ -40,9 +40,10 @@ struct Shape {
   bool located = false;                // replicas are in four rooms, with slower links between, and say so
   bool measured = false;               // … they don't, and the links are so slow that it shows
   Codings codings{};
-  bool clips = false;   // trainers tell how much of each step's gradient has counted
-  bool stages = false;  // the ranks of a replica declare different things, as the stages of a pipeline do
-  bool old = false;     // the job has been through so many epochs and instances that their numbers are long
+  bool clips = false;       // trainers tell how much of each step's gradient has counted
+  bool stages = false;      // the ranks of a replica declare different things, as the stages of a pipeline do
+  std::uint64_t steps = 0;  // the job ends with this one; 0: it does not
+  bool old = false;         // the job has been through so many epochs and instances that their numbers are long
 
   bool coded() const { return codings != Codings::off; }
   float factor(std::uint64_t step) const;  // what they tell of this step; 1 where they tell nothing

@@ -152,6 +152,7 @@ void Trainer::on_welcome(membership::RankConnection from) {
   if (from != connection) return;
   welcome_ = true;
   driver_->on_welcome(kControlSecret, world_.job.silence);
+  if (leaving_) say_farewell();
   world_.wake(*this);
 }
 
@@ -165,6 +166,7 @@ void Trainer::on_daemon_gone(membership::RankConnection from) {
   if (from != connection) return;
   connection = {};
   welcome_ = false;
+  if (leaving_ && driver_->finished()) return world_.leaves(*this);
   world_.deliver(*this, 20ms, [this] { look_for_daemon(); });
 }
 
@@ -245,6 +247,8 @@ void Trainer::run() {
   checker().on_gradient_log(replica, rank, state_->gradient_log_bytes(), model_.gradient_log_budget());
 
   const bool free = now >= evaluates_until_ && world_.now() >= between_steps_until_;
+  if (finds_the_job_finished(free)) leave();
+  if (leaving_) return;
   if (stage_ == Stage::waiting && free && driver_->step() && driver_->step()->step > last_) begin_step();
   if (stage_ == Stage::reducing && !step_.contributes && driver_->step() && driver_->step()->step == step_.step &&
       driver_->step()->contributes) {
@@ -292,6 +296,7 @@ std::uint64_t Trainer::state_digest() const {
 }
 
 void Trainer::compute() {
+  if (leaving_) return;
   if (const TimePoint now = world_.now(); now < compute_stands_until_)
     return in(compute_stands_until_ - now, &Trainer::compute);
   stage_ = Stage::reducing;

@@ -25,6 +25,9 @@ class Trainer final : public Process {
   void on_control_message(membership::RankConnection from, const proto::ToNode& message);
   void on_daemon_gone(membership::RankConnection from);
   void on_refused(membership::RankConnection from, const std::string& why);
+  // In order: it tells its daemon, and ends when that has answered, or after a silence (trainer_end.cc).
+  void leave();
+  void on_left(membership::RankConnection from);
   void hang_compute(TimePoint until) { compute_stands_until_ = std::max(compute_stands_until_, until); }
   void slow_digest(Duration lasting, TimePoint until) { slow_digest_ = {lasting, until}; }
   // It announces that, and takes longer than it announced or not.
@@ -40,6 +43,7 @@ class Trainer final : public Process {
   // What it has heard is given up, and another has its place, until it hears of a later epoch.
   void leave_behind(std::uint64_t epoch) { left_behind_at_ = epoch; }
   bool left_behind() const { return left_behind_at_ && driver_->machine().epoch().value <= *left_behind_at_; }
+  std::uint64_t version() const { return last_; }   // that it has come to by updates
   std::size_t history() const { return history_; }  // whose decisions it has heard
   bool has_heard_more_than(std::uint64_t epoch, std::uint64_t committed) const {
     return driver_->machine().epoch().value > epoch || driver_->machine().committed().value > committed;
@@ -74,6 +78,8 @@ class Trainer final : public Process {
   Duration update_lasts();
   void end_update();
   void tell_factor();
+  bool finds_the_job_finished(bool free) const;
+  void say_farewell();
   void evaluate();
   std::vector<std::span<std::byte>> columns() const;
   void restore();
@@ -94,7 +100,7 @@ class Trainer final : public Process {
   std::uint64_t job_ = 0;
   std::size_t history_ = 0, registered_in_ = 0;
   std::optional<std::uint64_t> left_behind_at_;
-  bool welcome_ = false;
+  bool welcome_ = false, leaving_ = false, farewell_said_ = false;
   TimePoint last_arrival_{};  // when the last message to the daemon arrives
   std::vector<proto::FromNode> unsent_;
   std::vector<proto::ToNode> inbox_;

@@ -23,6 +23,8 @@ Shape shape_of(const Options& options) {
   if (options.coordinators != 0) shape.coordinators = options.coordinators;
   if (options.plant >= Plant::append_without_comparison) shape.coordinators = 3;
   if (options.balance) shape.balance = *options.balance;
+  if (options.faults || options.run_for || options.plant != Plant::none) shape.steps = 0;
+  if (options.steps) shape.steps = *options.steps;
   if (options.model != nullptr) shape.codings = Codings::off;  // its report is of uncoded gradients
   shape.nodes = std::min(shape.nodes, shape.ranks);
   return shape;
@@ -34,7 +36,7 @@ membership::JobConfig job_of(const Options& options, const Shape& shape) {
           .batch = options.batch,
           .constant_batch = shape.constant_batch,
           .balance = {.on = shape.balance},
-          .steps = 0,
+          .steps = shape.steps,
           .id = options.seed + 1,
           .silence = 200ms,
           // A vote that is forged has no digests, and would not get past the audit.
@@ -315,11 +317,13 @@ Outcome World::run() {
     if (fabric_.stale_writes() > 0) checker().on_stale_write();
     wake_who_has_events();
     if (options_.run_for && !go_on_long()) break;
+    if (has_ended()) break;
     if (now() < faults_end_) continue;
     crash_in_append_ = disk_full_ = false;
     slow_append_ = {};
     waiting_faults_.clear();
-    if (recovered_again(target)) break;
+    if (finished()) check_the_end();
+    else if (recovered_again(target)) break;
   }
   if (outcome_.events >= max_events) checker().violate("progress", "it goes round in circles");
   check_epochs();

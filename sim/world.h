@@ -19,6 +19,7 @@
 #include "sim/ends.h"
 #include "sim/fault.h"
 #include "sim/isolation.h"
+#include "sim/links.h"
 #include "sim/play.h"
 #include "sim/relay.h"
 #include "sim/replicated.h"
@@ -119,6 +120,9 @@ class World {
   void write_checkpoint(std::uint32_t replica, std::uint32_t rank, Checkpoint checkpoint);
   std::uint64_t next_number() { return ++numbers_; }
   void trainer_exits(Trainer& trainer, const std::string& why);
+  // ---- jobs that end, and trainers that leave in order (world_end.cc)
+  void leaves(Trainer& trainer);  // its process ends
+  bool finished() const { return job.steps != 0 && step_written_ >= job.steps; }
   Duration slowness(std::uint32_t replica, std::uint32_t rank) const;
   // How long one computes now that would take `usual` for an equal share of the samples at the usual speed.
   Duration computing(const Trainer& trainer, std::uint64_t samples, Duration usual) const;
@@ -174,21 +178,6 @@ class World {
   Append append(const std::vector<proto::LogRecord>& records);
 
  private:
-  struct Link {
-    std::uint32_t caller = 0, station = 0;
-    TimePoint last_up{}, last_down{};  // deliveries, in order
-    bool accepted = false;             // by the station
-    bool reset = false;                // nothing arrives any more
-    TimePoint forgotten_until{};       // by what lies between: nothing arrives until then; TimePoint::max(): never
-  };
-  struct Interruption {
-    std::uint64_t messages = 0;
-    Duration lasting{};
-  };
-  struct SlowLink {
-    Duration out{}, in{};  // what its messages take longer
-    TimePoint until{};
-  };
   void add_note(std::string line);
   template <typename T>
   T& start(std::unique_ptr<T>& place, std::unique_ptr<T> process) {
@@ -206,14 +195,6 @@ class World {
   void start_relay(std::uint32_t number);
   void kill_relay(std::uint32_t number, Duration lasting);
   std::optional<std::uint32_t> draw_relay(std::uint32_t node, Random& random) const;
-  struct Calling {  // null: it is not there
-    Process* process = nullptr;
-    Uplink* uplink = nullptr;
-  };
-  struct Listening {
-    Process* process = nullptr;
-    Station* station = nullptr;
-  };
   Calling caller(std::uint32_t number);
   Listening station(std::uint32_t number);
   std::uint32_t draw_caller(std::uint32_t node, Random& random) const;
@@ -279,6 +260,7 @@ class World {
   void slow_link(const Fault& fault, TimePoint until);
   std::vector<Process*> processes() const;
   static bool is_of_bits(FaultKind kind);
+  static bool is_of_logs(FaultKind kind);
   void damage_bits(const Fault& fault);
   bool somebody_is_wrong() const;
   void drop_who_is_wrong();
@@ -289,6 +271,9 @@ class World {
   void describe();
   void wake_who_has_events();
   bool recovered_again(std::uint64_t& target);
+  bool has_ended() const;
+  void check_the_end();
+  void check_last_step(const Trainer& trainer);
   std::optional<std::string> leaked() const;
   void on_decision();
   void check_epochs();
@@ -317,6 +302,7 @@ class World {
   std::vector<TimePoint> suspended_until_;       // likewise
   std::vector<TimePoint> off_until_;             // … and has no power
   std::vector<TimePoint> away_until_;            // by replica: nobody starts it
+  std::set<Ends::Place> over_;                   // places whose processes have ended well: nobody starts others
   std::vector<std::unique_ptr<Daemon>> daemons_;
   std::vector<std::unique_ptr<Relay>> relays_;
   std::vector<std::vector<std::unique_ptr<Trainer>>> trainers_;

@@ -187,6 +187,7 @@ void World::on_record(const proto::LogRecord& record) {
   }
   epoch_written_ = std::max<std::uint64_t>(epoch_written_, record.epoch().epoch());
   step_written_ = std::max<std::uint64_t>({step_written_, record.committed().step(), record.rolled_back().version()});
+  if (record.has_committed() && finished()) count("job finished"), isolation_.end();
   count_steps(record);
   log_.push_back(record);
   checker().on_record(record);

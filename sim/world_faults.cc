@@ -25,9 +25,15 @@ void World::felt_for(Duration lasting) {
   faults_end_ = std::max(faults_end_, now() + lasting);
 }
 
+// Whose log is lost or another one does not end when it was to.
+bool World::is_of_logs(FaultKind kind) {
+  return kind == FaultKind::lose_log || kind == FaultKind::older_log || kind == FaultKind::other_job;
+}
+
 void World::happen(const Fault& fault) {
   // Where one replica is wrong, those who are right are needed.
   if (!is_of_bits(fault.kind) && somebody_is_wrong()) return;
+  if (job.steps != 0 && is_of_logs(fault.kind)) return;
   count(fmt::format("fault: {}", to_string(fault.kind)));
   note("FAULT {} (replica {} rank {}, {:.1f} ms)", to_string(fault.kind), fault.replica, fault.rank,
        milliseconds(fault.lasting));

@@ -29,7 +29,7 @@ std::vector<std::uint32_t> World::stations_of(std::uint32_t node) const {
   return coordinator_stations();
 }
 
-World::Calling World::caller(std::uint32_t number) {
+Calling World::caller(std::uint32_t number) {
   if (number < nodes()) {
     Daemon* daemon = daemons_[number].get();
     return daemon != nullptr ? Calling{daemon, &daemon->uplink()} : Calling{};
@@ -38,7 +38,7 @@ World::Calling World::caller(std::uint32_t number) {
   return relay != nullptr ? Calling{relay, &relay->uplink()} : Calling{};
 }
 
-World::Listening World::station(std::uint32_t number) {
+Listening World::station(std::uint32_t number) {
   if (number < shape.coordinators) return {coordinators_[number].get(), coordinators_[number].get()};
   Relay* relay = relays_[number - shape.coordinators].get();
   return {relay, relay};

@@ -139,7 +139,7 @@ void World::write_checkpoint(std::uint32_t replica, std::uint32_t rank, Checkpoi
 
 void World::start_trainer(std::uint32_t replica, std::uint32_t rank) {
   auto& place = trainers_[replica][rank];
-  if (place) return;
+  if (place || over_.contains({replica, rank})) return;
   if (const TimePoint off = std::max(off_until_[node_of(replica, rank)], away_until_[replica]); off > now())
     return after(off - now(), [this, replica, rank] { start_trainer(replica, rank); });
   Trainer& trainer = start(place, std::make_unique<Trainer>(*this, replica, rank, node_of(replica, rank)));
@@ -182,6 +182,7 @@ void World::end_trainer(Trainer& trainer, const std::string& why, bool gave_up) 
 
 void World::trainer_exits(Trainer& trainer, const std::string& why) {
   count("trainer gave up");
+  check_last_step(trainer);
   if (now() <= disturbed_until_ && spared_.contains(trainer.instance))
     checker().violate("nobody-heard", fmt::format("replica {} rank {} is put out for a time in which no coordinator "
                                                   "heard anybody: {}",

@@ -25,8 +25,9 @@ TEST_F(Simulated, TheInvariantsHoldUnderFaultsOfEveryKind) {
   if (kSeeds < 100) return;  // too few for those that are rarely drawn
   for (std::size_t kind = 0; kind < kFaultKinds; ++kind)
     EXPECT_GT(counts[fmt::format("fault: {}", to_string(static_cast<FaultKind>(kind)))], 0u);
-  for (const char* what : {"promoted", "rolled back", "rank found silent", "trainer gave up", "epoch begun",
-                           "step foretold", "shares changed", "passed on by a joiner", "bytes that coding saved"})
+  for (const char* what :
+       {"promoted", "rolled back", "rank found silent", "trainer gave up", "epoch begun", "step foretold",
+        "shares changed", "passed on by a joiner", "bytes that coding saved", "job finished", "left the finished job"})
     EXPECT_GT(counts[what], 0u) << what;
 }
 
