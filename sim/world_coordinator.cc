@@ -234,8 +234,9 @@ void World::add_holder(Survivors::Holders& holders, std::uint32_t replica,
 Survivors::Holders World::holders_of(const proto::LogRecord& record) const {
   Survivors::Holders holders;
   for (const auto& member : record.committed().members())
-    add_holder(holders, member.replica(),
-               [&](const Trainer& trainer) { return trainer.reduced(record.committed().step()); });
+    add_holder(holders, member.replica(), [&](const Trainer& trainer) {
+      return trainer.incarnation().value == member.incarnation() && trainer.reduced(record.committed().step());
+    });
   for (const auto& member : record.epoch().members())
     if (!member.catching_up())
       add_holder(holders, member.replica(),
