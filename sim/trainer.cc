@@ -21,7 +21,8 @@ Trainer::Trainer(World& world, std::uint32_t replica_number, std::uint32_t rank_
       rank_instance(world.next_number()),
       world_(world),
       model_(world.model()),
-      audit_chance_(world.chance("audit", replica_number << 16 | rank_number)) {
+      audit_chance_(world.chance("audit", replica_number << 16 | rank_number)),
+      torn_chance_(world.chance("torn updates", replica_number << 16 | rank_number)) {
   history_ = world.history();
   engine = world.make_engine(machine, rails);
   address_ = engine->listen({}).value().text;

@@ -76,6 +76,7 @@ class Trainer final : public Process {
   void damage_at_rest();
   void begin_update();
   Duration update_lasts();
+  void apply(const catchup::Update& update);
   void end_update();
   void tell_factor();
   bool finds_the_job_finished(bool free) const;
@@ -88,7 +89,7 @@ class Trainer final : public Process {
 
   World& world_;
   const Model& model_;
-  Random audit_chance_;
+  Random audit_chance_, torn_chance_;
   std::pair<Duration, TimePoint> slow_digest_;  // the next one takes so long, if it begins by then
   std::string address_;
   std::unique_ptr<TrainingState> state_;
@@ -111,6 +112,7 @@ class Trainer final : public Process {
   bool contributed_ = false, current_ = false, drifts_ = false;
   std::optional<std::uint64_t> gradients_;  // digest of what was handed over
   std::vector<catchup::Update> updates_;
+  std::size_t applied_ = 0;  // of these: a daemon that looks at the state meanwhile finds some of it changed
 };
 
 }  // namespace rejoin::sim

@@ -16,7 +16,20 @@ void Trainer::begin_update() {
     judge.on_trained(replica, rank, step_.step, step_.batch, *gradients_, digest(state_->gradients()));
   if (!contributed_) damage_at_rest();
   updates_ = *state_->begin_update(Step(step_.step), contributed_, driver_->committed_contributors());
+  const bool spoilt = world_.planted(Plant::skip_an_update) || world_.planted(Plant::apply_twice);
+  const std::size_t at_once = spoilt ? 0 : torn_chance_.pick(updates_.size() + 1);
+  for (applied_ = 0; applied_ < at_once; ++applied_) apply(updates_[applied_]);
   in(update_lasts(), &Trainer::end_update);
+}
+
+void Trainer::apply(const catchup::Update& update) {
+  const std::span gradient(reinterpret_cast<const float*>(update.gradient.data()), update.count);
+  const auto column = [&](std::uint32_t number) {
+    return floats(state_->column({update.tensor}, number)).subspan(update.first, update.count);
+  };
+  Model::Views moments;
+  for (std::uint32_t m = 0; m < model_.tensors()[update.tensor].moments; ++m) moments.push_back(column(m + 1));
+  model_.update(update.step.value, update.tensor, column(0), moments, gradient);
 }
 
 // What the daemons do meanwhile, they do beside an optimizer at work.
@@ -59,18 +72,10 @@ bool Trainer::flip_state() {
 void Trainer::end_update() {
   std::size_t skipped = updates_.size();
   if (world_.planted(Plant::skip_an_update) && world_.plant_due()) skipped = random.pick(updates_.size());
-  for (std::size_t p = 0; p < updates_.size(); ++p) {
+  for (std::size_t p = applied_; p < updates_.size(); ++p) {
     if (p == skipped) continue;
-    const auto& update = updates_[p];
     const int times = world_.planted(Plant::apply_twice) && world_.plant_due() ? 2 : 1;
-    const std::span gradient(reinterpret_cast<const float*>(update.gradient.data()), update.count);
-    const auto column = [&](std::uint32_t number) {
-      return floats(state_->column({update.tensor}, number)).subspan(update.first, update.count);
-    };
-    Model::Views moments;
-    for (std::uint32_t m = 0; m < model_.tensors()[update.tensor].moments; ++m) moments.push_back(column(m + 1));
-    for (int time = 0; time < times; ++time)
-      model_.update(update.step.value, update.tensor, column(0), moments, gradient);
+    for (int time = 0; time < times; ++time) apply(updates_[p]);
   }
   updates_.clear();
   state_->end_update(Step(step_.step), contributed_);
