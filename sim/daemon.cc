@@ -130,6 +130,7 @@ void Daemon::on_leave(membership::RankConnection rank) {
   const auto found = ranks_.find(rank);
   if (found == ranks_.end()) return;
   const std::uint64_t leaver = found->second.trainer;
+  if (const Trainer* trainer = world_.trainer(leaver)) world_.on_farewell(*trainer, *this);
   drop(rank, machine_.plan().finished() ? "the job is finished" : "of its own accord", membership::Node::Gone::left);
   post([this, rank, leaver](catchup::Service&, TimePoint) {
     world_.send(*this, [this, rank, leaver] {

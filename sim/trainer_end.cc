@@ -12,7 +12,10 @@ bool Trainer::finds_the_job_finished(bool free) const {
 }
 
 void Trainer::leave() {
-  if (std::exchange(leaving_, true)) return;
+  if (ended || leaving_) return;
+  if (stage_ == Stage::updating) return in(1ms, &Trainer::leave);  // its optimizer has it
+  leaving_ = true;
+  world_.begins_to_leave(*this);
   world_.note("replica {} rank {} leaves{}", replica, rank, driver_->finished() ? " the finished job" : "");
   say_farewell();
   const bool nobody_cares = connection.value == 0 && driver_->finished();

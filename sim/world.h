@@ -123,6 +123,8 @@ class World {
   // ---- jobs that end, and trainers that leave in order (world_end.cc)
   void leaves(Trainer& trainer);  // its process ends
   bool finished() const { return job.steps != 0 && step_written_ >= job.steps; }
+  void begins_to_leave(const Trainer& trainer);
+  void on_farewell(const Trainer& trainer, const Daemon& daemon);
   Duration slowness(std::uint32_t replica, std::uint32_t rank) const;
   // How long one computes now that would take `usual` for an equal share of the samples at the usual speed.
   Duration computing(const Trainer& trainer, std::uint64_t samples, Duration usual) const;
@@ -278,6 +280,7 @@ class World {
   void on_decision();
   void check_epochs();
   void check_queues(const Process& process);
+  void end_replica(const Fault& fault);
   void check_ends();
   std::optional<ReplicaId> who_alone_has_ended(const Ends::Tells& tells) const;
   void disturb(Duration lasting) { disturb(lasting, lasting); }

@@ -16,6 +16,27 @@ constexpr int kAllHaveGone = 30;  // silences from the last step, or the last fa
 
 }  // namespace
 
+// Its operator ends it: three of four trainers leave in order, each in its own time.
+void World::end_replica(const Fault& fault) {
+  Random random = chance("leaves", fault.detail);
+  const bool leave = !random.one_in(4);
+  for (std::uint32_t i = 0; i < shape.ranks; ++i) {
+    Trainer* one = trainers_[fault.replica][i].get();
+    if (!leave || one == nullptr || one->stopped) kill_trainer(fault.replica, i, "its operator ends it");
+    else deliver(*one, random.one_in(2) ? Duration{} : random.of_any_size(1us, 20ms), [one] { one->leave(); });
+  }
+}
+
+// What it holds is lost by its own will.
+void World::begins_to_leave(const Trainer& trainer) { survivors_.on_end(trainer.instance, false, "it leaves"); }
+
+// From now on nobody has to wait for it, though its process is there until it has been answered.
+void World::on_farewell(const Trainer& trainer, const Daemon& daemon) {
+  if (trainers_[trainer.replica][trainer.rank].get() != &trainer || has_rival(trainer.replica, trainer.rank)) return;
+  if (trainer.incarnation() != Incarnation{})
+    ends_.on_end({trainer.replica, trainer.rank}, daemon.instance, trainer.has_heard_more_than(0, 0), now());
+}
+
 // Of a finished job it says that all is well, and its supervisor is content; or one that starts whatever has ended is
 // not, and the next one finds the job finished.
 void World::leaves(Trainer& trainer) {

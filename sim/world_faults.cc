@@ -75,8 +75,7 @@ void World::happen(const Fault& fault) {
       return;
     case FaultKind::stay_away:
       away_until_[fault.replica] = std::max(away_until_[fault.replica], until);
-      for (std::uint32_t i = 0; i < shape.ranks; ++i) kill_trainer(fault.replica, i, "its operator ends it");
-      return;
+      return end_replica(fault);
     case FaultKind::kill_some:
       for (std::uint32_t r = 0; r < shape.replicas; ++r)
         for (std::uint32_t i = 0; i < shape.ranks && (r == fault.replica || fault.detail >> r % 64 & 1); ++i)
