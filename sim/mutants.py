@@ -168,6 +168,12 @@ MUTANTS = [
      "if (screen_log(node, up) == Screened::handled) return Screened::handled;  // also",
      "if (up.replica() < config_.replicas && up.rank() < config_.ranks &&\n"
      "      screen_log(node, up) == Screened::handled)\n    return Screened::handled;  // also"),
+    ("a node is silent after less than a silence", "membership/coordinator_absence.cc",
+     "if (now_ - state.heard > config_.silence) silent", "if (now_ - state.heard > config_.silence * 5 / 8) silent"),
+    ("a process is silent after less than a silence", "membership/node.cc",
+     "if (now - rank.heard > silence_ &&", "if (now - rank.heard > silence_ * 5 / 8 &&"),
+    ("members have long to come back after a takeover", "membership/coordinator_recovery.cc",
+     "recovering_until_ = now + config_.silence;", "recovering_until_ = now + 4 * config_.silence;"),
     ("the last step is not applied", "rejoin/driver.cc",
      "if (meaning == Meaning::committed || meaning == Meaning::finished) {", "if (meaning == Meaning::committed) {"),
     ("who leaves a finished job is put out", "membership/coordinator_absence.cc",

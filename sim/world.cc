@@ -72,6 +72,7 @@ World::World(const Options& options)
       fabric_(fabric_of(options, shape), clock_),
       of_others_(options_.ignore, model(), shape.ranks,
                  {.coded = false, .follows_times = false, .direct_bytes = 0, .factor = {}}),
+      health_(shape.replicas),
       trainers_(shape.replicas),
       coordinators_(shape.coordinators),
       store_(*this),

@@ -18,9 +18,11 @@
 #include "sim/daemon.h"
 #include "sim/ends.h"
 #include "sim/fault.h"
+#include "sim/health.h"
 #include "sim/isolation.h"
 #include "sim/links.h"
 #include "sim/play.h"
+#include "sim/promptness.h"
 #include "sim/relay.h"
 #include "sim/replicated.h"
 #include "sim/shape.h"
@@ -121,10 +123,10 @@ class World {
   std::uint64_t next_number() { return ++numbers_; }
   void trainer_exits(Trainer& trainer, const std::string& why);
   // ---- jobs that end, and trainers that leave in order (world_end.cc)
-  void leaves(Trainer& trainer);  // its process ends
-  bool finished() const { return job.steps != 0 && step_written_ >= job.steps; }
   void begins_to_leave(const Trainer& trainer);
   void on_farewell(const Trainer& trainer, const Daemon& daemon);
+  void leaves(Trainer& trainer);  // its process ends
+  bool finished() const { return job.steps != 0 && step_written_ >= job.steps; }
   Duration slowness(std::uint32_t replica, std::uint32_t rank) const;
   // How long one computes now that would take `usual` for an equal share of the samples at the usual speed.
   Duration computing(const Trainer& trainer, std::uint64_t samples, Duration usual) const;
@@ -219,6 +221,11 @@ class World {
   void cut_off_all(const Fault& fault, TimePoint until);
   void see_whom_to_spare(const Fault& fault);
   void see_who_is_cut(const Fault& fault);
+  bool is_calm() const;
+  void see_whom_it_harms(const Fault& fault);
+  void see_who_is_healthy();
+  void check_health(const Trainer& trainer, const std::string& why);
+  void check_promptness();
   void cut_replica(const Fault& fault, TimePoint until);
   void check_isolation(const std::optional<std::string>& wrong);
   void set_back_store(Random& random, TimePoint until);
@@ -273,6 +280,7 @@ class World {
   void describe();
   void wake_who_has_events();
   bool recovered_again(std::uint64_t& target);
+  void end_replica(const Fault& fault);
   bool has_ended() const;
   void check_the_end();
   void check_last_step(const Trainer& trainer);
@@ -280,7 +288,6 @@ class World {
   void on_decision();
   void check_epochs();
   void check_queues(const Process& process);
-  void end_replica(const Fault& fault);
   void check_ends();
   std::optional<ReplicaId> who_alone_has_ended(const Ends::Tells& tells) const;
   void disturb(Duration lasting) { disturb(lasting, lasting); }
@@ -297,6 +304,9 @@ class World {
   Checker of_others_;             // who are of another job; nobody asks it
   Survivors survivors_;
   Isolation isolation_;
+  Health health_;
+  Promptness promptness_;
+  std::uint64_t decided_by_ = 0;  // the instance of who did when that was looked at last
   Outcome outcome_;
   std::uint64_t numbers_ = 0, sequence_ = 0;
   std::map<std::pair<TimePoint, std::uint64_t>, std::function<void()>> agenda_;

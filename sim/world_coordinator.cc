@@ -26,6 +26,8 @@ void World::let_operator_act() {
   end_strangers();
   check_ends();
   check_isolation(isolation_.check(now(), job.silence));
+  see_who_is_healthy();
+  check_promptness();
   after(job.silence / 4, [this] { let_operator_act(); });
 }
 
@@ -164,6 +166,7 @@ void World::on_record(const proto::LogRecord& record) {
     note("step {} is committed in epoch {}", record.committed().step(), record.committed().epoch());
     on_committed(record.committed());
     isolation_.on_commit(now());
+    promptness_.put_off(now());
     // What was said before it is over.
     std::ranges::fill(allowed_to_roll_back_, std::nullopt);
     on_moment(Moment::commit, 0);

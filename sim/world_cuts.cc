@@ -21,11 +21,9 @@ std::set<std::uint32_t> who_is_cut(const Fault& fault, std::uint32_t replicas) {
 // Before what the fault does is felt. Of ranks whose daemon is an older one it isn't known what they have no connection
 // with: then it may be another one that is put out.
 void World::see_who_is_cut(const Fault& fault) {
-  const bool calm = now() > disturbed_until_ && settled() && !finished() && interruptions_.empty() &&
-                    checkers_.size() == 1 && !bits_damaged_ && waiting_faults_.empty();
   const auto is_older = [&](const auto& daemon) { return daemon != nullptr && daemon->is_older(shape.upgrade); };
   isolation_.end();
-  if (fault.kind != FaultKind::cut_replica || !calm || shape.replicas < 3) return;
+  if (fault.kind != FaultKind::cut_replica || !is_calm() || shape.replicas < 3) return;
   if (who_is_cut(fault, shape.replicas).size() > 1) return count("two replicas cut from all others");
   if (std::ranges::any_of(daemons_, is_older)) return count("replica cut from all others, some of before");
   const bool timed = !shape.evaluates && !shape.long_updates;

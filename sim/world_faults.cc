@@ -39,6 +39,7 @@ void World::happen(const Fault& fault) {
        milliseconds(fault.lasting));
   see_whom_to_spare(fault);
   see_who_is_cut(fault);
+  see_whom_it_harms(fault);
   if (is_of_bits(fault.kind)) return damage_bits(fault);
   disturb(fault.lasting, fault.kind == FaultKind::stay_away ? Duration{} : fault.lasting);
   Trainer* trainer = trainers_[fault.replica][fault.rank].get();

@@ -86,6 +86,8 @@ void World::send(Process& process, std::function<void()> message) {
   message();
   if (process.stops_after == 0 || --process.stops_after > 0) return;
   count("stopped within an introduction");
+  health_.harm_all(now() + process.stops_for + 4 * job.silence);
+  promptness_.end();
   faults_end_ = std::max(faults_end_, now() + process.stops_for);
   stop(process, process.stops_for);
 }
@@ -183,6 +185,7 @@ void World::end_trainer(Trainer& trainer, const std::string& why, bool gave_up) 
 void World::trainer_exits(Trainer& trainer, const std::string& why) {
   count("trainer gave up");
   check_last_step(trainer);
+  check_health(trainer, why);
   if (now() <= disturbed_until_ && spared_.contains(trainer.instance))
     checker().violate("nobody-heard", fmt::format("replica {} rank {} is put out for a time in which no coordinator "
                                                   "heard anybody: {}",
