@@ -174,6 +174,8 @@ MUTANTS = [
      "if (now - rank.heard > silence_ &&", "if (now - rank.heard > silence_ * 5 / 8 &&"),
     ("members have long to come back after a takeover", "membership/coordinator_recovery.cc",
      "recovering_until_ = now + config_.silence;", "recovering_until_ = now + 4 * config_.silence;"),
+    ("that somebody has left is no end", "membership/node_gone.cc",
+     "down.set_ended(how == Gone::ended || how == Gone::left);", "down.set_ended(how == Gone::ended);"),
     ("the last step is not applied", "rejoin/driver.cc",
      "if (meaning == Meaning::committed || meaning == Meaning::finished) {", "if (meaning == Meaning::committed) {"),
     ("who leaves a finished job is put out", "membership/coordinator_absence.cc",

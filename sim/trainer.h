@@ -28,6 +28,7 @@ class Trainer final : public Process {
   // In order: it tells its daemon, and ends when that has answered, or after a silence (trainer_end.cc).
   void leave();
   void on_left(membership::RankConnection from);
+  bool leaves_early() const { return leaves_early_; }  // before it has heard of an end of the job
   void hang_compute(TimePoint until) { compute_stands_until_ = std::max(compute_stands_until_, until); }
   void slow_digest(Duration lasting, TimePoint until) { slow_digest_ = {lasting, until}; }
   // It announces that, and takes longer than it announced or not.
@@ -101,7 +102,7 @@ class Trainer final : public Process {
   std::uint64_t job_ = 0;
   std::size_t history_ = 0, registered_in_ = 0;
   std::optional<std::uint64_t> left_behind_at_;
-  bool welcome_ = false, leaving_ = false, farewell_said_ = false;
+  bool welcome_ = false, leaving_ = false, leaves_early_ = false, farewell_said_ = false;
   TimePoint last_arrival_{};  // when the last message to the daemon arrives
   std::vector<proto::FromNode> unsent_;
   std::vector<proto::ToNode> inbox_;

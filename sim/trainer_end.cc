@@ -15,6 +15,7 @@ void Trainer::leave() {
   if (ended || leaving_) return;
   if (stage_ == Stage::updating) return in(1ms, &Trainer::leave);  // its optimizer has it
   leaving_ = true;
+  leaves_early_ = !driver_->finished();
   world_.begins_to_leave(*this);
   world_.note("replica {} rank {} leaves{}", replica, rank, driver_->finished() ? " the finished job" : "");
   say_farewell();

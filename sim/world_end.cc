@@ -50,7 +50,7 @@ void World::leaves(Trainer& trainer) {
 
 // The invariant last-step: whoever has contributed to the last step and ends by itself has its state.
 void World::check_last_step(const Trainer& trainer) {
-  if (!finished() || checker().wrong(trainer.rank_instance)) return;
+  if (!finished() || trainer.leaves_early() || checker().wrong(trainer.rank_instance)) return;
   const auto last = std::find_if(log_.rbegin(), log_.rend(), [](const auto& record) { return record.has_committed(); });
   const bool contributed = std::ranges::any_of(last->committed().members(), [&](const auto& member) {
     return member.replica() == trainer.replica && member.incarnation() == trainer.incarnation().value;
