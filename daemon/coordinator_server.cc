@@ -23,13 +23,13 @@ membership::JobConfig with_id(membership::JobConfig job) {
   return job;
 }
 
-// Where somebody has cut or removed the log a supervisor is not to start the coordinator again: it would go on from
-// what is left, or begin another log in the place where an operator is to put the copy.
 // The log names itself, and what is wrong; where that is its disk, this is what to do.
 const char* remedy_for(ErrorCode code, const char* otherwise) {
   return code == ErrorCode::exhausted ? "; free space and start the coordinator again" : otherwise;
 }
 
+// Where somebody has cut or removed the log a supervisor is not to start the coordinator again: it would go on from
+// what is left, or begin another log in the place where an operator is to put the copy.
 int exit_status_for(ErrorCode code) { return code == ErrorCode::corrupt || code == ErrorCode::not_found ? 2 : 4; }
 
 bool is_of_several(const proto::LogRecord& record) { return record.has_led() || record.snapshot().position() != 0; }

@@ -284,11 +284,16 @@ void Node::report_status(const RankInfo& one, Actions& actions) {
     actions.to_coordinator.push_back(std::move(message));
 }
 
-// One report for all ranks of the replica on this node, when the last of them is done. Who had said that it lacked a
-// connection is reported at once, with those who are done by then: that is how the coordinator hears that it has it.
-void Node::gather(RankInfo& last, Actions& actions) {
-  const bool at_once = last.unconnected_in != 0 && last.unconnected_in == last.up.reduced_epoch();
-  if (at_once) last.unconnected_in = 0;
+// One report for all ranks of the replica on this node, when the last of them is done. Where one had said that it
+// lacked a connection each is reported at once, with those who are done by then: that is how the coordinator hears that
+// it has that now, and it is to know who hangs.
+void Node::gather(const RankInfo& last, Actions& actions) {
+  const auto lacked = [&](const auto& one) {
+    return are_one_replica(one.second, last) && one.second.unconnected_in != 0 &&
+           one.second.unconnected_in == last.up.reduced_epoch();
+  };
+  const bool at_once = std::ranges::any_of(ranks_, lacked);
+  bool all = true;
   proto::FromNode message;
   auto& reduced = *message.mutable_reduced();
   reduced.set_replica(last.up.replica());
@@ -302,12 +307,16 @@ void Node::gather(RankInfo& last, Actions& actions) {
     if (!are_one_replica(rank, last)) continue;
     if (rank.up.reduced_epoch() != last.up.reduced_epoch() || rank.up.reduced_step() != last.up.reduced_step()) {
       if (!at_once) return;
+      all = false;
       continue;
     }
     together.add(RankSet(rank.up.rank()));
     computed.add(rank.compute_us);
     if (rank.up.rank() < kMostRanks) digests.put(rank.up.rank(), {rank.up.results_digest(), rank.up.state_digest()});
   }
+  if (at_once && all)
+    for (auto& one : ranks_)
+      if (lacked(one)) one.second.unconnected_in = 0;
   together.to(reduced.mutable_ranks());
   reduced.set_compute_us(computed.us());
   digests.write_to(together, reduced);

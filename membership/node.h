@@ -100,7 +100,7 @@ class Node {
 
  private:
   static bool are_one_replica(const RankInfo& one, const RankInfo& other);
-  void gather(RankInfo& rank, Actions& actions);
+  void gather(const RankInfo& rank, Actions& actions);
   void report_status(const RankInfo& rank, Actions& actions);
   bool concerns_nobody(std::uint64_t job) const;
   void tell_of_peers(RankConnection rank, RankInfo& info, const proto::Peers& news, Actions& actions) const;

@@ -34,7 +34,7 @@ Node::Actions Node::on_rank_gone(RankConnection connection, const std::string& r
   tell_gone(up, reason, how, actions);
   if (!ended) silent_[connection] = up;
   // The others of its replica may have waited for it alone.
-  for (auto& [id, rank] : ranks_) {
+  for (const auto& [id, rank] : ranks_) {
     if (!are_one_replica(rank, gone.mapped())) continue;
     if (rank.up.reduced_epoch() != 0) gather(rank, actions);
     report_status(rank, actions);

@@ -92,7 +92,8 @@ class Relay {
     std::uint64_t epoch = 0, step = 0;
     RankSet reduced;  // of that step
     DigestTable digests;
-    ComputeTime computed;  // likewise
+    ComputeTime computed;                               // likewise
+    std::pair<std::uint64_t, std::uint64_t> at_once{};  // the epoch and step whose reports go up as they come
     std::map<NodeId, proto::ReplicaStatus> statuses;
     std::string last_status;  // that went up
   };
@@ -118,7 +119,7 @@ class Relay {
   bool is_of_strangers(NodeId node, std::uint32_t replica, std::uint64_t incarnation) const;
   void on_replica_status(NodeId node, const proto::ReplicaStatus& status);
   void add_reduced_ranks(const proto::Reduced& reduced);
-  void report_reduced(const GroupKey& key, const Group& group, bool at_once = false);
+  void report_reduced(const GroupKey& key, const Group& group);
   void report_status(const GroupKey& key);
   void tell_that_it_is_alone(TimePoint now);
   proto::ToNode alone() const;

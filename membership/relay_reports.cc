@@ -4,8 +4,8 @@
 
 namespace rejoin::membership {
 
-// One report, when these were the last that it waited for; and at once where that is how the coordinator hears that
-// they have the connections which they lacked.
+// One report, when these were the last that it waited for. Once a step has ranks that had lacked connections, each at
+// once: that is how the coordinator hears that they have them now, and it is to know who hangs.
 void Relay::add_reduced_ranks(const proto::Reduced& theirs) {
   const GroupKey key{theirs.replica(), theirs.incarnation()};
   const std::uint64_t epoch = theirs.epoch(), step = theirs.step();
@@ -20,11 +20,13 @@ void Relay::add_reduced_ranks(const proto::Reduced& theirs) {
   group.reduced.add(ranks);
   group.digests.take(theirs, kMostRanks);
   group.computed.add(theirs.compute_us());
-  const bool connected = reported == std::pair(plan_.first, plan_.second + 1) && hear_others_than(key.first, ranks);
-  report_reduced(key, group, connected);
+  if (reported == std::pair(plan_.first, plan_.second + 1) && hear_others_than(key.first, ranks))
+    group.at_once = reported;
+  report_reduced(key, group);
 }
 
-void Relay::report_reduced(const GroupKey& key, const Group& group, bool at_once) {
+void Relay::report_reduced(const GroupKey& key, const Group& group) {
+  const bool at_once = group.at_once == std::pair(group.epoch, group.step);
   if (group.reduced.empty() || !(at_once || group.reduced.includes(group.registered))) return;
   auto& reduced = *up().mutable_reduced();
   reduced.set_replica(key.first);

@@ -17,6 +17,10 @@ Result<> on(device::Device& device, CudaStream handle, const Use& use) {
 
 }  // namespace
 
+Result<> GroupDevice::takes(CudaStream handle) {
+  return on(*device_, handle, [](device::Stream&) { return Result<>(); });
+}
+
 Result<> StreamedOperation::begin_behind(CudaStream handle) {
   return on(*device_, handle, [&](device::Stream& stream) { return its_.queue_ready(stream); });
 }

@@ -50,6 +50,8 @@ class GroupDevice {
   const std::shared_ptr<device::Device>& device() const { return device_; }
   const std::shared_ptr<device::Reducer>& reducer() const { return reducer_; }
 
+  // Errors: as device::Stream::takes_work()
+  Result<> takes(CudaStream stream);
   // The caller's threads, one at a time.
   Result<std::shared_ptr<StreamedOperation>> make_operation();
   // What the group lacks for a plan with this much scratch memory. It stays until this goes.

@@ -6,8 +6,8 @@
 
 namespace rejoin {
 
-// Lines go to standard error, unless the program has set another sink, or a default logger of spdlog's with a name:
-// spdlog's own, without one, is the program's.
+// Lines go to standard error, unless the program has set another sink; or, in the project's own programs, which have
+// one spdlog with the library, a default logger with a name: spdlog's own, without one, is not meant for them.
 void log_to_stderr_by_default();
 
 inline void prepare_process() {

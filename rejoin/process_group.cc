@@ -278,6 +278,7 @@ class Threaded final : public ProcessGroup {
   Result<std::shared_ptr<Work>> start_on_device(const CollectiveCall& call, collectives::Operation operation,
                                                 std::uint64_t configuration) {
     const std::lock_guard one_at_a_time(starting_);
+    if (auto takes = device_->takes(call.stream); !takes) return tl::unexpected(takes.error());
     auto scratch = device_->scratch_for(operation.plan.scratch);
     if (!scratch) return tl::unexpected(scratch.error());
     for (auto& one : *scratch) {

@@ -216,12 +216,6 @@ Result<> ProgressThread::all_reduce(std::uint32_t bucket) {
   return {};
 }
 
-Result<> ProgressThread::takes(CudaStream stream) {
-  if (streams_) return streams_->takes(stream);
-  return rejoin::fail(ErrorCode::invalid_argument,
-                      "a CUDA stream for what is in the host's memory: set SessionConfig::device");
-}
-
 Result<> ProgressThread::all_reduce(std::uint32_t bucket, CudaStream stream) {
   if (auto may = takes(stream); !may) return may;
   std::uint64_t step = 0;

@@ -33,6 +33,13 @@ std::optional<Error> ProgressThread::elsewhere() const {
                   process_, here)};
 }
 
+Result<> ProgressThread::takes(CudaStream stream) {
+  if (auto why = elsewhere()) return tl::unexpected(std::move(*why));
+  if (streams_) return streams_->takes(stream);
+  return rejoin::fail(ErrorCode::invalid_argument,
+                      "a CUDA stream for what is in the host's memory: set SessionConfig::device");
+}
+
 // Under the mutex.
 std::optional<Error> ProgressThread::ended() const {
   if (failure_) return failure_;

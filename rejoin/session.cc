@@ -143,9 +143,8 @@ class SessionImpl final : public Session {
     });
   }
   Result<> end_update(CudaStream stream) override {
-    return takes(stream).and_then([&] {
-      return end_update([&](bool contributed) { return progress_->end_update(step_, contributed, stream); });
-    });
+    const auto end = [&](bool contributed) { return progress_->end_update(step_, contributed, stream); };
+    return takes(stream).and_then([&] { return end_update(end); });
   }
   Error abandon_update(const std::string& what) override {
     if (ended_) return *ended_;
@@ -260,7 +259,7 @@ class SessionImpl final : public Session {
     return handed;
   }
 
-  Result<> takes(CudaStream stream) { return progress_ ? progress_->takes(stream) : Result<>(); }
+  Result<> takes(CudaStream to) { return progress_ && !ended_ ? progress_->takes(to) : Result<>(); }
   // The others would wait for what is missing, and could tell nobody but after seconds.
   Result<> check_buckets() const {
     if (stage_ != Stage::contributing) return {};
