@@ -118,3 +118,19 @@ def test_a_backward_that_has_raised_in_its_midst_is_an_error_in_the_log(tmp_path
         told[step.number] = [record.getMessage() for record in caplog.records]
     assert one.finished and [step for step in told if told[step]] == [3, 4, 6], "the first, second and fourth time"
     assert "a backward() has raised when 2 of 5 parameters had their gradients" in told[3][0]
+
+
+def test_nothing_is_told_of_a_compiled_backward(tmp_path, monkeypatch, caplog):
+    """Within it nothing says when it ends."""
+    compiled_autograd = pytest.importorskip("torch._dynamo.compiled_autograd")
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 2, bias=False))
+    one, native = session(tmp_path), Job(2)
+    one.attach(model, torch.optim.AdamW(model.parameters()))
+    for of in (one, one._buckets, one._updates):
+        monkeypatch.setattr(of, "_native", native)
+    monkeypatch.setattr(one, "_joined", True)
+    for _ in one.steps():
+        with compiled_autograd._enable(lambda graph: graph):
+            model[1](torch.ones(1, 2)).sum().backward()  # the first layer is not used
+        one._optimizer.step()
+    assert one.finished and not [told for told in caplog.records if told.name == "rejoin"]

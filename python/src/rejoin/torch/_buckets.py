@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -21,6 +22,12 @@ log = logging.getLogger("rejoin")
 
 # Gradients are looked at as a whole in the first steps, and then in each of so many: it reads all of them.
 FIRST, _EACH = 8, 64
+
+
+# Hooks then run in a graph of torch's, within which nothing says that the backward() has ended.
+def _is_compiled() -> bool:
+    compiled = sys.modules.get("torch._dynamo.compiled_autograd")
+    return bool(getattr(compiled, "in_compiled_autograd_region", False))
 
 
 class Buckets:
@@ -96,7 +103,7 @@ class Buckets:
 
     def note_backward(self) -> None:
         """Take it that a gradient comes: whether its backward() ends is known by what is called behind it."""
-        if self._in_backward:
+        if self._in_backward or _is_compiled():
             return
         with suppress(RuntimeError):  # where something else than autograd's engine calls hooks
             torch.autograd.Variable._execution_engine.queue_callback(self.forget_backward)  # type: ignore[attr-defined]
@@ -109,14 +116,17 @@ class Buckets:
     # It can't be taken back: some of it is with the others. Whoever raised again and again would end again and again.
     def _tell_of_half(self) -> None:
         self._in_backward = False
+        every = [tensor for bucket in self._buckets for tensor in bucket if tensor.is_parameter]
+        came = sum(tensor.arrived or tensor.value.grad is not None for tensor in every)
+        if came == len(every):
+            return
         self._halves += 1
         if self._halves & (self._halves - 1) == 0:
-            every = [tensor for bucket in self._buckets for tensor in bucket if tensor.is_parameter]
             log.error(
                 "a backward() has raised when %d of %d parameters had their gradients: these count in the step, and "
                 "the others as zeros (so far in %d steps). Let what it raises end this process, which is started "
                 "again, and the step is taken without it",
-                sum(tensor.arrived or tensor.value.grad is not None for tensor in every), len(every), self._halves,
+                came, len(every), self._halves,
             )  # fmt: skip
 
     def bring(self, tensor: Tensor) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,13 @@ class Kind:
     elementwise: bool
     divided: bool  # among ranks
     largest: Sequence[int]  # the shape
+    alike: Hashable  # of kinds with the same, whether they go by a tensor's size is tried with one
+
+
+def _options_of(group: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """Give a group's settings but for its rates: how large they are tells of no other rule."""
+    options = ((key, value) for key, value in group.items() if value is None or isinstance(value, (bool, int, str)))
+    return tuple(sorted(options, key=lambda option: option[0]))
 
 
 class Kinds:
@@ -62,7 +69,9 @@ class Kinds:
         if key not in self._kinds:
             kept, scratch = _optimizer.kept_by(self._optimizer, settings, like, int(self._averaged), parameter)
             same = self_check(self._optimizer, settings, like, parameter, self._finite)
-            self._kinds[key] = Kind(settings, like, parameter, kept, scratch, goes_by, same, shard is not None, shape)
+            alike = (*key[1:], _options_of(settings))
+            divided = shard is not None
+            self._kinds[key] = Kind(settings, like, parameter, kept, scratch, goes_by, same, divided, shape, alike)
         kind = self._kinds[key]
         kind.largest = max(kind.largest, shape, key=math.prod)
         self._of_parameters.append(kind)
@@ -73,10 +82,17 @@ class Kinds:
 
         Raises `InvalidArgument` where they are not, and are divided among ranks.
         """
+        largest: dict[Hashable, Kind] = {}
         for kind in self._kinds.values():
-            kind.elementwise = kind.elementwise and check_large(
-                self._optimizer, kind.group, kind.like, kind.first, kind.kept, kind.scratch, kind.largest
-            )
+            one = largest.setdefault(kind.alike, kind)
+            largest[kind.alike] = max(one, kind, key=lambda kind: math.prod(kind.largest))
+        same = {
+            alike: check_large(self._optimizer, one.group, one.like, one.first, one.kept, one.scratch, one.largest)
+            for alike, one in largest.items()
+            if one.elementwise
+        }
+        for kind in self._kinds.values():
+            kind.elementwise = kind.elementwise and same.get(kind.alike, False)
             if kind.divided and not kind.elementwise:
                 remedy = ". Where it does so but for what is not finite, attach(…, skip_nonfinite=True)"
                 raise InvalidArgument(
