@@ -241,6 +241,7 @@ class World {
   bool has_rival(std::uint32_t replica, std::uint32_t rank) const;
   bool may_lose_its_place(const Trainer& first) const;
   void let_rival_stay(const Process& first);
+  void let_rivals_stay();
   std::vector<Trainer*> trainers_on(std::uint32_t node) const;
   void kill_daemon(std::uint32_t node);
   void kill_coordinator(std::uint32_t number, const std::string& why);

@@ -50,7 +50,7 @@ void World::happen(const Fault& fault) {
   if (const auto kind = fault.kind; kind == FaultKind::partition || kind == FaultKind::one_way_partition ||
                                     kind == FaultKind::cut_off_from_some || kind == FaultKind::slow_link ||
                                     kind == FaultKind::forget_control || kind == FaultKind::cut_off_all)
-    old_news_until_ = std::max(old_news_until_, until + 2 * job.silence);
+    old_news_until_ = std::max(old_news_until_, until + 2 * job.silence), let_rivals_stay();
   Random random(fault.detail);
   switch (fault.kind) {
     case FaultKind::drift:

@@ -27,7 +27,7 @@ void World::start_rival(std::uint32_t replica, std::uint32_t rank, std::uint32_t
   Rival& rival = rivals_.emplace_back(Rival{.trainer = nullptr, .until = until});
   Trainer& trainer = start(rival.trainer, std::make_unique<Trainer>(*this, replica, rank, node));
   note("replica {} rank {} starts a second time, on node {}", replica, rank, node);
-  if (first->stopped || !daemons_[first->machine]) let_rival_stay(*first);
+  if (first->stopped || !daemons_[first->machine] || now() < old_news_until_) let_rival_stay(*first);
   deliver(trainer, trainer.random.between(1us, 2ms), [&trainer] { trainer.look_for_daemon(); });
 }
 
@@ -64,7 +64,15 @@ const Trainer* World::rival_of(std::uint32_t replica, std::uint32_t rank) const 
 
 bool World::has_rival(std::uint32_t replica, std::uint32_t rank) const { return rival_of(replica, rank) != nullptr; }
 
-// Who is not heard, since it or its daemon does not run, may be taken for lost, and another one have the place.
+// The way to the coordinators is away.
+void World::let_rivals_stay() {
+  for (const auto& rival : rivals_)
+    if (rival.trainer)
+      if (const Trainer* first = trainers_[rival.trainer->replica][rival.trainer->rank].get()) let_rival_stay(*first);
+}
+
+// Who is not heard, since it or its daemon does not run or is cut off, may be taken for lost, and another one have the
+// place.
 void World::let_rival_stay(const Process& first) {
   for (auto& rival : rivals_)
     if (rival.trainer && trainers_[rival.trainer->replica][rival.trainer->rank].get() == &first && !rival.may_stay) {
