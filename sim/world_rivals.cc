@@ -27,7 +27,8 @@ void World::start_rival(std::uint32_t replica, std::uint32_t rank, std::uint32_t
   Rival& rival = rivals_.emplace_back(Rival{.trainer = nullptr, .until = until});
   Trainer& trainer = start(rival.trainer, std::make_unique<Trainer>(*this, replica, rank, node));
   note("replica {} rank {} starts a second time, on node {}", replica, rank, node);
-  if (first->stopped || !daemons_[first->machine] || now() < old_news_until_) let_rival_stay(*first);
+  const bool unheard = first->stopped || first->connection.value == 0 || !daemons_[first->machine];
+  if (unheard || now() < old_news_until_) let_rival_stay(*first);
   deliver(trainer, trainer.random.between(1us, 2ms), [&trainer] { trainer.look_for_daemon(); });
 }
 
@@ -71,8 +72,8 @@ void World::let_rivals_stay() {
       if (const Trainer* first = trainers_[rival.trainer->replica][rival.trainer->rank].get()) let_rival_stay(*first);
 }
 
-// Who is not heard, since it or its daemon does not run or is cut off, may be taken for lost, and another one have the
-// place.
+// Who is not heard, since it or its daemon does not run, has not come back yet or is cut off, may be taken for lost,
+// and another one have the place.
 void World::let_rival_stay(const Process& first) {
   for (auto& rival : rivals_)
     if (rival.trainer && trainers_[rival.trainer->replica][rival.trainer->rank].get() == &first && !rival.may_stay) {
