@@ -25,8 +25,8 @@ def refuse_interrupted(check: Callable[[], None], what: str) -> NoReturn:
     """Raise `InvalidArgument`, or what `check` does: what a signal's handler has raised in the midst of `what`."""
     check()
     raise InvalidArgument(
-        f"{what} was interrupted, such as by what a signal's handler raises, and can't be made up for: end this "
-        "process, it is started again. Let handlers set a flag for the loop's body"
+        f"{what} was interrupted by what was raised within it, such as by a signal's handler, and can't be made up "
+        "for: end this process, it is started again. Let handlers set a flag for the loop's body"
     )
 
 
