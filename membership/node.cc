@@ -288,11 +288,15 @@ void Node::report_status(const RankInfo& one, Actions& actions) {
 // lacked a connection each is reported at once, with those who are done by then: that is how the coordinator hears that
 // it has that now, and it is to know who hangs.
 void Node::gather(const RankInfo& last, Actions& actions) {
-  const auto lacked = [&](const auto& one) {
-    return are_one_replica(one.second, last) && one.second.unconnected_in != 0 &&
-           one.second.unconnected_in == last.up.reduced_epoch();
+  const auto done = [&](const RankInfo& rank) {
+    return rank.up.reduced_epoch() == last.up.reduced_epoch() && rank.up.reduced_step() == last.up.reduced_step();
   };
-  const bool at_once = std::ranges::any_of(ranks_, lacked);
+  const auto had_lacked = [&](const auto& one) {
+    const RankInfo& rank = one.second;
+    return rank.unconnected_in != 0 && rank.unconnected_in == last.up.reduced_epoch() && done(rank) &&
+           are_one_replica(rank, last);
+  };
+  const bool at_once = std::ranges::any_of(ranks_, had_lacked);
   bool all = true;
   proto::FromNode message;
   auto& reduced = *message.mutable_reduced();
@@ -305,7 +309,7 @@ void Node::gather(const RankInfo& last, Actions& actions) {
   DigestTable digests;
   for (const auto& [connection, rank] : ranks_) {
     if (!are_one_replica(rank, last)) continue;
-    if (rank.up.reduced_epoch() != last.up.reduced_epoch() || rank.up.reduced_step() != last.up.reduced_step()) {
+    if (!done(rank)) {
       if (!at_once) return;
       all = false;
       continue;
@@ -316,7 +320,7 @@ void Node::gather(const RankInfo& last, Actions& actions) {
   }
   if (at_once && all)
     for (auto& one : ranks_)
-      if (lacked(one)) one.second.unconnected_in = 0;
+      if (had_lacked(one)) one.second.unconnected_in = 0;
   together.to(reduced.mutable_ranks());
   reduced.set_compute_us(computed.us());
   digests.write_to(together, reduced);

@@ -47,6 +47,30 @@ def test_an_optimizer_that_goes_by_the_size_of_a_tensor_is_found_out(tmp_path, s
     assert [tensor.elementwise for tensor in one._tensors] == [elementwise] * 3
 
 
+def test_groups_that_keep_other_state_are_tried_each(tmp_path):
+    """Also where they differ in numbers alone, and the larger tensor is none of those that go by their size."""
+
+    class Chosen(In8Bits):
+        def __init__(self, groups):
+            torch.optim.Optimizer.__init__(self, groups, {"lr": 0.1, "least": 4096, "momentum": 0.0})
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for p in group["params"]:
+                    momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
+                    momentum.mul_(group["momentum"]).add_(p.grad)
+                    if p.numel() >= group["least"] and group["momentum"]:
+                        momentum.mul_(127).round_().div_(127)
+                    p.sub_(momentum, alpha=group["lr"])
+
+    model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(count)) for count in (20_000, 10_000, 3_000)])
+    optimizer = Chosen([{"params": [model[0]]}, *({"params": [model[i]], "momentum": 0.9} for i in (1, 2))])
+    one = Session(replica=0, rank=0, socket=tmp_path / "nobody")
+    one.attach(model, optimizer)
+    assert [tensor.elementwise for tensor in one._tensors] == [True, False, False]
+
+
 def skipping(p, state):
     return p.grad if p.grad.norm() < 1e3 else torch.zeros_like(p.grad)
 

@@ -36,10 +36,16 @@ class Kind:
     alike: Hashable  # of kinds with the same, whether they go by a tensor's size is tried with one
 
 
-def _options_of(group: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """Give a group's settings but for its rates: how large they are tells of no other rule."""
-    options = ((key, value) for key, value in group.items() if value is None or isinstance(value, (bool, int, str)))
-    return tuple(sorted(options, key=lambda option: option[0]))
+def _options_of(group: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    """Give a group's settings; of numbers with a fraction whether they are zero: their size makes no other rule."""
+
+    def option(value: Any) -> str:
+        if isinstance(value, float):
+            return "0.0" if value == 0.0 else "a number"
+        return f"({', '.join(map(option, value))})" if isinstance(value, (tuple, list)) else str(value)
+
+    settings = {key: value for key, value in group.items() if key != "params" and not isinstance(value, torch.Tensor)}
+    return tuple(sorted((key, option(value)) for key, value in settings.items()))
 
 
 class Kinds:
@@ -69,7 +75,7 @@ class Kinds:
         if key not in self._kinds:
             kept, scratch = _optimizer.kept_by(self._optimizer, settings, like, int(self._averaged), parameter)
             same = self_check(self._optimizer, settings, like, parameter, self._finite)
-            alike = (*key[1:], _options_of(settings))
+            alike = (*key[1:], repr(kept), _options_of(settings))
             divided = shard is not None
             self._kinds[key] = Kind(settings, like, parameter, kept, scratch, goes_by, same, divided, shape, alike)
         kind = self._kinds[key]
