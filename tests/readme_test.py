@@ -48,7 +48,7 @@ everything = "\n".join([help_of(str(source / "run")), help_of("python3", str(sou
                         *(help_of(f"{bin_dir}/rejoin", sub) for sub in ("status", "top", "audit", "doctor", "trace", "explain")),
                         *(help_of(f"{bin_dir}/rejoin", "log", sub) for sub in ("export", "import"))])
 sources = text_of("*/*.cc", "*/*.h", "*/*.py", "*/*/*.py", "*/*.sh", "*/CMakeLists.txt", "*/*/*.cc", "*/*/*.h", "*/*/CMakeLists.txt", "CMakeLists.txt", "cmake/*")
-FOREIGN = {"--bump-revision", "--initial-cluster", "--shm-size", "--cflags", "--comment", "--install", "--libs", "--overlap", "--requeue", "--write", "--no-deps", "--auto-compaction-mode", "--auto-compaction-retention", "--pre-vote", "--prefix", "--shutdown-timeout", "--signal"}  # of other people's programs, and of tests
+FOREIGN = {"--exclude-libs", "--variable", "--bump-revision", "--initial-cluster", "--shm-size", "--cflags", "--comment", "--install", "--libs", "--overlap", "--requeue", "--write", "--no-deps", "--auto-compaction-mode", "--auto-compaction-retention", "--pre-vote", "--prefix", "--shutdown-timeout", "--signal"}  # of other people's programs, and of tests
 
 
 def check_command(where, line):
