@@ -24,3 +24,7 @@ def test_an_average_moves_whatever_the_weights_type(tmp_path, dtype):
         one._updates._average([weight, average])
     torch.testing.assert_close(average.float(), torch.full((64,), 1.0 - 0.5 * 0.999**1000), rtol=1e-4, atol=0)
     assert one.state_dict()["average"]["weight"].dtype == torch.float32
+    with one.averaged():
+        assert model.weight.dtype == dtype and torch.equal(model.weight.view(-1), average.to(dtype))
+        model(torch.ones(1, 64, dtype=dtype)).sum().backward()
+    assert model.weight.data_ptr() == weight.data_ptr(), "where it lay"

@@ -122,10 +122,12 @@ class Tensor:
         self.note_version()
 
     def lay(self, column: torch.Tensor) -> None:
-        """Let the parameter be this column: lie in it, or, where it has a master, be equal to it but for rounding."""
+        """Let the parameter be this column: lie in it, or, where that is wider, be equal to it but for rounding."""
         if self.has_master:
             local(self.value.detach()).copy_(self.view(column))
-        elif self.shard is not None:
+            return
+        column = column.to(self.dtype)  # an average may be wider
+        if self.shard is not None:
             self.shard.move(column)
         else:
             self.value.data = self.view(column)
