@@ -24,6 +24,7 @@ void World::start_rival(std::uint32_t replica, std::uint32_t rank, std::uint32_t
   if (first == nullptr || has_rival(replica, rank) || off_until_[node] > now()) return;
   felt_for({});
   count("second process");
+  health_.harm(replica, now() + 4 * job.silence);
   Rival& rival = rivals_.emplace_back(Rival{.trainer = nullptr, .until = until});
   Trainer& trainer = start(rival.trainer, std::make_unique<Trainer>(*this, replica, rank, node));
   note("replica {} rank {} starts a second time, on node {}", replica, rank, node);
