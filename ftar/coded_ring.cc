@@ -30,8 +30,11 @@ bool is_slow(double link, double rate, DataType type, Width width) {
 }
 
 void BucketCoding::measure() {
+  // Squares in float32 are nothing of values that are smaller, and too much of larger ones: nothing is known then.
+  constexpr double least = 1e-30, most = 1e36;
+  if (!(loss->of > least && loss->of < most)) return;  // nor where nothing was coded
   const double now = std::sqrt(loss->lost / loss->of);
-  if (!std::isfinite(now)) return;  // nothing was coded, or nothing is known
+  if (!std::isfinite(now)) return;
   error = error ? *error + (now - *error) * kWeight : now;
 }
 

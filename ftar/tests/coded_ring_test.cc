@@ -308,8 +308,8 @@ TEST(FtarCodedWidth, FewBitsAreTakenWhereTheyLoseLittle) {
   EXPECT_EQ(steps(0.02, 20), coding::Width::eight);
   EXPECT_EQ(steps(0.5, 20), coding::Width::plain);
   EXPECT_EQ(steps(0.015, 70), coding::Width::eight) << "tried again later";
-  *coding.loss = {0, 0};  // nothing was coded
-  coding.adapt(0.2);
+  for (const double of : {0.0, 1e-40, 1e40})  // nothing was coded; values whose squares are nothing, or too much
+    for (int i = 0; i < 20; ++i) *coding.loss = {0, of}, coding.adapt(0.2);
   EXPECT_EQ(coding.width, coding::Width::eight);
 }
 
