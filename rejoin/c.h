@@ -95,8 +95,8 @@ typedef struct rejoin_update {
   uint32_t contributors;  /* whose gradients are in this mean */
 } rejoin_update;
 
-/* Returns the message of this thread's last call that failed, never null. The text stays until another call fails on
- * this thread. */
+/* Returns the message of this thread's last call that failed, never null, and of 2,047 bytes at most. The text stays
+ * until another call fails on this thread. */
 const char* rejoin_error(void);
 /* Say where the library's log lines go, and which: log.h. `level` is 0 (trace), 1 (debug), 2 (info), 3 (warn), 4
  * (error); the second function also takes 5 (none). Any of the library's threads may call `sink`, one at a time, and
