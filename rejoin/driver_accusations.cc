@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "base/events.h"
+#include "base/fail.h"
 #include "base/log.h"
 #include "rejoin/driver.h"
 
