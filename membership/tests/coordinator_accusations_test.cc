@@ -23,14 +23,7 @@ TEST(Coordinator, OfAWaitForGraphTheOneThatWaitsForNobodyIsOut) {
 TEST(Coordinator, OfAReplicaThatHangsTheRanksThatHaveNotReducedAreNamed) {
   Bench bench;
   bench.start();
-  proto::FromNode message;
-  auto& done = *message.mutable_reduced();
-  done.set_replica(1);
-  done.set_epoch(bench.coordinator.epoch().value);
-  done.set_step(bench.coordinator.committed().value + 1);
-  done.set_incarnation(bench.incarnations[1]);
-  RankSet(1).to(done.mutable_ranks());
-  bench.send(1, message);
+  bench.reduced_by(1, 1);
   bench.accuse(0, 2), bench.accuse(2, 1);
   bench.pass(300ms);
   ASSERT_EQ(bench.coordinator.suspended().size(), 1u);

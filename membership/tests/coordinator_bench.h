@@ -214,14 +214,26 @@ struct Bench {
     links.to(status.mutable_links());
     send(node, message);
   }
-  void reduced(std::uint32_t replica) { reduced(replica, replica); }
-  void reduced(std::uint32_t replica, std::uint64_t node, std::uint64_t compute_us = 0) {
+  // Of the step under way, by no rank yet.
+  proto::FromNode reduction(std::uint32_t replica) {
     proto::FromNode message;
     auto& done = *message.mutable_reduced();
     done.set_replica(replica);
     done.set_epoch(coordinator.epoch().value);
     done.set_step(coordinator.committed().value + 1);
     done.set_incarnation(incarnations[replica]);
+    return message;
+  }
+  proto::FromNode reduction_by(std::uint32_t replica, std::uint32_t rank) {
+    auto message = reduction(replica);
+    RankSet(rank).to(message.mutable_reduced()->mutable_ranks());
+    return message;
+  }
+  void reduced_by(std::uint32_t replica, std::uint32_t rank) { send(replica, reduction_by(replica, rank)); }
+  void reduced(std::uint32_t replica) { reduced(replica, replica); }
+  void reduced(std::uint32_t replica, std::uint64_t node, std::uint64_t compute_us = 0) {
+    auto message = reduction(replica);
+    auto& done = *message.mutable_reduced();
     done.set_compute_us(compute_us);
     for (std::uint32_t rank = 0; rank < config.ranks; ++rank) RankSet(rank).to(done.mutable_ranks());
     send(node, message);

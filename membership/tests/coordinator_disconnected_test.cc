@@ -48,16 +48,6 @@ struct Job : Bench {
     a.set_tells_connections(!said.older);
     send(said.who, message);
   }
-  void reduced_by(std::uint32_t replica, std::uint32_t rank) {
-    proto::FromNode message;
-    auto& done = *message.mutable_reduced();
-    done.set_replica(replica);
-    done.set_epoch(coordinator.epoch().value);
-    done.set_step(coordinator.committed().value + 1);
-    done.set_incarnation(incarnations[replica]);
-    RankSet(rank).to(done.mutable_ranks());
-    send(replica, message);
-  }
   // All of it, with or without a tick between each two, until somebody is out; who that is, and why.
   std::pair<std::uint32_t, std::string> out(const std::vector<Said>& all, Duration between = 1ms) {
     for (int i = 0; i < 40 && coordinator.suspended().empty(); ++i) {

@@ -51,16 +51,7 @@ struct Relayed : Bench {
     a.set_tells_connections(true);
     say(who, rank, message);
   }
-  void reduced_by(std::uint32_t replica, std::uint32_t rank) {
-    proto::FromNode message;
-    auto& done = *message.mutable_reduced();
-    done.set_replica(replica);
-    done.set_epoch(coordinator.epoch().value);
-    done.set_step(coordinator.committed().value + 1);
-    done.set_incarnation(incarnations[replica]);
-    RankSet(rank).to(done.mutable_ranks());
-    say(replica, rank, message);
-  }
+  void reduced_by(std::uint32_t replica, std::uint32_t rank) { say(replica, rank, reduction_by(replica, rank)); }
   // A tick, in which all are heard.
   void tick() {
     now += config.silence / 16;

@@ -50,6 +50,14 @@ struct DeviceProcessGroups : testing::TestWithParam<std::string> {
     const auto bytes = std::as_bytes(std::span(values));
     EXPECT_TRUE(streams[i]->copy(buffers[i].bytes.data(), bytes.data(), bytes.size()));
   }
+  // One for each member, with these values.
+  void make_buffers(const std::vector<float>& values) {
+    buffers.clear();
+    for (std::size_t i = 0; i < streams.size(); ++i) {
+      buffers.push_back(*device->allocate(values.size() * sizeof(float)));
+      fill(i, values);
+    }
+  }
   // As `.item()` and `.cpu()` do: into pageable memory, behind what the stream waits for.
   std::vector<float> read(std::size_t i) {
     std::vector<float> values(buffers[i].bytes.size() / 4);
@@ -75,11 +83,7 @@ TEST_P(DeviceProcessGroups, BeginBehindTheirStreamsWhichWaitForThemAndNobodyElse
   configured(1);
   for (const std::size_t count : {10, 1'000'000}) {
     std::vector<float> ones(count, 1.0f), twos(count, 2.0f);
-    buffers.clear();
-    for (std::size_t i = 0; i < 3; ++i) {
-      buffers.push_back(*device->allocate(count * 4));
-      fill(i, twos);
-    }
+    make_buffers(twos);
     held() = 0;
     ASSERT_TRUE(streams[2]->wait_until(&held(), 1));
     std::vector<std::shared_ptr<Work>> works;
@@ -115,10 +119,7 @@ TEST_P(DeviceProcessGroups, AMembersEndLetsTheOthersStreamsGoOnAndTheyGoOnWithou
   configured(1);
   constexpr std::size_t count = 500'000;
   const std::vector<float> ones(count, 1.0f);
-  for (std::size_t i = 0; i < 3; ++i) {
-    buffers.push_back(*device->allocate(count * 4));
-    fill(i, ones);
-  }
+  make_buffers(ones);
   std::vector<std::shared_ptr<Work>> works;
   for (const std::size_t i : {0, 2}) {
     works.push_back(start(i));
@@ -145,11 +146,8 @@ TEST_P(DeviceProcessGroups, AKernelThatIsNotLaunchedFailsTheGroup) {
   const device::fake::Control fake{device::cuda_library().c_str()};
   if (fake.set_options == nullptr) GTEST_SKIP() << "a real driver launches it";
   configured(1);
-  for (std::size_t i = 0; i < 3; ++i) {
-    buffers.push_back(*device->allocate(4'000));
-    fill(i, std::vector<float>(1'000, 1.0f));
-    ASSERT_TRUE(streams[i]->synchronize());
-  }
+  make_buffers(std::vector<float>(1'000, 1.0f));
+  for (const auto& stream : streams) ASSERT_TRUE(stream->synchronize());
   std::vector<std::shared_ptr<Work>> works;
   for (std::size_t i = 0; i < 3; ++i) {
     if (i == 2) fake.set_options({.no_launch = true});
@@ -170,11 +168,8 @@ TEST_P(DeviceProcessGroups, AGpuThatDiesFailsTheGroupWhichCanBeClosed) {
   const device::fake::Control fake{device::cuda_library().c_str()};
   if (fake.set_options == nullptr) GTEST_SKIP() << "the context of a real driver stays dead";
   configured(1);
-  for (std::size_t i = 0; i < 3; ++i) {
-    buffers.push_back(*device->allocate(400'000));
-    fill(i, std::vector<float>(100'000, 1.0f));
-    ASSERT_TRUE(streams[i]->synchronize());
-  }
+  make_buffers(std::vector<float>(100'000, 1.0f));
+  for (const auto& stream : streams) ASSERT_TRUE(stream->synchronize());
   ASSERT_TRUE(streams[2]->wait_until(&held(), 1));
   std::vector<std::shared_ptr<Work>> works;
   for (std::size_t i = 0; i < 3; ++i) works.push_back(start(i));

@@ -14,7 +14,7 @@ import torch
 from rejoin.errors import InvalidArgument
 from rejoin.torch import _optimizer
 from rejoin.torch._attributes import key_of, refuse_undivided
-from rejoin.torch._self_check import check_large, self_check
+from rejoin.torch._self_check import Trial, check_large, self_check
 from rejoin.torch._sharding import Shard
 
 log = logging.getLogger("rejoin")
@@ -92,11 +92,11 @@ class Kinds:
         for kind in self._kinds.values():
             one = largest.setdefault(kind.alike, kind)
             largest[kind.alike] = max(one, kind, key=lambda kind: math.prod(kind.largest))
-        same = {
-            alike: check_large(self._optimizer, one.group, one.like, one.first, one.kept, one.scratch, one.largest)
-            for alike, one in largest.items()
-            if one.elementwise
-        }
+        same: dict[Hashable, bool] = {}
+        for alike, one in largest.items():
+            if one.elementwise:
+                trial = Trial(self._optimizer, one.group, one.like, one.first, one.kept, one.scratch)
+                same[alike] = check_large(trial, one.largest)
         for kind in self._kinds.values():
             kind.elementwise = kind.elementwise and same.get(kind.alike, False)
             if kind.divided and not kind.elementwise:

@@ -39,7 +39,7 @@ def _nearly_orthogonal(gradient: torch.Tensor, weight: torch.Tensor) -> torch.Te
     return nearly.view_as(gradient)
 
 
-class _Trial:
+class Trial:
     """Updates of scratch tensors: what an optimizer does there, and what it must not do."""
 
     def __init__(
@@ -55,9 +55,8 @@ class _Trial:
         self._optimizer, self._group, self._like, self._of = optimizer, with_rate(group), like, of
         self._kept, self._scratch = kept, scratch
         self._random = torch.Generator().manual_seed(1)
-        self._late: list[
-            tuple[str, str]
-        ] = []  # what it does with its state that it did not in its first step, and when
+        # What it does with its state that it did not in its first step, and when.
+        self._late: list[tuple[str, str]] = []
 
     def drawn(self, scale: float, shape: Sequence[int]) -> torch.Tensor:
         """Draw numbers of many sizes; those of a large tensor come again and again."""
@@ -123,21 +122,12 @@ def _within(shape: Sequence[int], most: int) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def check_large(
-    optimizer: torch.optim.Optimizer,
-    group: Mapping[str, Any],
-    like: torch.Tensor,
-    of: torch.Tensor | None,
-    kept: Kept,
-    scratch: Mapping[str, Any],
-    shape: Sequence[int],
-) -> bool:
+def check_large(trial: Trial, shape: Sequence[int]) -> bool:
     """Say whether parts of a tensor of this shape, the model's largest, get the bits that the whole would, where those
     of a small one do: some rules go by a tensor's size, as those that keep moments in 8 bits from 4,096 elements on.
 
     Of a larger one than `_MOST` elements so many are tried. Within `one_thread`, as all updates are.
     """
-    trial = _Trial(optimizer, group, like, of, kept, scratch)
     shape = _within(shape, _MOST)
     count = math.prod(shape)
     if count <= _BORDERS_OF_LARGE[1]:
@@ -168,7 +158,7 @@ def self_check(
     Raises `InvalidArgument` where another tensor's gradient makes a difference, since a replica that catches up updates
     tensors apart from each other. Within `one_thread`, as all updates are.
     """
-    one = _Trial(optimizer, group, like, of, *kept_by(optimizer, group, like, of=of))
+    one = Trial(optimizer, group, like, of, *kept_by(optimizer, group, like, of=of))
     shape = small(like.dim())
     borders = (0, 64, 192, 512, 576, math.prod(shape))  # as the session divides: multiples of 64
     apart = (2, 7) if len(optimizer.param_groups) > 1 else ()  # steps: groups without parts are left out
